@@ -25,6 +25,7 @@ PAGE = Path(__file__).with_name("te_compat.md")
 SIGNATURES = Path(__file__).parents[1] / "tests" / "adapters" / "torch" / "te_signatures.txt"
 BEGIN, END = "<!-- te_compat -->", "<!-- /te_compat -->"
 _TENSOR_PARALLEL = "there is no tensor parallelism"
+_GROUP = "None and a group of one process; larger groups are refused"
 _GROUPED = "each group has a weight of its own"
 _WHY = {
     "single_grouped_weight": _GROUPED,
@@ -39,6 +40,7 @@ _WHY = {
     "cache_quantized_input": "what is kept for backward follows from the recipe",
     "glu_interleave_size": "deinterleave_glu_tensor reorders weights",
     "op_kwargs": "operations take tensors alone",
+    "use_existing_amax": "the cast takes the amax itself",
 }
 _ACTIVATION = {"cache_quantized_input": False, "glu_interleave_size": None}
 # what has one value where it is called -> its arguments, where no table of the layers has them
@@ -62,6 +64,7 @@ _REFUSED: dict[str, dict[str, object]] = {
     "ops.Bias": {"tensor_parallel": False, "tensor_parallel_group": None},
     "ops.LayerNorm": {"sm_margin": 0},
     "ops.RMSNorm": {"sm_margin": 0},
+    "Float8CurrentScalingQuantizer": {"use_existing_amax": False},
 }
 
 
@@ -84,7 +87,9 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
         if argument in WITHOUT_EFFECT:
             return "ignored", WITHOUT_EFFECT[argument]
         if argument in ("tp_group", "cp_group"):
-            return "ignored", "None and a group of one process; larger groups are refused"
+            return "ignored", _GROUP
+    if argument == "amax_reduction_group" and name.endswith("Quantizer"):
+        return "ignored", _GROUP
     for table in (
         {key: value for key, value in CONSTRUCTOR.get(name, {}).items() if key not in own},
         FORWARD.get(owner, {}) if method == "forward" else {},

@@ -13,7 +13,8 @@ from fp8kit.layers.recompute import Kept
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.once import once
-from fp8kit_torch.quantized import QuantizedTensor, held_as
+from fp8kit_torch.operand_tensor import OperandTensor
+from fp8kit_torch.quantized import held_as
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, finish_backward, slot_addresses
 
 _OUTPUT, _GRAD_INPUT = 2, 1  # slots of a GEMM: input, weight, output; grad_output, grad_input
@@ -61,7 +62,7 @@ def cast_gradient(
 class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, fp8: Quantization, state: StateBinding) -> Tensor:
-        return QuantizedTensor.cast(y, fp8, state)
+        return OperandTensor.cast(y, fp8, state)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -84,4 +85,4 @@ class _Gradient(torch.autograd.Function):
             if ctx.token is not None:
                 finish_backward(*ctx.token)
             binding = _bound(state.scale, None if ctx.token is None else state.amax_history, _GRAD_INPUT)
-        return QuantizedTensor.cast(grad, ctx.fp8, binding), None, None, None
+        return OperandTensor.cast(grad, ctx.fp8, binding), None, None, None

@@ -46,14 +46,16 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
-from fp8kit_torch.quantized import QuantizedTensor, want_codes
+from fp8kit_torch.operand_tensor import OperandTensor
+from fp8kit_torch.quantized import want_codes
+from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 
 Inputs = dict[str, Tensor | None]
-Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
+Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
 _SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
@@ -90,7 +92,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if self._held is not None:
             tensors, weights = self._opened(tensors)
         codes = None
-        if type(tensors["x"]) is QuantizedTensor:
+        if isinstance(tensors["x"], QuantizedTensor):
             codes = self._codes(tensors, state)
         # a gradient that goes to main_grad is added there, early
         if self.delay_wgrad_compute and not (
@@ -159,7 +161,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     def cache_key(self, fp8: Quantization) -> str:
         return encode(fp8)
 
-    def held_inputs(self, weights: Mapping[str, QuantizedTensor], fp8: Quantization) -> dict[str, Tensor]:
+    def held_inputs(self, weights: Mapping[str, OperandTensor], fp8: Quantization) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for prefix, weight in zip(self.gemms, weights.values(), strict=True):
             found |= weight.inputs(type(self).__name__, prefix, fp8)
@@ -189,7 +191,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         if self._held is not None:
             raise not_compiled("a weight of quantized_model_init")
-        if type(tensors["x"]) is QuantizedTensor:
+        if isinstance(tensors["x"], QuantizedTensor):
             raise not_compiled("an input in FP8")
         tensors = self.autocast_inputs(tensors)
         own = {name: getattr(self, name) for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")}
@@ -272,7 +274,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             weight = tensors.get(name)
             if weight is None:
                 continue
-            if not isinstance(weight, QuantizedTensor):
+            if not isinstance(weight, OperandTensor):
                 got, wanted = (
                     f"a {type(weight).__name__}",
                     "the QuantizedTensor that quantized_model_init made: fully_shard, or another ",
@@ -291,18 +293,23 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         are. Otherwise None, and ``tensors`` gets the input's values."""
         x = tensors["x"]
         assert isinstance(x, QuantizedTensor)
+        if isinstance(x, OperandTensor) and self._multiplies(x, state):
+            return x.input_parts()
+        tensors["x"] = x.dequantize()
+        return None
+
+    def _multiplies(self, x: OperandTensor, state: AutocastState | None) -> bool:
+        """Whether the operation can multiply its codes as they are."""
         direct = (
             self.operation is linear
             and state is not None
             and state.enabled
             and autocast_dtype(x) in (None, x.dtype)
         )
-        if direct:
-            fp8 = self._fp8_of(state.recipe)  # type: ignore[union-attr]
-            if x.fits(fp8.x) and fp8.wgrad.compute == "quantized":
-                return x.input_parts()
-        tensors["x"] = x.dequantize()
-        return None
+        if not direct:
+            return False
+        fp8 = self._fp8_of(state.recipe)  # type: ignore[union-attr]
+        return x.fits(fp8.x) and fp8.wgrad.compute == "quantized"
 
     def want_ready(self, operation: str, path: str, x: Tensor) -> None:
         """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of

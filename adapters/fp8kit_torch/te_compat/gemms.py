@@ -3,19 +3,25 @@ of Transformer Engine."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import choice
+from fp8kit.arguments import choice, number
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.ops.activation import activation
 from fp8kit.spec import WorkingSet
-from fp8kit_torch.arguments import defaults, only, refuse
+from fp8kit_torch.arguments import defaults, refuse
 from fp8kit_torch.calibration import stream_of
+from fp8kit_torch.call import apply
 from fp8kit_torch.checks import tensor
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.operand_tensor import OperandTensor
+from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.specs import spec_for
+from fp8kit_torch.te_compat.block_tensors import BlockTensor
 from fp8kit_torch.views import FLOATS, as_view
 
 # layout, which says of A, then of B, whether it is transposed -> the contract's, of B and A; which dimension
@@ -43,34 +49,109 @@ def general_gemm(
     ub_type: Any = None,
     extra_output: Any = None,
     bulk_overlap: bool = False,
-) -> tuple[Tensor, None, None, None]:
-    """(product, None, None, None); the latter are what is refused: a bias gradient, an input of GELU, a
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    """(product, bias gradient, input of GELU, None); what is not asked for is None, and so is a
     communication's output.
 
     * ``layout``: "TN", B A^T, as y = x W^T of A = W (N, K) and B = x (..., K); "NN", B A, as dx = g W; "NT",
       B^T A, as dW = g^T x.
-    * ``A``, ``B``: h, the same dtype, or both ``QuantizedTensor``, whose codes are multiplied; where one is,
-      its values are.
-    * ``out``: where it is written, or, with ``accumulate``, added; h or float32. None makes one of
-      ``out_dtype``, None as B.
-    * ``bias``: added, (N,) of out's dtype. ``use_split_accumulator``: False lets FP8 products accumulate in
-      the tensor cores' own width.
-    * ``grad``: accepted with no bias. Others at their defaults, NotImplementedError otherwise.
+    * ``A``, ``B``: h, the same dtype, or both ``QuantizedTensor`` of one kind, whose codes are multiplied;
+      where one is, its values are.
+    * ``out``: where it is written, or, with ``accumulate``, added to ``beta`` (None: 1) times what is there;
+      h or float32. None makes one of ``out_dtype``, None as B. ``alpha`` multiplies the product.
+    * ``bias``: added, (N,) of out's dtype. With ``grad`` it is not: the second result is then the sum of B's
+      rows, in bias' dtype.
+    * ``gelu``: the product goes through the tanh form of GELU, and the third result is what went in; with
+      ``grad`` it is multiplied by GELU's derivative at ``gelu_in`` instead.
+    * ``quantization_params``: a quantizer, which casts the result. ``use_split_accumulator``: False lets FP8
+      products accumulate in the tensor cores' own width.
+    * ``ub``, ``ub_type``, ``extra_output``, ``bulk_overlap``: at their defaults, NotImplementedError
+      otherwise.
 
     Raises ArgumentError for what is no tensor and for another layout, ShapeError or FormatError for what does
     not fit.
     """
     op = "general_gemm"
     refuse(op, _NEUTRAL, locals())
-    neutral_beta = 1.0 if accumulate and beta is not None else None
-    only(op, {"beta": (beta, neutral_beta), "grad": (grad and bias is not None, False)})
     choice(op, "layout", layout, _LAYOUTS)
-    for name, given in (("A", A), ("B", B), ("out", out), ("bias", bias)):
+    for name, given in (("A", A), ("B", B), ("out", out), ("bias", bias), ("gelu_in", gelu_in)):
         if given is not None or name in "AB":
             tensor(op, name, given)
+    alpha = number(op, "alpha", alpha, least=-math.inf)
+    times = 1.0 if beta is None else number(op, "beta", beta, least=-math.inf)
+    if times not in (0.0, 1.0) and not accumulate:
+        raise ArgumentError(op, "beta", times, "None, 0 or 1 without accumulate")
+    if gelu and grad and gelu_in is None:
+        raise ArgumentError(op, "gelu_in", "None", "the input of GELU, with gelu and grad")
+    bias_grad = gelu_input = None
+    if grad and bias is not None:
+        rows = B.dequantize() if isinstance(B, QuantizedTensor) else B
+        bias_grad, bias = rows.reshape(-1, rows.shape[-1]).float().sum(0).to(bias.dtype), None
+    blocks = isinstance(A, BlockTensor) or isinstance(B, BlockTensor)
+    if alpha == times == 1.0 and not (gelu or blocks or quantization_params is not None):
+        y = _product(A, B, layout, out_dtype, out, accumulate, bias, use_split_accumulator)
+        return y, bias_grad, None, None
+    if accumulate and out is None:
+        raise FormatError(op, "out", "None", "a tensor to accumulate in")
+    dtype = out.dtype if out is not None else B.dtype if out_dtype is None else out_dtype
+    multiply = _block_product if blocks else _product
+    y = multiply(A, B, layout, torch.float32, None, False, None, use_split_accumulator)
+    y = y if alpha == 1.0 else y * alpha
+    y = y if bias is None else y + bias
+    if gelu and grad:
+        with torch.enable_grad():
+            inner = gelu_in.detach().float().requires_grad_()
+            (y,) = torch.autograd.grad(_gelu(inner), inner, y.view(inner.shape))
+    elif gelu:
+        gelu_input = y.to(dtype)
+        y = _gelu(gelu_input)
+    if accumulate and out is not None:
+        y = out.float() * times + y
+    if out is not None:
+        if out.shape != y.shape:
+            raise ShapeError(op, "out", f"shape {tuple(out.shape)}", tuple(y.shape))
+        y = out.copy_(y)
+    y = y.to(dtype)
+    return y if quantization_params is None else quantization_params(y), bias_grad, gelu_input, None
+
+
+def _gelu(inner: Tensor) -> Tensor:
+    return apply(activation, spec_for("ActivationSpec", "gelu", inner.shape[-1], ()), {"x": inner})["y"]
+
+
+def _block_product(A: Tensor, B: Tensor, layout: str, *how: Any) -> Tensor:
+    """The product of tensors by blocks, float32; of their values where one is not so."""
+    if not isinstance(A, BlockTensor) or not isinstance(B, BlockTensor):
+        if isinstance(A, QuantizedTensor) and isinstance(B, QuantizedTensor):
+            got = f"{type(A).__name__} and {type(B).__name__}"
+            raise FormatError("general_gemm", "A, B", got, "the same kind of scales")
+        A, B = (t.dequantize() if isinstance(t, BlockTensor) else t for t in (A, B))
+        return _product(A, B, layout, *how)
+    _, b_dim, a_dim = _LAYOUTS[layout]
+    left, right = B.array(not b_dim), A.array(not a_dim)
+    left, right = left if b_dim else left.T, right.T if a_dim else right
+    if left.shape[1] != right.shape[0]:
+        got = f"{tuple(A.shape)}, {tuple(B.shape)}"
+        raise ShapeError("general_gemm", "A, B", got, f"one contraction with layout {layout}")
+    y: Tensor = left.matmul(right, "float32")
+    return y.view(*B.shape[:-1], y.shape[-1]) if b_dim else y
+
+
+def _product(
+    A: Tensor,
+    B: Tensor,
+    layout: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
+    use_split_accumulator: bool,
+) -> Tensor:
+    """The product by the kernels, (+ bias) (+ out)."""
+    op = "general_gemm"
     own, b_dim, a_dim = _LAYOUTS[layout]
-    if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
-        A, B = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (A, B))
+    if not isinstance(A, OperandTensor) or not isinstance(B, OperandTensor):
+        A, B = (t.dequantize() if isinstance(t, OperandTensor) else t for t in (A, B))
     a_sizes, b_sizes = ((t.numel() // max(t.shape[-1], 1), t.shape[-1]) for t in (A, B))
     if a_sizes[a_dim] != b_sizes[b_dim] or A.device != B.device:
         got = f"{tuple(A.shape)} on {A.device}, {tuple(B.shape)} on {B.device}"
@@ -87,26 +168,24 @@ def general_gemm(
         raise ShapeError(op, "out", got, f"contiguous {shape}")
     result, added = as_view(y).rows(), None if bias is None else as_view(bias.contiguous())
     kernels, stream = dispatch.kernels(result.device), stream_of(result.device)
-    onto, fp8 = result if accumulate else None, isinstance(A, QuantizedTensor)
+    onto, fp8 = result if accumulate else None, isinstance(A, OperandTensor)
     size = int(kernels.fp8_gemm_workspace(*result.shape) if fp8 else kernels.gemm_workspace())
     # where cuBLASLt cannot write: by way of float32
     size += 4 * result.size if fp8 and result.ptr % 16 else 0
     space = as_view(torch.empty(max(size, 1), dtype=torch.uint8, device=B.device))
-    if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):  # neither is
+    if not isinstance(A, OperandTensor) or not isinstance(B, OperandTensor):  # neither is
         if A.dtype is not B.dtype:
             raise FormatError(op, "A", A.dtype, f"{B.dtype}, as B")
         left, right = (as_view(t.contiguous()).rows() for t in (B, A))
         kernels.gemm(left, right, result, own, added, onto, space, stream)
-        return y, None, None, None
+        return y
     b, a = B.operand(b_dim == 0), A.operand(a_dim == 0)
     if A.product is not B.product:
         got = f"scales by {a[2].granularity} and by {b[2].granularity}"
         raise FormatError(op, "A, B", got, "the same kind of scales")
     ws = WorkingSet(kernels, {}, {}, {}, {"workspace": space}, stream)
     A.product.multiply(ws, b, a, result, not use_split_accumulator, added, onto)
-    return y, None, None, None
+    return y
 
 
-_NEUTRAL = defaults(
-    general_gemm, "quantization_params gelu gelu_in alpha ub ub_type extra_output bulk_overlap"
-)
+_NEUTRAL = defaults(general_gemm, "ub ub_type extra_output bulk_overlap")

@@ -29,7 +29,7 @@ from fp8kit_torch.te_compat.unsupported import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 _OF_FP8 = "fp8kit_torch.te_compat.quantization"
-_QUANTIZED = "fp8kit_torch.quantized fp8kit_torch.te_compat.quantizers"
+_QUANTIZED = "fp8kit_torch.te_compat.tensors"
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
     "optimizers": "fp8kit_torch.optimizers",
@@ -38,7 +38,15 @@ _SAME = {
     "tensor": _QUANTIZED,
     "tensor.float8_tensor": _QUANTIZED,
     "tensor.quantized_tensor": _QUANTIZED,
-    "tensor.utils": "",
+    "tensor.float8_blockwise_tensor": _QUANTIZED,
+    "tensor.mxfp8_tensor": _QUANTIZED,
+    "tensor.nvfp4_tensor": _QUANTIZED,
+    "tensor.storage": _QUANTIZED,
+    "tensor.storage.float8_tensor_storage": _QUANTIZED,
+    "tensor.storage.float8_blockwise_tensor_storage": _QUANTIZED,
+    "tensor.storage.mxfp8_tensor_storage": _QUANTIZED,
+    "tensor.storage.nvfp4_tensor_storage": _QUANTIZED,
+    "tensor.utils": "fp8kit_torch.te_compat.saved_tensors",
     "float8_tensor": _QUANTIZED,
     "quantized_tensor": _QUANTIZED,
     "constants": "fp8kit_torch.te_compat.dtypes",
@@ -74,20 +82,16 @@ _SAME = {
     "attention.inference": "fp8kit_torch.inference",
     "transformer": "fp8kit_torch",
 }
-# names of ``transformer_engine.pytorch`` -> the module here that has them; found when they are first used
-_LATER = {
-    "CPLoadBalancingStrategy": "dtypes",
-    "DType": "dtypes",
-    "UserBufferQuantizationMode": "dtypes",
-    "Float8BlockQuantizer": "quantizers",
-    "Float8CurrentScalingQuantizer": "quantizers",
-    "Float8Quantizer": "quantizers",
-    "Quantizer": "quantizers",
-    "deinterleave_glu_tensor": "utilities",
-    "prepare_for_saving": "quantizers",
-    "restore_from_saved": "quantizers",
-    "interleave_glu_tensor": "utilities",
+# module here -> names of ``transformer_engine.pytorch`` that it has; found when they are first used
+_LAZY = {
+    "dtypes": "CPLoadBalancingStrategy DType UserBufferQuantizationMode",
+    "tensors": """Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
+        Float8CurrentScalingQuantizer Float8Quantizer Float8TensorStorage MXFP8Quantizer MXFP8Tensor
+        MXFP8TensorStorage NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensorStorage Quantizer
+        prepare_for_saving restore_from_func_ctx restore_from_saved""",
+    "utilities": "deinterleave_glu_tensor interleave_glu_tensor",
 }
+_LATER = {name: module for module, names in _LAZY.items() for name in names.split()}
 _BASE = "transformer_engine.pytorch"
 _NEUTRAL = {"interval": 1, "override_linear_precision": (False, False, False)}
 

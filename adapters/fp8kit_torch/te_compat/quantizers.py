@@ -1,44 +1,38 @@
 """Transformer Engine's quantizers of FP8 on the library's own casts: ``quantizer(tensor)`` is a
-``QuantizedTensor``, which layers under a recipe of the same format and tiling multiply as it is.
+``Float8Tensor`` or ``Float8BlockwiseQTensor``, which layers under a recipe of the same format and tiling
+multiply as it is.
 
-``rowwise``, ``columnwise``: which orientations are wanted; both are there in any case.
+``rowwise``, ``columnwise``: which orientations are held. A layer makes one that it lacks, for the call.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit.arguments import flag, number
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
-from fp8kit.formats import E4M3, E5M2
-from fp8kit.quantization import Quantization
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
+from fp8kit.formats import E4M3
+from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit_torch.checks import of_one, shown, tensor
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.operand_tensor import Float8Tensor, OperandTensor, format_of, scaled_as
+from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
-from fp8kit_torch.te_compat.dtypes import DType, TE_DType
-
-_FORMATS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
-_SPLIT = dict.fromkeys(("fprop", "dgrad", "wgrad"), "split")
-
-
-def _format(operation: str, dtype: Any) -> DType:
-    found = TE_DType.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    try:
-        return {member: member for member in _FORMATS}[found]
-    except (KeyError, TypeError):
-        wanted = "DType.kFloat8E4M3 or DType.kFloat8E5M2"
-        raise ArgumentError(operation, "fp8_dtype", shown(dtype), wanted) from None
+from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.views import FLOATS
 
 
 class Quantizer:
     """Base of the quantizers. ``rowwise_usage``, ``columnwise_usage``: what was asked for."""
 
     dtype: DType
+
+    optimize_for_gemm = False  # scales lie as cuBLAS's block-scaled products read them: never
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         name = type(self).__name__
@@ -64,13 +58,22 @@ class Quantizer:
         return made
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
-        """``quantize`` without a gradient."""
-        rule, binding = self.rule(), self.binding()
-        fp8 = Quantization.of(x=self.partner(), w=rule, g=self.partner(), **_SPLIT)
+        """``quantize`` without a gradient. A subclass may change what is cast and call this one."""
+        values = _want(type(self).__name__, tensor).detach()
+        if isinstance(values, QuantizedTensor):
+            values = values.dequantize()
+        if values.dtype not in FLOATS:
+            raise FormatError(type(self).__name__, "tensor", values.dtype, "float32, bfloat16 or float16")
         with torch.no_grad():
-            made = QuantizedTensor.cast(_want(type(self).__name__, tensor).detach(), fp8, binding)
+            made = self.cast(values)
         made._quantizer = self
+        if not (self.rowwise_usage and self.columnwise_usage):
+            made.update_usage(self.rowwise_usage, self.columnwise_usage)
         return made
+
+    def cast(self, values: Tensor) -> Any:
+        """The tensor of plain values, with both orientations."""
+        raise NotImplementedError
 
     def multi_quantize(self, list_of_tensors: list[Tensor]) -> list[QuantizedTensor]:
         """``quantize`` of each."""
@@ -87,8 +90,15 @@ class Quantizer:
             raise ArgumentError(operation, "dst", shown(dst), "a QuantizedTensor")
         if _want(operation, src).shape != dst.shape:
             raise ShapeError(operation, "src", f"shape {tuple(src.shape)}", tuple(dst.shape))
-        dst.take_parts(self.quantize_impl(src), noop_flag)
+        with torch.no_grad():
+            dst.take_parts(self.parts_like(dst, src), noop_flag)
         return dst
+
+    def parts_like(self, dst: QuantizedTensor, src: Tensor) -> dict[str, Tensor]:
+        """The parts of ``src``, cast, that ``dst`` has."""
+        own: Any = self.copy()
+        own.set_usage(**dst.get_usages())
+        return own.quantize_impl(src)._parts  # type: ignore[no-any-return]
 
     def make_empty(
         self,
@@ -136,6 +146,26 @@ class Quantizer:
         """Whether casting once more gives the same codes: for scales that follow from the values."""
         return True
 
+    def get_columnwise_shape(self, rowwise_data_shape: Any) -> tuple[int, ...]:
+        """Shape of ``_columnwise_data`` of a tensor of that shape: (K, ...)."""
+        *rows, k = rowwise_data_shape
+        return (k, math.prod(rows))
+
+    def onnx_quantize(self, tensor: Tensor) -> QuantizedTensor:
+        """``quantize``."""
+        return self.quantize(tensor)
+
+    def onnx_dequantize(self, tensor: QuantizedTensor) -> Tensor:
+        """Its values."""
+        return tensor.dequantize()
+
+
+class OperandQuantizer(Quantizer):
+    """Base of those that make operands of FP8 products."""
+
+    def cast(self, values: Tensor) -> OperandTensor:
+        return OperandTensor.cast(values, scaled_as(self.rule(), self.partner()), self.binding())
+
     def rule(self) -> Rule:
         """How it casts."""
         raise NotImplementedError
@@ -149,7 +179,29 @@ class Quantizer:
         return NO_STATE
 
 
-class Float8CurrentScalingQuantizer(Quantizer):
+class _OneScale(OperandQuantizer):
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Float8Tensor:
+        """The tensor whose codes ``data`` are, uint8 (..., K), by its memory, with the scale of the quantizer
+        (1 where that takes it from each tensor) and values of ``fake_dtype``."""
+        scale = getattr(self, "scale", None)
+        inverse = torch.ones(1, device=data.device) if scale is None else 1 / scale.detach().view(1)
+        return Float8Tensor(
+            data=data,
+            fp8_scale_inv=inverse,
+            fp8_dtype=self.dtype,
+            dtype=fake_dtype,
+            quantizer=self,
+            requires_grad=requires_grad,
+        )
+
+
+class Float8CurrentScalingQuantizer(_OneScale):
     """One scale, from the tensor's own amax. ``fp8_dtype``: DType.kFloat8E4M3 or kFloat8E5M2. ``device``:
     accepted. ``force_pow_2_scales``: scales rounded down to powers of two. ``amax_epsilon``: the least amax.
     ``with_amax_reduction`` over a group of one process changes nothing; ``use_existing_amax``: False only."""
@@ -174,16 +226,17 @@ class Float8CurrentScalingQuantizer(Quantizer):
         of_one(name, "amax_reduction_group", amax_reduction_group)
         if use_existing_amax:
             raise UnsupportedError(name, "use_existing_amax", True, "False: the cast takes the amax itself")
-        self.dtype, self.force_pow_2_scales = _format(name, fp8_dtype), bool(force_pow_2_scales)
+        self.dtype, self.force_pow_2_scales = of_format(format_of(name, fp8_dtype)), bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.scale, self.amax = scale, amax
 
     def rule(self) -> Rule:
         rounded = "power_2" if self.force_pow_2_scales else "exact"
-        return Rule(_FORMATS[self.dtype], scale_rule=rounded, epsilon=self.amax_epsilon)
+        return Rule(format_of("Quantizer", self.dtype), scale_rule=rounded, epsilon=self.amax_epsilon)
 
 
-class Float8Quantizer(Quantizer):
+class Float8Quantizer(_OneScale):
     """One scale that is given: ``scale`` float32 (1,); ``amax`` float32 (1,) takes the largest magnitude that
     was cast, if that is larger."""
 
@@ -192,14 +245,14 @@ class Float8Quantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = type(self).__name__
-        self.dtype = _format(name, fp8_dtype)
+        self.dtype = of_format(format_of(name, fp8_dtype))
         for argument, value in (("scale", scale), ("amax", amax)):
             if tensor(name, argument, value).dtype != torch.float32 or value.numel() != 1:
                 raise ArgumentError(name, argument, shown(value), "a float32 tensor (1,)")
         self.scale, self.amax = scale, amax
 
     def rule(self) -> Rule:
-        return Rule(_FORMATS[self.dtype], scale_source="delayed")
+        return Rule(format_of("Quantizer", self.dtype), scale_source="delayed")
 
     def partner(self) -> Rule:
         return Rule(E4M3, scale_source="delayed")
@@ -219,7 +272,7 @@ class Float8Quantizer(Quantizer):
         return False
 
 
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(OperandQuantizer):
     """A scale for each 128 elements of a row (``block_scaling_dim`` 1), or for each 128 x 128 (2)."""
 
     block_len = 128
@@ -238,13 +291,13 @@ class Float8BlockQuantizer(Quantizer):
         name = type(self).__name__
         if block_scaling_dim not in (1, 2):
             raise ArgumentError(name, "block_scaling_dim", shown(block_scaling_dim), "1 or 2")
-        self.dtype, self.block_scaling_dim = _format(name, fp8_dtype), block_scaling_dim
+        self.dtype, self.block_scaling_dim = of_format(format_of(name, fp8_dtype)), block_scaling_dim
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
 
     def _rule(self, granularity: str, dtype: DType) -> Rule:
         rounded = "power_2" if self.force_pow_2_scales else "exact"
-        return Rule(_FORMATS[dtype], granularity, scale_rule=rounded, epsilon=self.amax_epsilon)
+        return Rule(format_of("Quantizer", dtype), granularity, scale_rule=rounded, epsilon=self.amax_epsilon)
 
     def rule(self) -> Rule:
         tiling = "block_1x128" if self.block_scaling_dim == 1 else "block_128x128"
@@ -252,6 +305,28 @@ class Float8BlockQuantizer(Quantizer):
 
     def partner(self) -> Rule:
         return self._rule("block_1x128", DType.kFloat8E4M3)
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether the sizes are multiples of 128, which Transformer Engine wants; any matrix can be cast."""
+        return inp.ndim >= 2 and not inp.shape[-1] % 128 and not inp.shape[:-1].numel() % 128
+
+    def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
+        """Shape of the scales of the rows, or of the columns, of a tensor of that shape."""
+        *leading, k = shape
+        rows = math.prod(leading)
+        rows, k = (k, rows) if columnwise else (rows, k)
+        return BlockProduct.shapes(rows, k, self.rule())[1]  # type: ignore[return-value]
+
+
+def quantizer_of(held: OperandTensor) -> Quantizer:
+    """One that casts as a tensor was cast that a layer made."""
+    own, dtype = held._fp8.w, held._fp8_dtype
+    how: dict[str, Any] = {"amax_epsilon": own.epsilon, "force_pow_2_scales": own.power_2}
+    if own.granularity == "tensor":
+        return Float8CurrentScalingQuantizer(dtype, **how, **held.get_usages())
+    return Float8BlockQuantizer(
+        dtype, **how, **held.get_usages(), block_scaling_dim=1 if own.tile[0] == 1 else 2
+    )
 
 
 class _Quantize(torch.autograd.Function):
@@ -270,50 +345,4 @@ def _want(operation: str, value: Any) -> Tensor:
     return value  # type: ignore[no-any-return]
 
 
-class _Shell(NamedTuple):
-    """What a QuantizedTensor is beside its parts."""
-
-    names: tuple[str, ...]
-    fp8: Quantization
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def prepare_for_saving(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[Any]]:
-    """(plain tensors for ``ctx.save_for_backward``, an object for each argument): a QuantizedTensor is taken
-    apart, others are as they are."""
-    saved: list[Tensor | None] = []
-    shells: list[Any] = []
-    for each in tensors:
-        if isinstance(each, QuantizedTensor):
-            saved += each._parts.values()
-            shells.append(_Shell(tuple(each._parts), each._fp8, tuple(each.shape), each.dtype))
-        else:
-            saved.append(each)
-            shells.append(None)
-    return saved, shells
-
-
-def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tensors: bool = False) -> Any:
-    """The arguments of ``prepare_for_saving``, of its objects and ``ctx.saved_tensors``; with
-    ``return_saved_tensors`` also what is left of these."""
-    left, found = list(saved_tensors), []
-    for shell in tensors:
-        count = 1 if shell is None else len(shell.names)
-        parts, left = left[:count], left[count:]
-        if shell is None:
-            found.append(parts[0])
-        else:
-            named = dict(zip(shell.names, parts, strict=True))
-            found.append(QuantizedTensor(named, shell.fp8, shell.shape, shell.dtype))
-    return (found, left) if return_saved_tensors else found
-
-
-__all__ = [
-    "Float8BlockQuantizer",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Quantizer",
-    "prepare_for_saving",
-    "restore_from_saved",
-]
+__all__ = ["Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]

@@ -20,10 +20,6 @@ _PARALLEL = "there is no tensor parallelism, and no overlap of its communication
 _QUANTIZER = (
     "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
 )
-_EMULATED = (
-    "products of MXFP8BlockScaling and NVFP4BlockScaling are emulated, and no tensor is kept in their "
-    "formats; fp8kit.quantize casts to them"
-)
 _MASTERS = "FusedAdam(master_weights=True) casts its masters to weights in FP8"
 
 # why -> names; a name means the same in whatever module of Transformer Engine it is
@@ -33,14 +29,9 @@ _NAMES = {
         FullyShardedDataParallel""",
     _QUANTIZER: """HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
         HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
-        QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
-        GroupedTensor GroupedTensorStorage restore_from_func_ctx
+        GroupedTensor GroupedTensorStorage
         Quantize""",
-    _EMULATED: "MXFP8Quantizer NVFP4Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Tensor NVFP4TensorStorage",
-    _MASTERS: (
-        "quantize_master_weights cast_master_weights_to_fp8 replace_raw_data post_all_gather_processing "
-        "multi_tensor_adam_fp8"
-    ),
+    _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": (
         "FusedMLAQUpProjRopeQuant general_grouped_gemm"
     ),

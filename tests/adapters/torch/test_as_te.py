@@ -117,7 +117,8 @@ PARTS = {
         assert te.module.Linear is ft.Linear
         assert te.attention.DotProductAttention is ft.DotProductAttention
         assert te.fp8.FP8GlobalStateManager is te.quantization.FP8GlobalStateManager is FP8GlobalStateManager
-        assert te.float8_tensor.Float8Tensor is Float8Tensor is QuantizedTensor is te.Float8Tensor
+        assert te.float8_tensor.Float8Tensor is Float8Tensor is te.Float8Tensor
+        assert issubclass(Float8Tensor, QuantizedTensor)
         assert te.cpp_extensions.general_gemm is general_gemm
         parts = te.ops.LayerNorm(32, device="cpu"), te.ops.Linear(32, 16, device="cpu"), te.ops.GELU()
         model = te.ops.Sequential(*parts)
@@ -159,7 +160,7 @@ PARTS = {
             ("transformer_engine.pytorch.ops", "AllReduce", "no tensor parallelism"),
             ("transformer_engine.pytorch.ops", "register_forward_fusion", "as they are written"),
             ("transformer_engine.pytorch.router", "fused_topk_with_score_function", "router"),
-            ("transformer_engine.pytorch.tensor.utils", "cast_master_weights_to_fp8", "master_weights=True"),
+            ("transformer_engine.pytorch.optimizers", "multi_tensor_adam_fp8", "master_weights=True"),
             ("transformer_engine.pytorch.jit", "warmup_jit_bias_gelu", "inner part"),
             ("transformer_engine_torch", "fused_attn_fwd", "C++ library"),
         ):

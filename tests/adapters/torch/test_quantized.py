@@ -195,7 +195,7 @@ def test_values_in_another_dtype_and_other_values(device, recipe):
     assert weight.quantize_(values) is weight
     same(
         weight.dequantize(dtype=torch.float32),
-        ft.QuantizedTensor.of(values, weight._fp8).dequantize(),
+        ft.quantized.OperandTensor.of(values, weight._fp8).dequantize(),
         "cast anew",
     )
     before = weight.side(False)[0].clone()
@@ -224,7 +224,7 @@ def test_averages_of_weights_are_written(device):
     average.update_parameters(held)
     same(
         average.module.weight.dequantize(),
-        ft.QuantizedTensor.of(2 * start, held.weight._fp8).dequantize(),
+        ft.quantized.OperandTensor.of(2 * start, held.weight._fp8).dequantize(),
         "average",
     )
 

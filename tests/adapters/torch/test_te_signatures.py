@@ -33,6 +33,10 @@ DIFFERENCES = {
     ("parallel_cross_entropy", "target"): (Parameter.empty, None),
     # torch's word for a number that must be there, which torch itself has given up; None is refused by name
     ("optimizers.FusedSGD", "lr"): ("required", None),
+    # nothing is made there
+    ("Float8CurrentScalingQuantizer", "device"): (Parameter.empty, None),
+    # None is this process alone
+    ("tensor.utils.cast_master_weights_to_fp8", "group"): (Parameter.empty, None),
 }
 # what Transformer Engine has as **kwargs stands here by name
 NAMED = {"LayerNorm", "RMSNorm"}
@@ -61,7 +65,8 @@ def parameters(made):
     if made.vararg:
         yield Parameter(made.vararg.arg, Parameter.VAR_POSITIONAL)
     for own, node in zip(made.kwonlyargs, made.kw_defaults, strict=True):
-        yield Parameter(own.arg, Parameter.KEYWORD_ONLY, default=value(node))
+        default = Parameter.empty if node is None else value(node)
+        yield Parameter(own.arg, Parameter.KEYWORD_ONLY, default=default)
     if made.kwarg:
         yield Parameter(made.kwarg.arg, Parameter.VAR_KEYWORD)
 

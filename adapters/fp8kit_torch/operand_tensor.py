@@ -1,0 +1,444 @@
+"""Tensors that are held in FP8 as layers multiply it: codes and scales in both of the orientations that
+products want."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import ArgumentError, FormatError, RecipeError, UnsupportedError
+from fp8kit.execution.codec import decode, encode
+from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.lru import memoized
+from fp8kit.ops.linear import LinearSpec, weight_cast
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_quantized import Operand, QuantizedProduct
+from fp8kit.ops.products import product_class
+from fp8kit.quantization import Quantization, Quantizer
+from fp8kit_torch.call import prepare, run
+from fp8kit_torch.checks import shown
+from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
+from fp8kit_torch.state import NO_STATE, StateBinding
+from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.views import as_view
+
+_FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+
+
+class OperandTensor(QuantizedTensor):
+    """A matrix (N, K), or (..., K), as FP8 codes and scales, in both of the orientations that products want:
+    2 bytes an element. ``Float8Tensor`` has one scale, ``Float8BlockwiseQTensor`` one for each block.
+
+    A weight's scale comes from the values themselves (current scaling, also under a recipe of delayed
+    scaling, since a weight's largest value is known when it is cast), or from each block with
+    ``Float8BlockScaling``; an output's or a gradient's (``fp8_output``, ``fp8_grad``) is the recipe's.
+
+    ``update_usage`` drops one of the orientations; a layer that wants it makes it for the call. What is
+    written into ``_rowwise_data`` itself is noticed: the other orientation is made again.
+    """
+
+    _lag: int | None  # by how much the memory of the codes was written more often than that of the transposed
+
+    @classmethod
+    def _made(cls, *arguments: Any, **options: Any) -> Any:
+        made = super()._made(*arguments, **options)
+        made._lag = _lag(made._parts)
+        return made
+
+    @classmethod
+    def of(cls, values: Tensor, fp8: Quantization) -> OperandTensor:
+        """h (N, K), a weight, cast for products as ``fp8`` says."""
+        return of_parts(_cast(values, fp8), fp8, tuple(values.shape), values.dtype)
+
+    @classmethod
+    def cast(cls, values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> OperandTensor:
+        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``state``, by the names
+        w_scale and w_amax."""
+        parts = _cast(values.reshape(-1, values.shape[-1]), fp8, state)
+        return of_parts(parts, fp8, tuple(values.shape), values.dtype)
+
+    @property
+    def _fp8(self) -> Quantization:
+        """How it is held: as its ``w``."""
+        return self._how  # type: ignore[no-any-return]
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        """The format of the codes."""
+        return of_format(self._fp8.w.format)
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        """(N, K)."""
+        k = self.shape[-1]
+        return self.numel() // max(k, 1), k
+
+    # --- codes and scales -----------------------------------------------------------------------------------
+
+    @property
+    def _rowwise_data(self) -> Tensor | None:
+        """The codes, uint8 of this shape; None where they were dropped."""
+        n, k = self._size
+        held = self._parts.get("w_q")
+        return None if held is None else held[:n, :k].reshape(self.shape)
+
+    @_rowwise_data.setter
+    def _rowwise_data(self, codes: Tensor) -> None:
+        n, k = self._size
+        if codes.dtype is not torch.uint8 or codes.numel() != n * k or not codes.is_contiguous():
+            wanted = f"contiguous uint8 of {n * k} elements"
+            raise FormatError("QuantizedTensor", "_rowwise_data", shown(codes), wanted)
+        self._parts["w_q"] = codes.detach().view(n, k)
+        self._transpose_again()
+
+    @property
+    def _rowwise_scale_inv(self) -> Tensor | None:
+        """float32: of the tensor (1,), or as blocks lie in memory; None where the codes were dropped."""
+        return self._parts.get("w_q_inv", self._parts.get("w_scale_inv")) if "w_q" in self._parts else None
+
+    @property
+    def _columnwise_data(self) -> Tensor | None:
+        """The codes of the transposed matrix, uint8 (K, N); None where they were dropped."""
+        n, k = self._size
+        self._notice()
+        held = self._parts.get("w_qt")
+        return None if held is None else held[:k, :n]
+
+    @property
+    def _columnwise_scale_inv(self) -> Tensor | None:
+        """``_rowwise_scale_inv`` of the transposed matrix."""
+        self._notice()
+        return self._parts.get("w_qt_inv", self._parts.get("w_scale_inv")) if "w_qt" in self._parts else None
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Hold the codes of an orientation (True), which are made of the other's where they are not there, or
+        drop them (False); None leaves it. ArgumentError where nothing would be left."""
+        whole = self._operands()
+        asked = {"w_q": rowwise_usage, "w_qt": columnwise_usage}
+        held = {name for name, use in asked.items() if use or (use is None and name in self._parts)}
+        if not held:
+            got, wanted = "False for both", "one of them"
+            raise ArgumentError("update_usage", "rowwise_usage, columnwise_usage", got, wanted)
+        shared = {"w_scale_inv"} if "w_scale_inv" in whole else set()
+        wanted_names = held | {f"{name}_inv" for name in held} | shared
+        self._parts = {name: part for name, part in whole.items() if name in wanted_names}
+        self._lag = _lag(self._parts)
+
+    def _get_quantizer(self) -> Any:
+        if self._quantizer is not None:
+            return self._quantizer
+        return import_module("fp8kit_torch.te_compat.quantizers").quantizer_of(self)  # which needs this file
+
+    def _notice(self) -> None:
+        """Make the transposed codes again where the codes were written to since."""
+        if self._lag != _lag(self._parts):
+            self._transpose_again()
+
+    def _transpose_again(self) -> None:
+        """Make them again."""
+        if {"w_q", "w_qt"} <= self._parts.keys():
+            with torch.no_grad():
+                fresh = self._turned()
+                for name in fresh.keys() & self._parts.keys():
+                    self._parts[name].copy_(fresh[name])
+            self._lag = _lag(self._parts)
+
+    def _turned(self, back: bool = False) -> dict[str, Tensor]:
+        """The parts of the transposed matrix, of the codes: the same codes where tiles are squares, else
+        their values cast along the other axis. ``back``: the other way round."""
+        n, k = self._size
+        own, other = ("w_qt", "w_q") if back else ("w_q", "w_qt")
+        rows, columns = (k, n) if back else (n, k)
+        tile = self._fp8.w.tile
+        if tile[0] != tile[1]:
+            values = self._values(torch.float32).reshape(n, k)
+            return {name: part for name, part in _cast(values, self._fp8).items() if name.startswith(other)}
+        shapes = self.product.shapes(columns, rows, self._fp8.w)
+        codes = self._parts[own].new_zeros(shapes[0])
+        codes[:columns, :rows] = self._parts[own][:rows, :columns].t()
+        if "w_scale_inv" in self._parts:
+            return {other: codes}
+        scales, tiles = self._parts[f"{own}_inv"], (-(-rows // tile[0]), -(-columns // tile[1]))
+        turned = scales.new_zeros(shapes[1])
+        turned[: tiles[1], : tiles[0]] = scales[: tiles[0], : tiles[1]].t()
+        return {other: codes, f"{other}_inv": turned}
+
+    def _operands(self) -> dict[str, Tensor]:
+        """Both orientations as products read them: what is held, and copies of what is not so."""
+        self._notice()
+        parts = dict(self._parts)
+        if "w_q" not in parts:
+            parts |= self._turned(back=True)
+        wanted = self.product.shapes(*self._size, self._fp8.w)[0]
+        codes = parts["w_q"]
+        if tuple(codes.shape) != wanted or codes.data_ptr() % 16:
+            n, k = self._size
+            parts["w_q"] = codes.new_zeros(wanted)
+            parts["w_q"][:n, :k] = codes[:n, :k]
+        if "w_qt" not in parts:
+            parts |= self._turned()
+        return parts
+
+    def take_parts(self, fresh: Any, noop_flag: Tensor | None = None) -> None:
+        n, k = self._size
+        held = self._parts.get("w_q")
+        if held is not None and tuple(held.shape) == (n, k):  # codes without padding
+            fresh = {**fresh, "w_q": fresh["w_q"][:n, :k]}
+        super().take_parts(fresh, noop_flag)
+        self._lag = _lag(self._parts)
+
+    def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        """Of one scale any shape, without the transposed codes unless rows stay; of blocks those whose rows
+        stay."""
+        n, k = self._size
+        if not shape or math.prod(shape) != self.numel() or not self.numel():
+            return None
+        if shape[-1] == k:
+            self._notice()
+            return self._like(lambda part: part, shape=shape)  # type: ignore[no-any-return]
+        codes = self._parts.get("w_q")
+        if "w_scale_inv" not in self._parts or codes is None or not codes[:n, :k].is_contiguous():
+            return None
+        parts = {"w_q": codes[:n, :k].view(-1, shape[-1]), "w_scale_inv": self._parts["w_scale_inv"]}
+        made = self._made(parts, self._how, shape, self.dtype)
+        made._quantizer = self._quantizer
+        return made  # type: ignore[no-any-return]
+
+    # --- for products ---------------------------------------------------------------------------------------
+
+    def inputs(self, operation: str, prefix: str, fp8: Quantization) -> dict[str, Tensor]:
+        """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another
+        format or tiling, UnsupportedError where it wants the weight in high precision."""
+        if fp8.dgrad.compute == "high_precision":
+            wanted = "one that multiplies codes or their values: the weight is held in FP8 alone"
+            raise UnsupportedError(operation, "recipe", "dgrad in high precision", wanted)
+        if not self.fits(fp8.w):
+            got, wanted = ((each.format.name, each.granularity) for each in (self._fp8.w, fp8.w))
+            raise RecipeError(
+                operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"
+            )
+        transposed = ("w_qt", "w_qt_inv") if fp8.dgrad.compute == "dequantized" else ()
+        return {f"{prefix}{name}": part for name, part in self._operands().items() if name not in transposed}
+
+    def fits(self, quantizer: Quantizer) -> bool:
+        """Whether an operand of that format and granularity can be this tensor as it is."""
+        own = self._fp8.w
+        return own.format == quantizer.format and own.granularity == quantizer.granularity
+
+    def input_parts(self) -> dict[str, Tensor]:
+        """Its parts by the names of a product's cached input."""
+        return {f"x{name.removeprefix('w')}": part for name, part in self._operands().items()}
+
+    def side(self, transposed: bool) -> tuple[Tensor, Tensor]:
+        """(codes, scale_inv) with the last dimension, or, ``transposed``, the rows as the contraction of a
+        product."""
+        return _side(self._operands(), transposed)
+
+    def operand(self, transposed: bool) -> Operand:
+        """``side`` as the operand of a product."""
+        codes, scale_inv = map(as_view, self.side(transposed))
+        return codes, scale_inv, self._fp8.w
+
+    @property
+    def product(self) -> type[QuantizedProduct]:
+        """The products that take it as an operand."""
+        return product_class(self._fp8)  # type: ignore[return-value]
+
+    # --- values ---------------------------------------------------------------------------------------------
+
+    def _values(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
+        (n, k), quantizer = self._size, self._fp8.w
+        transposed = "w_q" not in self._parts
+        rows, columns = (k, n) if transposed else (n, k)
+        codes, scale_inv = _side(self._parts, transposed)
+        values = codes[:rows, :columns].view(_FLOAT8[quantizer.format.name]).to(torch.float32)
+        scales = self.product.grid(scale_inv, quantizer)
+        for dim, size in enumerate(quantizer.tile):
+            scales = scales.repeat_interleave(size, dim) if size > 1 else scales
+        found = (values * scales[:rows, :columns]).to(dtype)
+        return (found.t() if transposed else found).reshape(self.shape)
+
+    def _fresh(self, values: Tensor) -> dict[str, Tensor]:
+        return _cast(values.reshape(-1, self.shape[-1]), self._fp8)
+
+    def _like(self, *arguments: Any, **options: Any) -> Any:
+        self._notice()
+        return super()._like(*arguments, **options)
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        self._notice()
+        return _rebuilt, (self._parts, encode(self._fp8))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name, own = type(self).__name__, self._fp8.w
+        return f"{name}({own.format.name}, {own.granularity}, {self._values()!r})"
+
+
+class Float8Tensor(OperandTensor):
+    """FP8 codes with one scale. Made by quantizers, or of Transformer Engine's arguments: ``data``, uint8 of
+    ``shape`` (None: its own), whose memory it is; ``fp8_scale_inv``, float32 (1,); ``fp8_dtype``; ``dtype``
+    of the values; ``data_transpose``, uint8 (K, N); ``quantizer``, ``requires_grad``."""
+
+    def __new__(
+        cls,
+        *,
+        data: Tensor,
+        fp8_scale_inv: Tensor,
+        fp8_dtype: Any,
+        shape: Any = None,
+        dtype: torch.dtype = torch.float32,
+        data_transpose: Tensor | None = None,
+        quantizer: Any = None,
+        requires_grad: bool = False,
+        device: Any = None,
+    ) -> Any:
+        """See the class. FormatError for codes or a scale of another dtype or size."""
+        fmt = format_of("Float8Tensor", fp8_dtype)
+        shape = tuple(data.shape if shape is None else shape)
+        count = math.prod(shape)
+        if data.dtype is not torch.uint8 or data.numel() != count or not shape or not data.is_contiguous():
+            raise FormatError("Float8Tensor", "data", shown(data), f"contiguous uint8 of shape {shape}")
+        if fp8_scale_inv.dtype is not torch.float32 or fp8_scale_inv.numel() != 1:
+            raise FormatError("Float8Tensor", "fp8_scale_inv", shown(fp8_scale_inv), "float32 (1,)")
+        rows = count // max(shape[-1], 1)
+        parts = {"w_q": data.detach().view(rows, shape[-1]), "w_scale_inv": fp8_scale_inv.detach().view(1)}
+        made = cls._made(parts, scaled_as(Quantizer(fmt)), shape, dtype, requires_grad)
+        made._quantizer = quantizer
+        if data_transpose is not None or quantizer is None or quantizer.columnwise_usage:
+            made.update_usage(columnwise_usage=True)
+        return made
+
+    @property
+    def _data(self) -> Tensor | None:
+        """``_rowwise_data``."""
+        return self._rowwise_data
+
+    @_data.setter
+    def _data(self, codes: Tensor) -> None:
+        self._rowwise_data = codes
+
+    @property
+    def _scale_inv(self) -> Tensor:
+        """float32 (1,)."""
+        return self._parts["w_scale_inv"]
+
+    @property
+    def _transpose(self) -> Tensor | None:
+        """``_columnwise_data``."""
+        return self._columnwise_data
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        """Whether there are no transposed codes. Assigning True makes them again."""
+        return "w_qt" not in self._parts
+
+    @_transpose_invalid.setter
+    def _transpose_invalid(self, invalid: bool) -> None:
+        if invalid:
+            self._transpose_again()
+
+    def _create_transpose(self) -> None:
+        self.update_usage(columnwise_usage=True)
+
+    def _reset_caches(self) -> None:
+        self._transpose_again()
+
+    def remove_caches(self) -> None:
+        """Drop the transposed codes."""
+        self.update_usage(columnwise_usage=False)
+
+
+class Float8BlockwiseQTensor(OperandTensor):
+    """FP8 codes with a scale for each 128 elements along a product's contraction, or for each 128 x 128."""
+
+    @property
+    def _is_2D_scaled(self) -> bool:
+        """Whether a scale is that of 128 x 128."""
+        return self._fp8.w.tile[0] != 1
+
+
+_CLASSES: dict[str, type[OperandTensor]] = {
+    "tensor": Float8Tensor,
+    "block_1x128": Float8BlockwiseQTensor,
+    "block_128x128": Float8BlockwiseQTensor,
+}
+
+
+def of_parts(
+    parts: dict[str, Tensor], fp8: Quantization, shape: tuple[int, ...], dtype: torch.dtype
+) -> OperandTensor:
+    """The tensor of these parts, of the class that its scales have."""
+    kind = _CLASSES.get(fp8.w.granularity, OperandTensor)
+    return kind._made(parts, fp8, shape, dtype)  # type: ignore[no-any-return]
+
+
+def scaled_as(rule: Quantizer, partner: Quantizer | None = None) -> Quantization:
+    """How a tensor is held that is cast by ``rule``; ``partner``: how what it is multiplied by is cast."""
+    other = Quantizer(E4M3, scale_source=rule.scale_source) if partner is None else partner
+    return Quantization.of(x=other, w=rule, g=other, fprop="split")
+
+
+def format_of(operation: str, dtype: Any) -> Format:
+    """E4M3 or E5M2 of Transformer Engine's or torch's dtype. ArgumentError for others."""
+    known = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, **{_FLOAT8[f.name]: f for f in (E4M3, E5M2)}}
+    try:
+        return known[dtype]
+    except (KeyError, TypeError):
+        wanted = "DType.kFloat8E4M3 or DType.kFloat8E5M2"
+        raise ArgumentError(operation, "fp8_dtype", shown(dtype), wanted) from None
+
+
+def _lag(parts: dict[str, Tensor]) -> int | None:
+    """By how much the memory of the codes was written more often than that of the transposed ones; None where
+    nobody counts."""
+    codes, turned = parts.get("w_q"), parts.get("w_qt")
+    if codes is None or turned is None or codes.is_inference() or turned.is_inference():
+        return None
+    return codes._version - turned._version
+
+
+def _side(parts: dict[str, Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
+    name = "w_qt" if transposed else "w_q"
+    return parts[name], parts[f"{name}_inv"] if f"{name}_inv" in parts else parts["w_scale_inv"]
+
+
+def _rebuilt(
+    parts: dict[str, Tensor],
+    fp8: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    parameter: bool,
+    high: Tensor | None,
+) -> Tensor:
+    """What was copied or loaded."""
+    made = of_parts(parts, decode(fp8), tuple(shape), dtype)
+    return rebuilt(made, requires_grad, parameter, high)  # type: ignore[no-any-return]
+
+
+_rebuilt.__module__ = "fp8kit_torch.quantized"  # where files of earlier versions have it
+torch.serialization.add_safe_globals([_rebuilt, QuantizedTensor, OperandTensor, *set(_CLASSES.values())])
+
+
+@lru_cache(maxsize=256)
+def _of_values(fp8: Quantization) -> Quantization:
+    """``fp8`` with scales from the values themselves."""
+    return fp8.map(lambda own: replace(own, scale_source="current"))
+
+
+@memoized("torch: casts of weights")
+def _cast_spec(rows: int, columns: int, fp8: Quantization) -> LinearSpec:
+    return LinearSpec(ProductSpec(columns, (rows,), bias="none", fp8=fp8))
+
+
+def _cast(values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> dict[str, Tensor]:
+    spec = _cast_spec(*values.shape, _of_values(fp8) if state is NO_STATE else fp8)
+    with torch.inference_mode(False), torch.no_grad():
+        return run(*prepare(weight_cast, spec, {"weight0": values.detach()}, tuple(state.scales)), state)

@@ -1,0 +1,336 @@
+"""``QuantizedTensor``: a tensor that is held in a narrow format, codes and scales, and in nothing else.
+
+It stands where a tensor of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see
+its values, decoded; what is written to it is cast again. What formats there are: ``quantized`` (FP8 as layers
+multiply it), ``te_compat.block_tensors`` (MXFP8 and NVFP4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit_torch import checks, torch_compat
+from fp8kit_torch.checks import shown
+from fp8kit_torch.views import FLOATS
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+
+class QuantizedTensor(torch.Tensor):
+    """Base of tensors of codes and scales.
+
+    Its dtype is the one that its values are decoded to.
+
+    * ``dequantize()``: decode(code) / scale, in its dtype or another; differentiable. ``quantize_`` casts
+      anew. Any other operation of torch works on these values.
+    * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are
+      smaller than a step between codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters
+      and casts them.
+    * ``view`` and ``reshape`` share the codes where the scales allow it (``shared_view``), with a gradient.
+      Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes,
+      ``weight[0].fill_(1)`` to a copy.
+    * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes
+      and scales in both cases. Not for ``torch.compile``.
+
+    A subclass says what its parts are: ``_values``, ``_fresh`` and ``_rebuilding``.
+    """
+
+    held_in_fp8 = True
+    _parts: dict[str, Tensor]
+    _how: Any  # how it was cast: what parts of the same kind are made by
+    _high: Tensor | None = None
+    _quantizer: Any = None  # what it was cast by, where that was one of Transformer Engine's quantizers
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """UnsupportedError: tensors are made by quantizers."""
+        raise UnsupportedError(f"{cls.__name__}: quantizers and quantized_model_init make these tensors")
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    @classmethod
+    def _made(
+        cls,
+        parts: Mapping[str, Tensor],
+        how: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+    ) -> Any:
+        """One of these parts."""
+        device = next(iter(parts.values())).device
+        made = torch_compat.wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made._parts, made._how = dict(parts), how
+        return made
+
+    # --- what a subclass says -------------------------------------------------------------------------------
+
+    def _values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of this dtype, or of the tensor's."""
+        raise NotImplementedError
+
+    def _fresh(self, values: Tensor) -> dict[str, Tensor]:
+        """Parts of a plain tensor of this shape, on this device, cast as this one."""
+        raise NotImplementedError
+
+    def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        """The same codes under another shape, None where their scales do not allow it."""
+        return None
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        """(function, first arguments) that make such a tensor of parts, for pickles and copies."""
+        raise NotImplementedError
+
+    # --- values ---------------------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor of ``dtype``, float32, bfloat16 or float16, rounded once; None is this
+        tensor's. The gradient passes through. ArgumentError for another dtype."""
+        if dtype is not None and dtype not in FLOATS:
+            raise ArgumentError(
+                "QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"
+            )
+        return _Decode.apply(self, dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Cast a tensor of this shape over what is held, unrecorded; returns self. ``noop_flag``: a tensor of
+        one element; where it is not 0, nothing changes. Nothing waits for the device."""
+        if noop_flag is not None and not checks.is_scalar(noop_flag):
+            wanted = "a tensor of one element, or None"
+            raise ArgumentError("QuantizedTensor.quantize_", "noop_flag", shown(noop_flag), wanted)
+        checks.tensor("QuantizedTensor.quantize_", "tensor", tensor)
+        if tensor.shape != self.shape:
+            raise ShapeError("QuantizedTensor.quantize_", "tensor", shown(tensor), tuple(self.shape))
+        with torch.no_grad():
+            self.take_parts(self._parts_of(tensor), noop_flag)
+        return self
+
+    def take_parts(self, fresh: Mapping[str, Tensor], noop_flag: Tensor | None = None) -> None:
+        """Take over codes and scales by name; not where ``noop_flag`` is not 0."""
+        with torch.no_grad():
+            for name, part in self._parts.items():
+                new = fresh[name]
+                part.copy_(new if noop_flag is None else torch.where(noop_flag.view(()) != 0, part, new))
+
+    def _parts_of(self, values: Tensor) -> Mapping[str, Tensor]:
+        """Parts like this tensor's, of other values: theirs where they are held alike, else cast."""
+        held = isinstance(values, QuantizedTensor)
+        alike = held and type(values) is type(self) and values._how == self._how  # type: ignore[attr-defined]
+        if alike and values.shape == self.shape and values._parts.keys() >= self._parts.keys():  # type: ignore[attr-defined]
+            return values._parts  # type: ignore[attr-defined,no-any-return]
+        plain = values._values() if held else values  # type: ignore[attr-defined]
+        wide = plain if plain.dtype in FLOATS else plain.float()
+        wide = wide.detach().to(self.device).expand(self.shape)
+        if self._quantizer is not None:
+            return self._quantizer.parts_like(self, wide)  # type: ignore[no-any-return]
+        return self._fresh(wide)
+
+    def _take(self, values: Any) -> None:
+        """Cast ``values`` over what it holds, in place."""
+        self.take_parts(self._parts_of(values))
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that it was first cast from, on the CPU; None where they were not kept or were
+        cleared."""
+        return self._high
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop them."""
+        self._high = None
+
+    def _like(
+        self,
+        change: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Any:
+        """One of the same kind whose parts are changed."""
+        parts = {name: change(part) for name, part in self._parts.items()}
+        made = self._made(
+            parts, self._how, tuple(self.shape) if shape is None else shape, dtype or self.dtype
+        )
+        made._quantizer = self._quantizer
+        return made
+
+    def follow(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Take over the device and dtype that ``change`` gives tensors; the codes stay."""
+        probe = change(torch.empty(0, dtype=self.dtype, device=self.device))
+        if (probe.device, probe.dtype) != (self.device, self.dtype):
+            self.data = self._like(lambda part: part.to(probe.device), probe.dtype)
+            if self.grad is not None:
+                grad, self.grad = self.grad, None
+                self.grad = change(grad)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """As torch's; assigning a tensor of this kind takes over its memory, any other is cast."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if type(value) is type(self):
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._parts, self._how = value._parts, value._how
+        else:
+            with torch.no_grad():
+                self.copy_(value)
+
+    # --- taken apart ----------------------------------------------------------------------------------------
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
+        """(plain tensors for ``ctx.save_for_backward``, a tensor without them that ``restore_from_saved``
+        fills). This one stays as it is."""
+        shell = self._like(lambda part: part)
+        shell._parts = dict.fromkeys(self._parts)
+        return list(self._parts.values()), shell
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Take back the tensors of ``prepare_for_saving``, the first of those that are given; returns the
+        others."""
+        count = len(self._parts)
+        self._parts = dict(zip(self._parts, tensors, strict=False))  # type: ignore[arg-type]
+        return list(tensors[count:])
+
+    def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """(the codes as they lie, those of the columns)."""
+        return self._rowwise_data, self._columnwise_data
+
+    @property
+    def _rowwise_data(self) -> Tensor | None:
+        """The codes of the rows, None where they were dropped."""
+        raise NotImplementedError
+
+    @property
+    def _columnwise_data(self) -> Tensor | None:
+        """The codes for products that contract the rows, None where they were dropped."""
+        raise NotImplementedError
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which of both are held."""
+        return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
+
+    def _get_quantizer(self) -> Any:
+        """What it was cast by; one that casts as it was cast, for a tensor that a layer made."""
+        return self._quantizer
+
+    def update_quantizer(self, quantizer: Any) -> None:
+        """Let ``quantize_`` cast by another one of the same kind from now on."""
+        self._quantizer = quantizer
+
+    def copy_from_storage(self, src: QuantizedTensor) -> None:
+        """Take over the codes and scales of another tensor of this kind and shape. TypeError for others."""
+        if type(src) is not type(self) or src.shape != self.shape:
+            raise TypeError(f"copy_from_storage: {shown(src)} is no {type(self).__name__} of this shape")
+        self.take_parts(self._parts_of(src))
+
+    # --- torch ----------------------------------------------------------------------------------------------
+
+    __torch_function__ = torch_compat.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation of torch on values; those that only copy or move, on codes."""
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], QuantizedTensor) else None
+        if own is not None:
+            if func in (_aten.detach.default, _aten.alias.default):
+                with _as_made(own):
+                    return own._like(lambda part: part)
+            if func is _aten.clone.default:
+                return own._like(torch.clone)
+            if func is _aten.copy_.default:
+                with _counting():
+                    own._take(args[1])
+                return own
+            if func is _aten._to_copy.default and kwargs.get("dtype") in (None, own.dtype):
+                device = kwargs.get("device") or own.device
+                return own._like(
+                    lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)
+                )
+            if func in _VIEWS:
+                with _as_made(own), _counting():
+                    shared = own.shared_view(_whole_shape(args[1], own.numel()))
+                if shared is not None:
+                    return shared
+        decoded: dict[int, Tensor] = {}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, QuantizedTensor):
+                return value
+            return decoded.setdefault(id(value), value._values())
+
+        with _as_made(own) if own is not None and func.is_view else nullcontext():
+            given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
+            out = func(*given, **named)
+        written = {}
+        for place, argument in enumerate(torch_compat.schema_arguments(func)):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            # also one of a list, as optimisers with foreach=True write them
+            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
+                if isinstance(one, QuantizedTensor):
+                    with _counting():
+                        one._take(decoded[id(one)])
+                    written[id(decoded[id(one)])] = one
+        return torch_compat.tree_map(lambda value: written.get(id(value), value), out) if written else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        rebuild, arguments = self.__reduce_ex__(2)
+        memo[id(self)] = copied = rebuild(*torch_compat.tree_map(_cloned, arguments))
+        copied._quantizer = self._quantizer
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        rebuild, first = self._rebuilding()
+        last = tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter)
+        return rebuild, (*first, *last, self._high)
+
+
+def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:
+    """What was copied or loaded, as a parameter where it was one."""
+    made = torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
+    made._high = high
+    return made
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.dtype = held.dtype
+        return held._values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None
+
+
+def _as_made(tensor: Tensor) -> torch.inference_mode:
+    """Where views of ``tensor`` are made: of a usual one outside of inference mode, because torch gives them
+    its version, which tensors of that mode have none of."""
+    return torch.inference_mode(tensor.is_inference())
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    """Within ``__torch_dispatch__``: parts' writes and views are counted by torch, as outside of it."""
+    with torch.overrides.enable_reentrant_dispatch(), torch.no_grad():
+        yield
+
+
+def _whole_shape(shape: Any, count: int) -> tuple[int, ...]:
+    """A shape whose -1 is worked out."""
+    known = math.prod(size for size in shape if size != -1)
+    return tuple(count // max(known, 1) if size == -1 else int(size) for size in shape)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
