@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class FusedAdam(Fused):
       during its call), which skips a step with Inf or NaN without the host.
     * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master
       (``master_param``) of ``master_weight_dtype``, float32 or float16, on which the update is made and which
-      is then cast; without it the update is made on the parameter's own value.
+      is then cast; without it the update is made on the parameter's own value. A list gives the masters:
+      float32 tensors, one for each parameter in order (None: as False), which are updated where they are.
     * ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16 or uint8 (FP8, E4M3): how m and v
       are kept between steps; the last two with a factor for each tensor.
     * ``use_decoupled_grad``: gradients are read from ``param.decoupled_grad``, whose dtype may differ from
@@ -67,6 +68,7 @@ class FusedAdam(Fused):
         "store_param_remainders",
         "formats",
         "_scales",
+        "_masters",
         "_step_supports_amp_scaling",
     )
     numbers = ("lr", "bias_correction", "betas", "eps", "weight_decay")
@@ -84,7 +86,7 @@ class FusedAdam(Fused):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         capturable: bool = False,
-        master_weights: bool = False,
+        master_weights: bool | Sequence[Tensor | None] = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
@@ -93,7 +95,10 @@ class FusedAdam(Fused):
         set_grad_none: bool | None = None,
         states: str | StateFormats | None = None,
     ) -> None:
-        name, given = "FusedAdam", locals()
+        name, masters = "FusedAdam", None
+        if isinstance(master_weights, list | tuple):
+            masters, master_weights = list(master_weights), True
+        given = locals()
         check(name, OPTIMISED, given)
         found = None if states is None else state_formats(name, states)
         self.formats = None if found is None or found.plain else found
@@ -120,8 +125,40 @@ class FusedAdam(Fused):
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self._masters: dict[Tensor, Tensor] | None = None
         self._step_supports_amp_scaling = self.capturable
         super().__init__(params, given)
+        if masters is not None:
+            self._masters = self._given_masters(masters)
+
+    def _given_masters(self, masters: list[Tensor | None]) -> dict[Tensor, Tensor]:
+        """The masters by parameter. ShapeError where they do not fit."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(masters) != len(params):
+            raise ShapeError("FusedAdam", "master_weights", f"{len(masters)} tensors", f"{len(params)}")
+        if self.formats is not None or self.store_param_remainders:
+            wanted = "True, with states or store_param_remainders"
+            raise UnsupportedError("FusedAdam", "master_weights", "a list", wanted)
+        found = {}
+        for param, master in zip(params, masters, strict=True):
+            if master is not None:
+                tensor("FusedAdam", "master_weights", master)
+                kind = self.dtypes["master_param"], tuple(param.shape), param.device
+                if (master.dtype, tuple(master.shape), master.device) != kind or not master.is_contiguous():
+                    got, wanted = f"{shown(master)} on {master.device}", f"contiguous {kind}"
+                    raise ShapeError("FusedAdam", "master_weights", got, wanted)
+                found[param] = master.detach()
+        return found
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient, in stream order. Returns the closure's value.
+        ``grad_scaler``: ``grad_scaler.step(self)`` instead; ArgumentError for other options."""
+        scaler = options.pop("grad_scaler", None)  # by name, torch's GradScaler would hand itself over
+        if options:
+            raise ArgumentError("FusedAdam.step", ", ".join(options), "an option", "closure or grad_scaler")
+        if scaler is not None:
+            return scaler.step(self)
+        return super().step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; in ``capturable`` mode the group's learning rate becomes a float32 tensor on its
@@ -148,7 +185,8 @@ class FusedAdam(Fused):
 
     def _names(self, param: Tensor) -> tuple[str, ...]:
         narrow = param.dtype is not torch.float32 or isinstance(param, QuantizedTensor)
-        return ("exp_avg", "exp_avg_sq") + (("master_param",) if self.master_weights and narrow else ())
+        has_master = self.master_weights and narrow if self._masters is None else param in self._masters
+        return ("exp_avg", "exp_avg_sq") + (("master_param",) if has_master else ())
 
     def _known(self, method: str, param: Any, state_name: Any = "exp_avg") -> None:
         """ArgumentError for what is no parameter of a group, and no name of a state."""
@@ -171,6 +209,9 @@ class FusedAdam(Fused):
         if isinstance(param, QuantizedTensor):
             start = stored.local(start)
         for name in self._names(param):
+            if name == "master_param" and self._masters is not None:
+                self.state[param][name] = self._masters[param]
+                continue
             dtype = self._unscaled_dtype(param, name)
             master = name == "master_param" and dtype is torch.float32
             self.set_scaled_state(
@@ -226,20 +267,25 @@ class FusedAdam(Fused):
     def update_group(self, group: dict[str, Any], taking: dict[torch.device, list[Entry]]) -> None:
         if not self.capturable and group["params"]:
             group["step"] = group.get("step", 0) + 1
+        elif group["params"]:  # also where no parameter has a gradient
+            self._count(group)
         for device, entries in taking.items():
             self._update(group, device, entries)
+
+    def _count(self, group: dict[str, Any]) -> None:
+        """Count a step of a group on its device, unless GradScaler has found Inf or NaN."""
+        device, found = group["params"][0].device, getattr(self, "found_inf", None)
+        if group.get("step") is None:
+            group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
+        skip = None if found is None else found.to(device, torch.float32).reshape(1)
+        where = as_view(group["step"])
+        dispatch.kernels(where.device).count_(where, optional_view(skip), arrays.current_stream(where.device))
 
     def _update(self, group: dict[str, Any], device: torch.device, entries: list[Entry]) -> None:
         scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))  # GradScaler's
         by = None if scale is None else (1.0 / scale.double()).to(device, torch.float32).reshape(1)
         skip = None if found is None else found.to(device, torch.float32).reshape(1)
         step: Any = group.get("step")
-        if self.capturable:
-            if step is None:
-                step = group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
-            where, skipping = as_view(step), optional_view(skip)
-            kernels, stream = dispatch.kernels(where.device), arrays.current_stream(where.device)
-            kernels.count_(where, skipping, stream)
         for param, *_ in entries:
             if "exp_avg" not in self.state[param]:
                 self.initialize_state(param)
@@ -341,6 +387,8 @@ class FusedAdam(Fused):
                 continue
             self.state[param] = {name: value for name, value in saved.items() if name not in self.dtypes}
             self._scales.pop(param, None)
+            if self._masters is not None and param in self._masters:
+                self.state[param]["master_param"] = self._masters[param]
             for name, values in saved.items():
                 if name in self.dtypes:
                     values = values if values.dtype is torch.int16 else values.float()

@@ -209,7 +209,9 @@ def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = Non
 
 def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
     """The map of a mask (tokens, experts), expert after expert."""
-    if not isinstance(rows, int) or rows < 0:
+    # one that compiled code reads from a tensor has no sign yet; ``new_full`` looks at it then
+    traced = torch.compiler.is_compiling()
+    if not isinstance(rows, int) or (not traced and rows < 0):
         raise ShapeError(op, "num_out_tokens", rows, "an int >= 0: the number of rows")
     tokens, experts = mask.shape
     taken = (mask != 0).t().reshape(-1)

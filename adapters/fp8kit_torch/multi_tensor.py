@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit import arrays, formats
 from fp8kit.arguments import flag, function, integer, number
+from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit.float8 import quantize
 from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import Rule, check, is_scalar, named, optional, probability, shown
 from fp8kit_torch.fused_optimizer import NO_CORRECTION, AdamNumbers, adam_
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -266,3 +269,51 @@ def multi_tensor_sgd(
         param.copy_(torch.where(live, w - lr * g, w))
         if len(lists) == 4:
             lists[3][i].copy_(torch.where(live, param.float(), lists[3][i].float()))
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    max_fp8: float,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """scale = max_fp8 / max(amax, amax_epsilon), 1 where amax is 0, Inf or NaN, rounded down to a power of
+    two with ``force_pow_2_scales``, and scale_inv = 1 / scale, of float32 lists (amax, scale, scale_inv).
+    Nothing where ``noop_flag`` is not 0."""
+    rules = _RULES | named(number, "max_fp8 amax_epsilon") | {"force_pow_2_scales": flag}
+    check("multi_tensor_compute_scale_and_scale_inv", rules, locals())
+    op = "multi_tensor_compute_scale_and_scale_inv"
+    amaxes, *results = _lists(op, tensor_lists, (3,), 1, noop_flag=noop_flag)
+    if any(t.dtype is not torch.float32 for t in chain(amaxes, *results)):
+        raise FormatError(op, "tensor_lists", "other dtypes", "float32")
+    if not amaxes:
+        return
+    whole = as_view(torch.cat([t.reshape(-1) for t in amaxes]))
+    made = [torch.empty(whole.shape, device=amaxes[0].device) for _ in range(2)]
+    kernels, stream = dispatch.kernels(whole.device), arrays.current_stream(whole.device)
+    how = float(max_fp8), bool(force_pow_2_scales), float(amax_epsilon), formats.float32.max
+    kernels.scale_from_amax(whole, *map(as_view, made), *how, stream)
+    for targets, values in zip(results, made, strict=True):
+        parts = values.split([t.numel() for t in targets])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(torch.where(noop_flag.reshape(()) != 0, target, part.view(target.shape)))
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists) -> None:
+    """E8M0 bytes of the scales of MXFP8 with E4M3: amax / 448 rounded up to a power of two, of lists (amaxes,
+    floating; scales, uint8 of their shape). Nothing where ``noop_flag`` is not 0."""
+    check("multi_tensor_compute_scale_inv_e8m0", _RULES, locals())
+    op = "multi_tensor_compute_scale_inv_e8m0"
+    (amaxes,) = _lists(op, tensor_lists[:1], (1,), 1, noop_flag=noop_flag)
+    targets = list(tensor_lists[1]) if len(tensor_lists) == 2 else []
+    if [(t.shape, torch.uint8) for t in amaxes] != [(t.shape, t.dtype) for t in targets]:
+        raise ShapeError(op, "tensor_lists", "others", "amaxes, and uint8 tensors of their shapes")
+    for amax, target in zip(amaxes, targets, strict=True):
+        blocks = torch.zeros(amax.numel(), 32, device=amax.device)
+        blocks[:, 0] = amax.reshape(-1)
+        codes = quantize(blocks, scaling="mx_1x32", scale_rule="te").scale_codes
+        target.copy_(torch.where(noop_flag.reshape(()) != 0, target, codes.view(target.shape)))

@@ -210,6 +210,18 @@ def test_compiled_it_has_the_same_gradients(map_type, tokens):
         assert_same_bits(name, f64(got), f64(want))
 
 
+def test_compiled_the_number_of_rows_may_be_read_from_a_tensor(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def there_and_back(x, mask):
+        rows, row_id_map = moe.moe_permute(x, mask, mask.sum().item())
+        return moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
+
+    x, mask = draw(1, 5, 8), torch.arange(15).reshape(5, 3) % 4 > 1
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, mask), there_and_back(x, mask))
+
+
 def test_compiled_chunks_are_sorted():
     sizes, order = torch.tensor([2, 0, 3]), torch.tensor([2, 0, 1])
     call = torch.compile(moe.moe_sort_chunks_by_index, fullgraph=True, backend="aot_eager")

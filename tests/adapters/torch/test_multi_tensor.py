@@ -12,6 +12,8 @@ from fp8kit_torch.optimizers import (
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
     multi_tensor_applier,
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,
@@ -274,3 +276,34 @@ def test_tensors_without_elements(device):
     lists = [[empty.clone(), t] for t in (ones.clone(), ones.clone(), out * 0, out * 0)]
     multi_tensor_adam(1, noop, lists, 0.5, 0.5, 0.75, 0.0, 1, 1, 1, 0.0)
     same(lists[1][1], torch.full((2,), 0.5, device=device), "a first step is lr's sign(g)")
+
+
+@pytest.mark.parametrize(("most", "power_2", "epsilon"), [(448.0, False, 0.0), (57344.0, True, 0.5)])
+def test_scales_of_amaxes(device, most, power_2, epsilon):
+    amaxes = [torch.tensor([value], device=device) for value in (0.25, 3.0, 0.0, torch.inf)]
+    lists = [amaxes, *([torch.full((1,), -1.0, device=device) for _ in amaxes] for _ in range(2))]
+    noop = torch.zeros(1, dtype=torch.int32, device=device)
+    multi_tensor_compute_scale_and_scale_inv(65536, noop, lists, most, power_2, epsilon)
+    scales, inverses = (torch.cat(one).cpu() for one in lists[1:])
+    wanted = torch.tensor(
+        [
+            most / max(value, epsilon) if 0 < max(value, epsilon) < 1e30 else 1.0
+            for value in (0.25, 3.0, 0.0, torch.inf)
+        ]
+    )
+    wanted = 2.0 ** torch.floor(torch.log2(wanted)) if power_2 else wanted
+    assert torch.equal(scales, wanted)
+    assert torch.equal(inverses, 1 / wanted)
+    multi_tensor_compute_scale_and_scale_inv(
+        65536, noop + 1, [amaxes[:1], lists[1][:1], lists[2][:1]], 1.0, False, 0.0
+    )
+    assert lists[1][0] == wanted[0]
+
+
+def test_scales_of_mxfp8(device):
+    amaxes = [torch.tensor([[448.0, 449.0], [0.0, 224.0]], dtype=torch.bfloat16, device=device)]
+    scales = [torch.zeros(2, 2, dtype=torch.uint8, device=device)]
+    multi_tensor_compute_scale_inv_e8m0(
+        65536, torch.zeros(1, dtype=torch.int32, device=device), [amaxes, scales]
+    )
+    assert scales[0].tolist() == [[127, 127], [0, 126]]  # 449 is 448 in bfloat16

@@ -348,3 +348,142 @@ def test_refusals():
     p.grad = torch.ones(4, 3).to_sparse()
     with pytest.raises(ShapeError, match="grad"):
         opt.step()
+
+
+# --- as programs for Transformer Engine use them ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_that_are_given_are_updated_where_they_are(place, dtype):
+    params, twins = make(dtype, place)
+    masters = [p.detach().float() for p in params]
+    opt, twin = (
+        FusedAdam(params, lr=1e-2, master_weights=masters),
+        torch.optim.AdamW(twins, 1e-2, weight_decay=0),
+    )
+    for step in range(STEPS):
+        give(params, step)
+        grads_to(params, twins)
+        opt.step()
+        twin.step()
+    for i, (p, t, m) in enumerate(zip(params, twins, masters, strict=True)):
+        assert opt.state[p]["master_param"] is m or opt.state[p]["master_param"].data_ptr() == m.data_ptr()
+        assert_close(f"master {i}", f64(m), f64(t), "float32", adam_slack(1e-2))
+        assert torch.equal(p.detach(), m.to(dtype))
+
+
+def test_masters_that_are_given_keep_their_memory_in_a_state_dict():
+    params, _ = make(torch.bfloat16)
+    opt = FusedAdam(params, master_weights=[p.detach().float() for p in params])
+    give(params, 0)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    others, _ = make(torch.bfloat16)
+    masters = [torch.zeros(p.shape) for p in others]
+    again = FusedAdam(others, master_weights=masters)
+    again.load_state_dict(saved)
+    for p, q, m in zip(params, others, masters, strict=True):
+        assert again.state[q]["master_param"].data_ptr() == m.data_ptr()
+        assert torch.equal(m, opt.state[p]["master_param"])
+
+
+@pytest.mark.parametrize(
+    "masters",
+    [
+        [torch.zeros(5, 7)],
+        [torch.zeros(7, 5), None, None, None],
+        [torch.zeros(5, 7, dtype=torch.float16), None, None, None],
+    ],
+    ids=["too few", "another shape", "another dtype"],
+)
+def test_masters_that_do_not_fit(masters):
+    with pytest.raises(ShapeError, match="master_weights"):
+        FusedAdam(make(torch.bfloat16)[0], master_weights=masters)
+
+
+def test_a_step_without_gradients_counts(place):
+    for capturable in (False, True):
+        opt = FusedAdam(make(place=place)[0], capturable=capturable)
+        opt.step()
+        assert int(opt.param_groups[0]["step"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler")
+def test_a_scaler_that_is_handed_over(place):
+    """``step(grad_scaler=)`` takes the gradients' factor away and skips what has Inf."""
+    (param,) = params = [torch.nn.Parameter(draw(0, (8,), place=place))]
+    twin = torch.nn.Parameter(param.detach().clone())
+    opt, other = (FusedAdam([p], lr=1e-2, capturable=True) for p in (param, twin))
+    scaler = torch.amp.GradScaler(place, init_scale=256.0)
+    scaler.scale(torch.ones(1, device=place))
+    for step in range(3):
+        param.grad = twin.grad = None
+        param.grad = draw(step, (8,), place=place) * 256
+        twin.grad = param.grad / 256
+        if step == 1:
+            param.grad[0] = torch.inf
+        else:
+            other.step()
+        opt.step(grad_scaler=scaler)
+        scaler.update(256.0)
+    assert torch.equal(param, twin)
+    assert int(opt.param_groups[0]["step"]) == 2
+    with pytest.raises(Fp8kitError, match="gradscaler"):
+        FusedAdam(params).step(gradscaler=scaler)
+
+
+# what Transformer Engine's own tests allow, with their learning rate and betas, gradients of one sign
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"exp_avg_dtype": torch.float16}, 2e-3),
+        ({"exp_avg_dtype": torch.bfloat16}, 2e-3),
+        ({"exp_avg_dtype": torch.uint8}, 1e-2),
+        ({"exp_avg_sq_dtype": torch.float16}, 2e-3),
+        ({"exp_avg_sq_dtype": torch.bfloat16}, 2e-3),
+        ({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}, 2e-3),
+        ({"master_weight_dtype": torch.float16}, 2e-3),
+    ],
+)
+def test_narrow_states_at_transformer_engines_tolerance(place, options, allowed):
+    rng = np.random.default_rng(0)
+    twins = [torch.nn.Parameter(0.05 * draw(i, (64, 33), place=place)) for i in range(2)]
+    params = [torch.nn.Parameter(t.detach().bfloat16()) for t in twins]
+    with torch.no_grad():
+        for p, t in zip(params, twins, strict=True):
+            t.copy_(p)
+    how = {"lr": 1.0, "betas": (0.1, 0.25), "eps": 1e-8, "weight_decay": 0.0}
+    own = how | {"master_weights": True, "use_decoupled_grad": True} | options
+    opt, twin = FusedAdam(params, **own), torch.optim.Adam(twins, **how)
+    for step in range(14):
+        if step == 7:
+            saved, opt = opt.state_dict(), FusedAdam(params, **own)
+            opt.load_state_dict(saved)
+        for p, t in zip(params, twins, strict=True):
+            p.decoupled_grad = t.grad = torch.from_numpy(rng.random(t.shape)).float().to(place)
+        opt.step()
+        twin.step()
+        for p, t in zip(params, twins, strict=True):
+            master = opt.get_unscaled_state(p, "master_param")
+            torch.testing.assert_close(master, t.detach(), rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_sgd_in_half_precision(place, dtype, options):
+    """Each step rounds the parameter once; momentum is float32."""
+    params, twins = make(dtype, place)
+    opt, twin = FusedSGD(params, lr=1e-2, **options), torch.optim.SGD(twins, lr=1e-2, **options)
+    for step in range(STEPS):
+        give(params, step)
+        grads_to(params, twins)
+        opt.step()
+        twin.step()
+    half_step = torch.finfo(dtype).eps / 2
+    for p, t in zip(params, twins, strict=True):
+        assert p.dtype is dtype
+        assert (
+            (p.double().cpu() - t).abs().max() <= STEPS * half_step * 5 if p.numel() else True
+        )  # of |w| < 5
+        if options:
+            assert opt.state[p]["momentum_buffer"].dtype is torch.float32

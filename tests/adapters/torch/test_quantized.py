@@ -397,3 +397,64 @@ def test_compiled_it_says_so(device):
     x = torch.randn(4, WIDTH, device=device)
     with pytest.raises(Exception, match="a weight of quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [1.0, 2.0**-6], ids=["usual", "small"])
+def test_delayed_scaling_of_held_weights_is_near_the_exact_product_from_the_first_step(device, dtype, spread):
+    """A weight's scale is its own, so that it is as near where delayed scaling has seen nothing yet: x and w
+    are each rounded by at most 2^-4 of a value, most by less than half of that."""
+    held, plain = pair("Linear", device, "delayed", dtype)
+    with torch.no_grad():
+        for layer in (held, plain):
+            layer.weight.mul_(spread)
+    held.weight.quantize_(plain.weight.detach())
+    ours = ft.optimizers.FusedAdam(held.parameters(), lr=1e-3 * spread, master_weights=True)
+    other = ft.optimizers.FusedAdam(plain.parameters(), lr=1e-3 * spread)
+    ours.initialize_state(held.weight)
+    ours.set_scaled_state(held.weight, "master_param", plain.weight.detach().float())
+    for x in batches(device, str(dtype).removeprefix("torch."), steps=5):
+        exact = torch.nn.functional.linear(x.detach().double(), plain.weight.double(), plain.bias.double())
+        g = torch.randn_like(exact).to(dtype)
+        results = []
+        for layer in (held, plain):
+            layer.zero_grad()
+            x.grad = None
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            y.backward(g)
+            results.append((y.detach().double(), layer.weight.grad.double()))
+        (y, dw), (_, dw2) = results
+        assert (y - exact).norm() < 2.0**-4 * exact.norm()
+        torch.testing.assert_close(dw, dw2, rtol=0, atol=0)  # no weight is in it
+        ours.step()
+        other.step()
+        master = ours.get_unscaled_state(held.weight, "master_param")
+        # a float32 master beside a parameter of this dtype: a rounding a step
+        limit = 5 * torch.finfo(dtype).eps * plain.weight.abs().max() + 1e-3 * spread * 2.0**-10
+        assert (master - plain.weight).abs().max() <= limit
+
+
+def test_training_on_weights_held_under_delayed_scaling_goes_as_on_cast_ones(device):
+    torch.manual_seed(0)
+    x, target = torch.randn(64, WIDTH, device=device), torch.randn(64, 40, device=device)
+    held, plain = pair("Linear", device, "delayed")
+    losses = []
+    for layer in (held, plain):
+        opt = ft.optimizers.FusedAdam(layer.parameters(), lr=1e-2, master_weights=True)
+        if layer is held:
+            opt.initialize_state(held.weight)
+            values = held.weight.get_high_precision_init_val().to(device)
+            opt.set_scaled_state(held.weight, "master_param", values)
+        own = []
+        for _ in range(20):
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            loss = (y - target).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            own.append(loss.item())
+        losses.append(torch.tensor(own))
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=2.0**-7, atol=0)  # FP8's error is averaged over y
