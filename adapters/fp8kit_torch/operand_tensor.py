@@ -4,9 +4,9 @@ products want."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.te_compat.dtypes import DType, of_format
 from fp8kit_torch.views import as_view
 
+# makes a quantizer that casts as a tensor was cast; ``te_compat.quantizers``, which needs this file, puts its
+# function here
+MADE_BY: list[Callable[[Any], Any]] = []
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -131,9 +134,7 @@ class OperandTensor(QuantizedTensor):
         self._lag = _lag(self._parts)
 
     def _get_quantizer(self) -> Any:
-        if self._quantizer is not None:
-            return self._quantizer
-        return import_module("fp8kit_torch.te_compat.quantizers").quantizer_of(self)  # which needs this file
+        return MADE_BY[0](self) if self._quantizer is None else self._quantizer
 
     def _notice(self) -> None:
         """Make the transposed codes again where the codes were written to since."""

@@ -20,7 +20,7 @@ from fp8kit.formats import E4M3
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit_torch.checks import of_one, shown, tensor
-from fp8kit_torch.operand_tensor import Float8Tensor, OperandTensor, format_of, scaled_as
+from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, format_of, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.te_compat.dtypes import DType, of_format
@@ -327,6 +327,9 @@ def quantizer_of(held: OperandTensor) -> Quantizer:
     return Float8BlockQuantizer(
         dtype, **how, **held.get_usages(), block_scaling_dim=1 if own.tile[0] == 1 else 2
     )
+
+
+MADE_BY.append(quantizer_of)
 
 
 class _Quantize(torch.autograd.Function):
