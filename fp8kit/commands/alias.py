@@ -1,5 +1,5 @@
-"""``fp8kit alias``: fp8kit_torch under the name transformer_engine in every process of a Python environment,
-by one file in its site-packages, which is written and removed here."""
+"""``fp8kit alias``: fp8kit_torch under the name transformer_engine, or as torchao's float8, in every process
+of a Python environment, by one file in its site-packages, which is written and removed here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from fp8kit.commands import FAILED, command
 from fp8kit.errors import BackendError
 
 FILE = "fp8kit_transformer_engine.pth"
-_STARTUP = Path("te_compat") / "startup" / "sitecustomize.py"
+# name -> the folder of fp8kit_torch that has its startup program
+_FOLDERS = {"transformer_engine": "te_compat", "torchao": "torchao_compat"}
+NAMES = tuple(_FOLDERS)
 
 
 def add(commands: Any) -> None:
@@ -21,19 +23,21 @@ def add(commands: Any) -> None:
     about = "make `import transformer_engine` give fp8kit_torch in every process of this environment"
     parser = command(commands, "alias", about, _alias)
     parser.add_argument("action", choices=("install", "remove", "status"), help="what to do")
+    said = "which package it stands for: transformer_engine, or torchao, of which it is torchao.float8"
+    parser.add_argument("name", nargs="?", choices=NAMES, default=NAMES[0], help=said)
 
 
-def place() -> Path:
+def place(name: str = NAMES[0]) -> Path:
     """The file that is written: Python reads the ``.pth`` files of site-packages when it starts."""
-    return Path(sysconfig.get_path("purelib")) / FILE
+    return Path(sysconfig.get_path("purelib")) / FILE.replace(NAMES[0], name)
 
 
-def startup() -> Path:
+def startup(name: str = NAMES[0]) -> Path:
     """The program that the file runs. BackendError where fp8kit_torch is not installed."""
     found = importlib.util.find_spec("fp8kit_torch")
     if found is None or not found.submodule_search_locations:
         raise BackendError("alias", "fp8kit_torch", "not installed", "the PyTorch frontend of fp8kit")
-    return Path(found.submodule_search_locations[0]) / _STARTUP
+    return Path(found.submodule_search_locations[0]) / _FOLDERS[name] / "startup" / "sitecustomize.py"
 
 
 def line(program: Path) -> str:
@@ -44,23 +48,27 @@ def line(program: Path) -> str:
 
 
 def _alias(options: argparse.Namespace) -> int:
-    file = place()
-    return {"install": _install, "remove": _remove, "status": _status}[options.action](file)
+    actions = {"install": _install, "remove": _remove, "status": _status}
+    return actions[options.action](place(options.name), options.name)
 
 
-def _install(file: Path) -> int:
-    program, text = startup(), line(startup())
+def _install(file: Path, name: str) -> int:
+    program, text = startup(name), line(startup(name))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BackendError("alias", "site-packages", error, "a folder that can be written") from None
-    print(f"wrote {file}:\n  {text}`import transformer_engine` gives fp8kit_torch from now on")
-    print(f"FP8KIT_ALIAS=0 leaves a process out; `fp8kit alias remove` removes the file. It runs {program}")
-    _say_installed()
+    whole = {"torchao": "torchao.float8"}.get(name, name)
+    own = "" if name == NAMES[0] else f" {name}"
+    print(f"wrote {file}:\n  {text}`import {whole}` gives fp8kit_torch from now on")
+    print(
+        f"FP8KIT_ALIAS=0 leaves a process out; `fp8kit alias remove{own}` removes the file. It runs {program}"
+    )
+    _say_installed(name)
     return 0
 
 
-def _remove(file: Path) -> int:
+def _remove(file: Path, name: str) -> int:
     if not file.exists():
         print(f"{file} is not there; nothing to remove")
         return 0
@@ -72,19 +80,22 @@ def _remove(file: Path) -> int:
     return 0
 
 
-def _status(file: Path) -> int:
+def _status(file: Path, name: str) -> int:
     there = file.exists()
-    current = there and file.read_text(encoding="utf-8", errors="replace") == line(startup())
+    current = there and file.read_text(encoding="utf-8", errors="replace") == line(startup(name))
     if not there:
-        print(f"not installed: `fp8kit alias install` would write {file}")
+        print(f"not installed: `fp8kit alias install {name}` would write {file}")
     else:
         print(f"installed: {file}" + ("" if current else "; it is of another fp8kit: install it anew"))
-    print(f"for one command alone: PYTHONPATH={startup().parent} command")
-    _say_installed()
+    print(f"for one command alone: PYTHONPATH={startup(name).parent} command")
+    _say_installed(name)
     return 0 if current else FAILED
 
 
-def _say_installed() -> None:
-    root = Path(sysconfig.get_path("purelib")) / "transformer_engine"
-    if root.is_dir():
+def _say_installed(name: str) -> None:
+    root = Path(sysconfig.get_path("purelib")) / name
+    if name != NAMES[0]:
+        if root.is_dir():
+            print(f"{name} itself is installed in {root}; but for its float8 it stays as it is")
+    elif root.is_dir():
         print(f"Transformer Engine itself is installed in {root}; where the alias is on, it is not used")

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from fp8kit import cli
 from fp8kit.commands import alias
+from tests.support.aliases import python, site
 from tests.support.source import ROOT
 
+__all__ = ["site"]
 ASK = "import transformer_engine.pytorch as te; print(te.Linear.__module__)"
-
-
-def python(*arguments, **variables):
-    known = [str(ROOT), str(ROOT / "adapters")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(known), "PYTHONWARNINGS": "error"} | variables
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
-    )
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A folder in the place of site-packages."""
-    monkeypatch.setattr(alias.sysconfig, "get_path", lambda name: str(tmp_path))
-    return tmp_path
 
 
 def test_status_install_remove(site, capsys):
