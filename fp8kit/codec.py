@@ -55,6 +55,18 @@ def _magnitude(fmt: Format, codes: Array) -> Array:
     return values
 
 
+@cache
+def code_ends(fmt: Format) -> tuple[float, float]:
+    """The least float32 magnitudes whose code, nearest even and saturating, is not 0, and is the largest. Of
+    signed formats with a zero that are no two's complement."""
+    points, found = grid(fmt), []
+    for code in (1, fmt.max_code):
+        middle = np.float32((points[code - 1] + points[code]) / 2)  # exact: a code has at most 7 bits
+        tie_goes_up = code % 2 == 0
+        found.append(float(middle if tie_goes_up else np.nextafter(middle, np.float32(np.inf))))
+    return found[0], found[1]
+
+
 def decode(codes: Any, fmt: Format) -> Array:
     """The values of ``codes``, uint8 of any shape, as float64 of the same shape. Exact."""
     return table(fmt)[np.asarray(codes, np.uint8)]

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -95,6 +96,10 @@ class DeviceProvider(Protocol):
         """Copy bytes between C-contiguous views, one of them on this device; to the host it waits until they
         are there."""
 
+    def fetch(self, view: ArrayView, stream: int) -> Callable[[], np.ndarray[Any, Any]]:
+        """Begin to copy a C-contiguous uint8 view to the host, behind what ``stream`` holds. Returns a
+        function that waits until the copy is there and returns it; the view is kept alive until then."""
+
     def native(self, view: ArrayView) -> Any:
         """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays
         uint8."""
@@ -127,6 +132,9 @@ class _Host:
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         ctypes.memmove(dst.ptr, src.ptr, src.nbytes)
+
+    def fetch(self, view: ArrayView, stream: int) -> Callable[[], np.ndarray[Any, Any]]:
+        return view.numpy
 
     def native(self, view: ArrayView) -> Any:
         return view.numpy()

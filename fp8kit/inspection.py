@@ -89,6 +89,10 @@ class Inspector(Protocol):
         """Likewise for products by (name, prefix), whose ``Quantization`` is ``base``; ``transposed``:
         whether their weights lie as (in, out)."""
 
+    def place(self, memory: Any, nbytes: int) -> Any:
+        """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
+        the stream of ``execution.Memory``, contents undefined."""
+
     def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
         """Take the arrays of a call, in the order of ``entries``; they may not be filled yet."""
 

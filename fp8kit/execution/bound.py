@@ -182,8 +182,8 @@ class BoundOp(Interface):
         frontend: the block, where there is one, then each streamed buffer."""
         memory, nbytes = self.memory, self.saved.nbytes
         if self.watched:
-            shown = [memory.maker(meta)() for meta in self.watched.values()]
-            amaxes = [*amaxes, *map(memory.address, shown)]
+            shown, places = watching.places(self.entries, self.watched, memory)
+            amaxes = [*amaxes, *places]
         stream = memory.stream()
         saved = [memory.block(nbytes)] if nbytes else []
         block = memory.address(saved[0]) if nbytes else 0
@@ -258,8 +258,8 @@ class BoundOp(Interface):
         """
         memory = self.memory
         if self.grad_watched:
-            shown = [memory.maker(meta)() for meta in self.grad_watched.values()]
-            amaxes = [*amaxes, *map(memory.address, shown)]
+            shown, places = watching.places(self.entries, self.grad_watched, memory)
+            amaxes = [*amaxes, *places]
         stream = memory.stream()
         zeros = None
         if cotangents[0] is None:  # operations need an array for the first output's cotangent

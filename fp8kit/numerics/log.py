@@ -1,7 +1,8 @@
 """The inspector: what the calls of this step show, the rows that become of it, and where they go.
 
-A call leaves small arrays on its device and waits for nothing. ``step`` fetches them, puts those of one
-tensor together (micro-batches, a weight's segments, ranks), and makes rows.
+A call leaves small arrays on its device and waits for nothing, and nor does ``step``, which puts one copy of
+them on the device's stream. The rows of a step are made when the next one ends, or when they are asked for:
+then those of one tensor are put together (micro-batches, a weight's segments, ranks).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import numpy as np
 
 from fp8kit import inspection
 from fp8kit.arguments import integer
+from fp8kit.arrays import ArrayView
 from fp8kit.errors import ArgumentError
 from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
-from fp8kit.numerics.dumps import Dumps, on_host
+from fp8kit.numerics.dumps import Dumps
 from fp8kit.numerics.effects import active, changed
 from fp8kit.numerics.names import Needs, Operand, request
+from fp8kit.numerics.shown import Shown
 from fp8kit.numerics.sinks import Row, Sink
 from fp8kit.numerics.statistics import merge, values
 from fp8kit.quantization import Quantization
@@ -49,6 +52,14 @@ class _Like(NamedTuple):
     watches: dict[Any, Watch | None]
     asked: dict[Key, Needs]
     dumped: dict[tuple[str, str], tuple[Dumped, Quantization | None]]
+
+
+class _Ended(NamedTuple):
+    """A step that has ended, whose rows are not made yet."""
+
+    number: int
+    like: _Like
+    shown: Shown
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +112,8 @@ class Inspector:
         self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
         self._rows: list[Row] = []
         self._lock = threading.Lock()
-        self._taken: list[tuple[Entry, Any]] = []
+        self._shown = Shown()
+        self._ended: list[_Ended] = []
         self._known: dict[str, Section | None] = {}  # by the product's name
         self._due: list[Section] = []  # those of which something was to be done
         # what is asked for in steps like this one: by the names and rules of a layer's products what its call
@@ -115,8 +127,11 @@ class Inspector:
     # --- the user's ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """End a step: its rows are made, which waits for the device where something was looked at, and go to
-        the sinks. What comes until the next call is the next step's."""
+        """End a step. What comes until the next call is the next step's.
+
+        On the CPU, with ``group`` and with dumped tensors its rows are made now, and go to the sinks.
+        Otherwise that is done when the next step ends, or by ``rows``, ``flush`` and the end of the block, so
+        that a step waits for no device."""
         if not self._open:
             raise ArgumentError("inspect", "step", "a call outside of the block", "one within it")
         self._finish()
@@ -130,8 +145,13 @@ class Inspector:
 
     def rows(self) -> list[Row]:
         """The rows of all steps that have ended: dicts with step, layer, tensor, stat, value, and gemm where
-        a statistic belongs to one."""
+        a statistic belongs to one. Waits for the device where some were not made yet."""
+        self.flush()
         return list(self._rows)
+
+    def flush(self) -> None:
+        """Make the rows of all steps that have ended, and give them to the sinks. Waits for the device."""
+        self._make_rows(len(self._ended))
 
     # --- the block -----------------------------------------------------------------------------------------
 
@@ -147,10 +167,12 @@ class Inspector:
         try:
             if self._wait is not None and self._looked_at is not None:
                 self._wait()
-            if self._taken and not failed:
+            if self._shown.taken and not failed:
                 self._finish()
+            if not failed:
+                self.flush()
         finally:
-            self._taken, self._open, _current[0] = [], False, None
+            self._shown, self._ended, self._open, _current[0] = Shown(), [], False, None
             self._switch(None)
             for sink in self.sinks:
                 sink.close()
@@ -239,69 +261,93 @@ class Inspector:
                 log.warning("inspect: %s: left out: %s", name, what)
         return _Asked(found, dumped, own, bool(effects) and own is not base)
 
+    def place(self, memory: Any, nbytes: int) -> ArrayView:
+        """Where a call's counts and sums lie."""
+        with self._lock:
+            return self._shown.place(memory, nbytes)
+
     def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
         """Keep what a call shows until the step ends."""
         with self._lock:
-            self._taken += zip(entries.values(), arrays, strict=True)
+            self._shown.take(entries, arrays)
 
     # --- rows ----------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Make the rows of the step."""
-        if self._looked_at is None:
-            return
-        if self._wait is not None:
-            self._wait()
-        with self._lock:
-            taken, self._taken = self._taken, []
+        """End what the step shows; make the rows of steps whose numbers are on the host by now."""
+        at_once = False
+        if self._looked_at is not None:
+            if self._wait is not None:
+                self._wait()
+            with self._lock:
+                shown, self._shown = self._shown, Shown()
+            # ranks gather together, at each end of a step
+            at_once = shown.fetch() or self.gather is not None
+            self._ended.append(_Ended(self.number, self._now, shown))
+        self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
+
+    def _make_rows(self, steps: int) -> None:
+        """The rows of the first ``steps`` steps that wait for it."""
+        ended, self._ended = self._ended[:steps], self._ended[steps:]
+        for step in ended:
+            self._rows_of_step(*step)
+
+    def _rows_of_step(self, number: int, like: _Like, shown: Shown) -> None:
+        """Make the rows of a step, and give them to the sinks."""
         records: Records = {}
-        for entry, array in taken:
+        for entry, array in shown.taken:
             key = entry.layer, entry.tensor, entry.spec
             if entry.kind == "dump":
-                known = self._now.dumped.get(key[:2])
+                known = like.dumped.get(key[:2])
                 if self._dumps is not None and known is not None:
-                    self._dumps.write(self.number, entry, array, *known)
+                    self._dumps.write(number, entry, array, *known)
                 continue
-            if key not in self._now.asked:
+            if key not in like.asked:
                 continue  # of a forward pass in an earlier step
             if key in records and entry.tensor == "weight":
                 continue  # the same in every micro-batch
-            record, needs = on_host(array), self._now.asked[key]
+            record, needs = shown.host(array), like.asked[key]
             records[key] = merge(needs, records[key], record) if key in records else record
         if self.gather is not None:
-            records = self._of_all_ranks(records)
-        made = [row for key in sorted(records, key=_order) for row in self._rows_of(key, records[key])]
+            records = self._of_all_ranks(records, like.asked)
+        made = [
+            row
+            for key in sorted(records, key=_order)
+            for row in _rows_of(number, key, like.asked[key], records[key])
+        ]
         if self._keep:
             self._rows += made
         if made:
             for sink in self.sinks:
                 sink.write(made)
 
-    def _of_all_ranks(self, own: Records) -> Records:
+    def _of_all_ranks(self, own: Records, asked: Mapping[Key, Needs]) -> Records:
         """The records of all ranks together, the weights' as this rank has them."""
         assert self.gather is not None
         total: Records = {}
         for records in self.gather({key: record for key, record in own.items() if key[1] != "weight"}):
             for key, record in records.items():
-                if key in self._now.asked:
-                    total[key] = merge(self._now.asked[key], total[key], record) if key in total else record
+                if key in asked:
+                    total[key] = merge(asked[key], total[key], record) if key in total else record
         return total | {key: record for key, record in own.items() if key[1] == "weight"}
-
-    def _rows_of(self, key: Key, record: Record) -> list[Row]:
-        (layer, tensor, _), needs = key, self._now.asked[key]
-        kinds, found = {stat.name: stat for stat in needs.stats}, values(needs, record)
-        made = []
-        for name, value in found.items():
-            row: Row = {"step": self.number, "layer": layer, "tensor": tensor, "stat": name, "value": value}
-            own = kinds[name]
-            if tensor in MADE_BY and not own.of and own.kind in ("sqnr", "cosine", "relative_error"):
-                row["gemm"] = MADE_BY[tensor]
-            made.append(row)
-        return made
 
 
 _current: list[Inspector | None] = [None]
 _SERIAL = itertools.count()
+
+
+def _rows_of(number: int, key: Key, needs: Needs, record: Record) -> list[Row]:
+    """The rows of one tensor in a step."""
+    layer, tensor, _ = key
+    kinds, found = {stat.name: stat for stat in needs.stats}, values(needs, record)
+    made = []
+    for name, value in found.items():
+        row: Row = {"step": number, "layer": layer, "tensor": tensor, "stat": name, "value": value}
+        own = kinds[name]
+        if tensor in MADE_BY and not own.of and own.kind in ("sqnr", "cosine", "relative_error"):
+            row["gemm"] = MADE_BY[tensor]
+        made.append(row)
+    return made
 
 
 def _order(key: Key) -> tuple[str, int]:

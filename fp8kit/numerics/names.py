@@ -13,14 +13,14 @@ They are Transformer Engine's where it has the statistic. ::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from fp8kit.arguments import choice, flag, integer, listed, shown
 from fp8kit.errors import ArgumentError, meant
 from fp8kit.numerics.whatif import CAST, TENSORS, cast_of, quantization_of, recipe_names
-from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
+from fp8kit.ops.statistics import CastStatistics, StatisticsSpec, can_be_brief
 from fp8kit.quantization import Quantization
 
 OF_TENSOR = (
@@ -33,6 +33,9 @@ OF_CAST = (
 )
 OF_PAIR = ("cosine", "relative_error")
 STATS = (*OF_TENSOR, *OF_BLOCKS, *OF_CAST, *OF_PAIR)
+# of tensors what needs more than one look at each value, of casts what does not need its code
+_DEEP = frozenset({"dynamic_range", "kurtosis"})
+_BRIEF = frozenset({"underflows%", "overflows%", "saturated%", "scale_inv_min", "scale_inv_max"})
 _COLUMNWISE = "_columnwise"
 _BOTH = "_max_over_orientations"
 _BLOCK = 32
@@ -156,7 +159,18 @@ def _request(asked: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...], operand
     stats = tuple({stat.name: stat for stat in found}.values())
     tensor = any(stat.kind in (*OF_TENSOR, *OF_BLOCKS) for stat in stats)
     twin = any(stat.kind in OF_PAIR or (stat.kind == "sqnr" and not stat.of) for stat in stats)
-    return Needs(stats, StatisticsSpec(tensor, tuple(tiles), tuple(casts), twin), operand)
+    kinds = {stat.kind for stat in stats}
+    exponents, deep = tensor and "exponents" in kinds, tensor and bool(kinds & _DEEP)
+    spec = StatisticsSpec(tensor, tuple(tiles), _briefly(casts, stats), twin, exponents, deep)
+    return Needs(stats, spec, operand)
+
+
+def _briefly(casts: list[CastStatistics], stats: tuple[Stat, ...]) -> tuple[CastStatistics, ...]:
+    """The casts, brief where no statistic of one needs more."""
+    long = {stat.of for stat in stats if stat.kind in OF_CAST and stat.kind not in _BRIEF}
+    return tuple(
+        replace(cast, brief=(i,) not in long and can_be_brief(cast.quantizer)) for i, cast in enumerate(casts)
+    )
 
 
 def _place(items: list[Any], item: Any) -> int:

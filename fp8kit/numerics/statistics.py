@@ -19,10 +19,10 @@ from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd.call import apply
 from fp8kit.autograd.tensors import Tensor
-from fp8kit.backends.protocol.statistics import EXPONENTS
+from fp8kit.backends.protocol.statistics import CODE_COUNTS, EXPONENTS
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.numerics.names import Needs, Operand, Stat, request
-from fp8kit.numerics.sums import Sums, merged, unpacked
+from fp8kit.numerics.sums import Sums, elements, merged, unpacked
 from fp8kit.ops.statistics import statistics as operation
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
@@ -204,8 +204,8 @@ class _Tensor(NamedTuple):
 
 def _tensor(parts: Sums) -> _Tensor:
     counts = parts["tensor", 0, "counts"]
-    nan, inf, minus_inf = counts[EXPONENTS:].tolist()
-    return _Tensor(int(counts[:EXPONENTS].sum()), nan, inf, minus_inf, parts["tensor", 0, "moments"].tolist())
+    nan, inf, minus_inf = counts[-3:].tolist()
+    return _Tensor(elements(counts), nan, inf, minus_inf, parts["tensor", 0, "moments"].tolist())
 
 
 def _of_tensor(value: Callable[[_Tensor], float], empty: float = math.nan) -> Callable[[Sums, Stat], float]:
@@ -270,7 +270,7 @@ def _share(value: Callable[[Any], int]) -> Callable[[Sums, Stat], float]:
     """100 counts / elements; 0 of nothing."""
 
     def found(parts: Sums, stat: Stat) -> float:
-        counts = parts["cast", stat.of[0], "counts"][EXPONENTS:].tolist()
+        counts = parts["cast", stat.of[0], "counts"][-CODE_COUNTS:].tolist()
         return 100.0 * value(counts) / counts[0] if counts[0] else 0.0
 
     return found
@@ -279,7 +279,7 @@ def _share(value: Callable[[Any], int]) -> Callable[[Sums, Stat], float]:
 def _scale(place: int) -> Callable[[Sums, Stat], float]:
     def found(parts: Sums, stat: Stat) -> float:
         scale = float(parts["cast", stat.of[0], "sums"][place])
-        many = parts["cast", stat.of[0], "counts"][EXPONENTS]
+        many = parts["cast", stat.of[0], "counts"][-CODE_COUNTS]
         return scale if many and math.isfinite(scale) else math.nan
 
     return found
@@ -343,8 +343,8 @@ _VALUES: dict[str, Callable[[Sums, Stat], Any]] = {
     "underflows%": _share(lambda counts: counts[1] - counts[2]),
     "overflows%": _share(lambda counts: counts[4]),
     "saturated%": _share(lambda counts: counts[3]),
-    "scale_inv_min": _scale(2),
-    "scale_inv_max": _scale(3),
+    "scale_inv_min": _scale(-2),
+    "scale_inv_max": _scale(-1),
     "scales": lambda parts, stat: parts["cast", stat.of[0], "counts"][:EXPONENTS].tolist(),
     "mse": _mse,
     "sqnr": _sqnr,

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays
-from fp8kit.backends.protocol.statistics import EXPONENTS
+from fp8kit.backends.protocol.statistics import BRIEF_COUNTS, EXPONENTS
 from fp8kit.errors import ShapeError
 from fp8kit.ops.statistics import StatisticsSpec, nbytes, sections
 
 Array = np.ndarray[Any, Any]
 Sums = dict[tuple[str, int, str], Array]
-INF_OR_NAN = 255  # the bin of exponents that holds them
 
 
 def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
@@ -42,9 +41,14 @@ def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
     }
 
 
+def elements(counts: Array) -> int:
+    """How many values a tensor's counts are of."""
+    return int(counts[0] if len(counts) == BRIEF_COUNTS else counts[:EXPONENTS].sum())
+
+
 def finite(counts: Array) -> int:
-    """How many finite values a tensor's counts are of."""
-    return int(counts[:EXPONENTS].sum() - counts[INF_OR_NAN])
+    """How many of them are finite; NaN, Inf and -Inf are counted last."""
+    return elements(counts) - int(counts[-3:].sum())
 
 
 def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
@@ -63,7 +67,7 @@ def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
         else:
             total[:] = one + other
             if (kernel, name) == ("cast", "sums"):
-                total[2:] = _scales(
+                total[-2:] = _scales(
                     one, other, *(int(s[(*key[:2], "counts")].sum()) for s in (first, second))
                 )
     return np.concatenate([part.view(np.uint8) for part in out.values()]) if out else np.empty(0, np.uint8)
@@ -72,8 +76,8 @@ def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
 def _scales(one: Array, other: Array, many: int, more: int) -> tuple[float, float]:
     """The least and the largest scale_inv of two casts; of no elements there are none."""
     if not many or not more:
-        return tuple((one if many else other)[2:])
-    return min(one[2], other[2]), max(one[3], other[3])
+        return tuple((one if many else other)[-2:])
+    return min(one[-2], other[-2]), max(one[-1], other[-1])
 
 
 def _moments(one: Array, other: Array, many: int, more: int) -> Array:

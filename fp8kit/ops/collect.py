@@ -15,13 +15,16 @@ _ALIGNMENT = 256  # bytes
 
 
 class Collector:
-    """The statistics ``spec`` of a matrix (rows, columns) of ``dtype``. ``meta``: of their array. Their
-    temporaries lie in the other operation's workspace, which holds nothing between two of its kernels."""
+    """The statistics ``spec`` of a matrix (rows, columns) of ``dtype``. ``knows_amax``: whether its amax is
+    known. ``meta``: of their array. Their temporaries lie in the other operation's workspace, which holds
+    nothing between two of its kernels."""
 
-    def __init__(self, spec: StatisticsSpec, shape: Shape, dtype: DType) -> None:
+    def __init__(self, spec: StatisticsSpec, shape: Shape, dtype: DType, knows_amax: bool = False) -> None:
         self.spec = spec
         x = Meta(shape, dtype)
         self.metas = {"x": x, "twin": x} if spec.twin else {"x": x}
+        if knows_amax and any(cast.brief for cast in spec.casts):
+            self.metas["amax"] = Meta((1,), float32)
         # casts by the scale that the layer has from earlier steps
         for cast in spec.casts:
             if cast.given and cast.quantizer.needs_state:
@@ -45,12 +48,16 @@ class Collector:
         out: ArrayView,
         twin: ArrayView | None = None,
         scale: ArrayView | None = None,
+        amax: ArrayView | None = None,
     ) -> None:
-        """Fill ``out`` from x, and from its ``twin``. ``scale``: the layer's own of x."""
+        """Fill ``out`` from x, and from its ``twin``. ``scale``: the layer's own of x. ``amax``: x's."""
         plan = self._planned(ws.kernels)
         inputs = {"x": x}
         if twin is not None:
             inputs["twin"] = twin
+        if "amax" in self.metas:
+            assert amax is not None
+            inputs["amax"] = amax
         for name in self.metas:
             if name.startswith("scale_"):
                 assert scale is not None

@@ -110,6 +110,11 @@ class Product:
         it."""
         return False
 
+    def own_amax(self, operand: str) -> str | None:
+        """The output that has the amax of "x", "w" or "g" alone once that is cast; None where there is
+        none."""
+        return None
+
     def check(self, operation: str, metas: Metas) -> None:
         """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
         if self.grad_dtype not in (self.dtype, formats.float32):

@@ -63,6 +63,10 @@ class TensorProduct(QuantizedProduct):
     def scales_known(self) -> bool:
         return self.fp8.x.needs_state
 
+    def own_amax(self, operand: str) -> str | None:
+        # a state's slot may hold earlier maxima, and ranks may share one
+        return self._amax(operand) if self.quantizers[operand].scale_source == "current" else None
+
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
         self._check_scale(operation, "x", metas)

@@ -62,7 +62,9 @@ class WatchedProduct(Product):
             shape = (columns, rows) if tensor in ("weight", "wgrad") and not self.oi else (rows, columns)
             if watch.statistics is not None:
                 name = self._entry(layer, tensor, "sums", i, watch.statistics)
-                self.collectors[name] = Collector(watch.statistics, shape, dtype)
+                self.collectors[name] = Collector(
+                    watch.statistics, shape, dtype, self._amax_known(tensor) is not None
+                )
                 self.shown_metas[name] = self.collectors[name].meta
             if watch.dump:
                 self.shown_metas[self._entry(layer, tensor, "dump", i, None)] = Meta(shape, dtype)
@@ -73,6 +75,10 @@ class WatchedProduct(Product):
         name = f"{self.spec.prefix}{WATCHED}{tensor}_{kind}{part}"
         self.entries[name] = Entry(layer, tensor, kind, part, spec)
         return name
+
+    def _amax_known(self, tensor: str) -> str | None:
+        """The array that has a tensor's amax, since its cast takes it."""
+        return self.own_amax(_OPERANDS[tensor]) if tensor in _OPERANDS else None
 
     # --- what there is --------------------------------------------------------------------------------------
 
@@ -128,14 +134,14 @@ class WatchedProduct(Product):
     def fprop(
         self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
-        if self._sees(ws, "weight"):
-            self._look(ws, "weight", self._weight_to_see(ws))
         looked_at = self._sees(ws, "output")
         alone = y
         if addend is not None and looked_at:
             alone = ws.scratch[self._shown("y")]
             super().fprop(ws, x, alone, None)
         super().fprop(ws, x, y, addend)
+        if self._sees(ws, "weight"):
+            self._look(ws, "weight", self._weight_to_see(ws))
         twin = None
         if looked_at and "output" in self.twins:
             twin = ws.scratch[self._shown("again")]
@@ -190,7 +196,9 @@ class WatchedProduct(Product):
                 ws.kernels.copy(view, out, ws.stream)
             else:
                 scale = ws.inputs.get(f"{self.spec.prefix}{_OPERANDS.get(tensor)}_scale")
-                self.collectors[name].run(ws, view, out, twin, scale)
+                known = self._amax_known(tensor)
+                amax = None if known is None else ws.outputs[known]
+                self.collectors[name].run(ws, view, out, twin, scale, amax)
 
     def _weight_to_see(self, ws: WorkingSet) -> ArrayView:
         whole = self._whole_weight(ws)

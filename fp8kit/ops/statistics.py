@@ -9,14 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.protocol.statistics import CAST_COUNTS, TENSOR_COUNTS
+from fp8kit.backends.protocol import Rule
+from fp8kit.backends.protocol.statistics import (
+    BRIEF_COUNTS,
+    CAST_COUNTS,
+    CODE_COUNTS,
+    EXPONENTS,
+    TENSOR_COUNTS,
+)
 from fp8kit.blocks import kind_of, tile_of
 from fp8kit.errors import FormatError
-from fp8kit.formats import DType, float32, float64, int64, uint8
+from fp8kit.formats import E4M3, E5M2, DType, float32, float64, int64, uint8
 from fp8kit.ops.casts import grid, meta_of, no_gradient, whole
 from fp8kit.ops.emulated_casts import scale_lines_of
 from fp8kit.ops.product import want
@@ -25,28 +32,39 @@ from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, WorkingS
 
 _WORD = 8  # bytes of a count or a sum
 _LINES = ("tensor", "row")  # granularities whose scales belong to whole lines, or to all
-MOMENTS, RATIOS, CAST_SUMS, PAIR_SUMS = 8, 2, 4, 4
+MOMENTS, RATIOS, CAST_SUMS, BRIEF_SUMS, PAIR_SUMS = 8, 2, 4, 2, 4
 
 
 @dataclass(frozen=True)
 class CastStatistics:
     """One cast of x: by a ``quantizer``, along its last dimension (1) or its rows (0). ``given``: "rowwise"
-    or "columnwise", where its codes may be inputs (``Statistics``)."""
+    or "columnwise", where its codes may be inputs (``Statistics``). ``brief``: without the histogram of
+    scales and the errors, so that no codes need be made; the cast must be ``can_be_brief``."""
 
     quantizer: Quantizer
     along: int = 1
     given: str = ""
+    brief: bool = False
 
 
 @dataclass(frozen=True)
 class StatisticsSpec:
     """``tensor``: counts and moments of x. ``tiles``: (rows, columns) of blocks whose ratios are taken, as
-    many as there are. ``casts`` of x. ``twin``: whether x is compared with the input "twin"."""
+    many as there are. ``casts`` of x. ``twin``: whether x is compared with the input "twin". ``exponents``:
+    whether the counts are a histogram; without it the least magnitude and the sum of fourth powers are there
+    where it is ``deep``."""
 
     tensor: bool = True
     tiles: tuple[tuple[int, int], ...] = ()
     casts: tuple[CastStatistics, ...] = ()
     twin: bool = False
+    exponents: bool = True
+    deep: bool = True
+
+    @property
+    def brief(self) -> bool:
+        """Whether ``brief_statistics`` has x's counts and moments."""
+        return self.tensor and not self.exponents
 
 
 class Section(NamedTuple):
@@ -72,13 +90,13 @@ def sections(spec: StatisticsSpec) -> tuple[Section, ...]:
 
 def _parts(spec: StatisticsSpec) -> Iterator[tuple[str, int, str, DType, int]]:
     if spec.tensor:
-        yield "tensor", 0, "counts", int64, TENSOR_COUNTS
+        yield "tensor", 0, "counts", int64, TENSOR_COUNTS if spec.exponents else BRIEF_COUNTS
         yield "tensor", 0, "moments", float64, MOMENTS
     for call in range(len(spec.tiles)):
         yield "tile", call, "ratios", float64, RATIOS
-    for call in range(len(spec.casts)):
-        yield "cast", call, "counts", int64, CAST_COUNTS
-        yield "cast", call, "sums", float64, CAST_SUMS
+    for call, cast in enumerate(spec.casts):
+        yield "cast", call, "counts", int64, CODE_COUNTS if cast.brief else CAST_COUNTS
+        yield "cast", call, "sums", float64, BRIEF_SUMS if cast.brief else CAST_SUMS
     if spec.twin:
         yield "pair", 0, "sums", float64, PAIR_SUMS
 
@@ -86,6 +104,13 @@ def _parts(spec: StatisticsSpec) -> Iterator[tuple[str, int, str, DType, int]]:
 def nbytes(spec: StatisticsSpec) -> int:
     """Bytes of the array of a spec."""
     return _WORD * sum(count for *_, count in _parts(spec))
+
+
+def can_be_brief(quantizer: Quantizer) -> bool:
+    """Whether the counts of a cast follow from the magnitudes of x: one scale for all, nearest even, and a
+    format of the layers."""
+    plain = not (quantizer.hadamard or quantizer.stochastic_bits)
+    return plain and quantizer.granularity == "tensor" and quantizer.format in (E4M3, E5M2)
 
 
 def tile_on(quantizer: Quantizer, along: int) -> tuple[int, int]:
@@ -100,9 +125,10 @@ class Statistics(Operation):
     """Counts and sums of x. Inputs: x h (..., N); twin, h like x, where the spec says so. Of a cast with
     ``given``, "rowwise" say, there may be q_rowwise uint8 like x and scale_inv_rowwise float32 (tiles,), the
     codes that something else was computed with; of one whose scale follows from earlier steps there may be
-    scale_rowwise float32 (1,). Without these x is cast here, with the scale that its own amax gives; random
-    bits are those of seed 0, offset 0. A rotated cast is compared with x as it is rotated; q is then of
-    that. Output: record, uint8, the bytes of what ``sections`` says."""
+    scale_rowwise float32 (1,). Without these x is cast here, with the scale that its own amax gives, which
+    may be given, too: amax float32 (1,); random bits are those of seed 0, offset 0. A rotated cast is
+    compared with x as it is rotated; q is then of that. Output: record, uint8, the bytes of what ``sections``
+    says."""
 
     name = "statistics"
     results = ("record",)
@@ -121,6 +147,8 @@ class Statistics(Operation):
                 want(self.name, inverse, metas, tiles, float32)
             if cast.given and cast.quantizer.needs_state and metas.get(scale) is not None:
                 want(self.name, scale, metas, tiles, float32)
+        if metas.get("amax") is not None:
+            want(self.name, "amax", metas, (1,), float32)
         return Signature({"record": Meta((nbytes(spec),), uint8)})
 
     def _matrix(self, metas: Metas, name: str) -> Meta:
@@ -134,7 +162,12 @@ class Statistics(Operation):
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1
         scratch = workspace(kernels.statistics_workspace(rows, columns))  # type: ignore[attr-defined]
         size = rows * columns
-        made = [cast for cast in spec.casts if not cast.given or metas.get(f"q_{cast.given}") is None]
+        given = [cast for cast in spec.casts if cast.given and metas.get(f"q_{cast.given}") is not None]
+        made = [cast for cast in spec.casts if cast not in given and not cast.brief]
+        if size and any(cast.brief for cast in given):
+            scratch["counts"] = Meta((CAST_COUNTS + CAST_SUMS,), int64)
+        if size and any(cast.brief and cast not in given for cast in spec.casts):
+            scratch["brief_scale"] = Meta((3,), float32)
         if size and made:
             tiles = [math.prod(grid(x.shape, tile_on(c.quantizer, c.along))) for c in made]
             scratch["codes"] = Meta((size,), uint8)
@@ -152,9 +185,11 @@ class Statistics(Operation):
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         spec: StatisticsSpec = plan.spec
         record, x, k, space = ws.outputs["record"], ws.inputs["x"].rows(), ws.kernels, ws.scratch["workspace"]
-        arrays.provider(record.device).fill_zero(record, ws.stream)
+        if not _written_whole(spec) or not x.size:
+            arrays.provider(record.device).fill_zero(record, ws.stream)
         parts = {(s.kernel, s.call, s.name): _numbers(record, s) for s in plan.extra}
-        if spec.tensor:
+        self._brief(spec, ws, x, parts)
+        if spec.tensor and spec.exponents:
             own = parts["tensor", 0, "counts"], parts["tensor", 0, "moments"]
             k.tensor_statistics(x, *own, space, ws.stream)
         for call, tile in enumerate(spec.tiles):
@@ -165,13 +200,79 @@ class Statistics(Operation):
         if rng is not None:
             arrays.provider(rng.device).fill_zero(rng, ws.stream)
         for call, cast in enumerate(spec.casts):
-            if x.size:
+            if x.size and not cast.brief:
                 source, codes, scale_inv = self._cast(cast, ws, x)
                 own = parts["cast", call, "counts"], parts["cast", call, "sums"]
                 tile = whole(x.shape, tile_on(cast.quantizer, cast.along))
                 k.cast_statistics(
                     source, codes, scale_inv, *own, cast.quantizer.format, tile, space, ws.stream
                 )
+
+    def _brief(
+        self, spec: StatisticsSpec, ws: WorkingSet, x: ArrayView, parts: dict[tuple[str, int, str], ArrayView]
+    ) -> None:
+        """What needs no histogram: x's counts and moments, in one pass with those of the first cast."""
+        tensor = (parts["tensor", 0, "counts"], parts["tensor", 0, "moments"]) if spec.brief else (None, None)
+        known: dict[Any, tuple[ArrayView, ArrayView]] = {}  # one scale's cast is the same in both directions
+        for call, cast in enumerate(spec.casts):
+            if not cast.brief or not x.size:
+                continue
+            into = parts["cast", call, "counts"], parts["cast", call, "sums"]
+            if cast.given and ws.inputs.get(f"q_{cast.given}") is not None:
+                self._count_given(cast, ws, x, *into)
+                continue
+            key = cast.quantizer, ws.inputs.get(f"scale_{cast.given}") if cast.given else None
+            if key in known:
+                for made, out in zip(known[key], into, strict=True):
+                    arrays.provider(out.device).copy(out, made, ws.stream)
+            else:
+                known[key], source = into, self._brief_scale(cast, ws, x)
+                self._brief_pass(spec, ws, x, tensor, into, source, cast.quantizer.format)
+                tensor = None, None
+        if tensor[0] is not None:
+            self._brief_pass(spec, ws, x, tensor, (None, None), (None, None, None), None)
+
+    @staticmethod
+    def _brief_pass(
+        spec: StatisticsSpec, ws: WorkingSet, x: ArrayView, tensor: Any, cast: Any, source: Any, fmt: Any
+    ) -> None:
+        k, space = ws.kernels, ws.scratch["workspace"]
+        k.brief_statistics(x, *tensor, *cast, *source, fmt, spec.deep, space, ws.stream)
+
+    def _brief_scale(
+        self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
+    ) -> tuple[ArrayView | None, ArrayView | None, Rule | None]:
+        """The cast's scale, or its amax and what makes a scale of it."""
+        own, stream = cast.quantizer, ws.stream
+        scale = ws.inputs.get(f"scale_{cast.given}") if cast.given else None
+        if scale is not None:
+            return scale, None, None
+        amax = ws.inputs.get("amax")
+        if amax is None or own.static:
+            amax, scale, inverse = (ws.scratch["brief_scale"].slice(0, i, 1) for i in range(3))
+            if own.static:
+                scale_lines_of(ws.kernels, x, own, x.shape, amax, scale, inverse, stream)
+                return scale, None, None
+            arrays.provider(amax.device).fill_zero(amax, stream)
+            ws.kernels.amax(x, amax, x.shape, stream)
+        return None, amax, Rule(own.power_2, own.epsilon)
+
+    def _count_given(
+        self, cast: CastStatistics, ws: WorkingSet, x: ArrayView, counts: ArrayView, sums: ArrayView
+    ) -> None:
+        """The counts of codes that somebody made."""
+        k, space, whole_record = ws.kernels, ws.scratch["workspace"], ws.scratch["counts"]
+        source, codes, scale_inv = self._cast(cast, ws, x)
+        memory = arrays.provider(counts.device)
+        memory.fill_zero(whole_record, ws.stream)
+        found = whole_record.slice(0, 0, CAST_COUNTS)
+        ends = whole_record.slice(0, CAST_COUNTS, CAST_SUMS).view(float64)
+        tile = whole(x.shape, tile_on(cast.quantizer, cast.along))
+        k.cast_statistics(
+            source, codes, scale_inv, found, ends, cast.quantizer.format, tile, space, ws.stream
+        )
+        memory.copy(counts, found.slice(0, EXPONENTS, CODE_COUNTS), ws.stream)
+        memory.copy(sums, ends.slice(0, CAST_SUMS - BRIEF_SUMS, BRIEF_SUMS), ws.stream)
 
     def _cast(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
@@ -239,6 +340,11 @@ class Statistics(Operation):
             k.amax(x, amax, lying, ws.stream)
         targets = codes, scale_inv, scale_codes, None, amax, tensor_scale_inv
         k.cast_blocks(matrix, *targets, own, cast.along, 0, rng, None, ws.stream)
+
+
+def _written_whole(spec: StatisticsSpec) -> bool:
+    """Whether kernels write all of the array, and add to nothing that is there."""
+    return not spec.tiles and (spec.brief or not spec.tensor) and all(cast.brief for cast in spec.casts)
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:

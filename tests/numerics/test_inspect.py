@@ -6,15 +6,19 @@ import cProfile
 import json
 import math
 import pstats
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import fp8kit as fk
 from fp8kit import inspection, nn, recipe
+from fp8kit.arrays import CPU
+from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.inspection import TENSORS
-from fp8kit.numerics import tensor_statistics
+from fp8kit.numerics import shown, tensor_statistics
+from fp8kit.numerics.shown import Block
 from tests.support.inspected import (
     LAYERS,
     RECIPES,
@@ -284,6 +288,67 @@ def test_changes_hold_for_their_steps():
     got = inspected(section(features), 3, recipe=RECIPES["current"])[1]
     low, high = results({}, steps=1)[0], results({}, name="high precision", steps=1)[0]
     assert got == [low, high, low]
+
+
+# --- what it costs ---------------------------------------------------------------------------------------
+
+
+FIVE = ["min", "max", "mean", "std", "underflows%"]
+COUNTED = ("amax", "quantize", "scale_from_amax", "tensor_statistics", "cast_statistics", "brief_statistics")
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_tensor_is_read_once(name, monkeypatch):
+    """Five statistics of an operand under one scale are one more kernel: no codes, no amax, no scale are made
+    that the layer has; and both directions of a cast are one."""
+    kernels, calls = dispatch.kernels(CPU), []
+    for kernel in COUNTED:
+        own = getattr(kernels, kernel)
+        monkeypatch.setattr(kernels, kernel, lambda *a, n=kernel, f=own: (calls.append(n), f(*a))[1])
+    made = []
+    for stats in ([], [*FIVE, "underflows%_columnwise"]):
+        features = logged(stats, ("activation", "weight", "gradient")) if stats else {}
+        model = Native()
+        calls.clear()
+        inspected(section(features), model=model, recipe=RECIPES[name])
+        made.append(Counter(calls))
+    plain, watched = made
+    assert watched - plain <= Counter(brief_statistics=9, amax=4)  # fused casts are made by themselves
+    assert watched["brief_statistics"] == 9
+    assert watched["amax"] <= 9  # one for each operand at most
+
+
+def test_rows_come_a_step_later_where_a_device_must_be_waited_for(monkeypatch):
+    """And at once where they are asked for; every step has its own rows."""
+    monkeypatch.setattr(Block, "on_host", False)
+    model, sink = Native(), []
+    config = section(logged(["max"], ("activation",), freq=2), OUT_LAYER)
+
+    def step(scale):
+        model.out(fk.tensor(X * scale))
+        log.step()
+        return [row["step"] for row in sink]
+
+    with fk.inspect(model, config, sinks=sink.extend) as log:
+        assert step(1) == []
+        assert step(2) == [0]  # a step that is not looked at, behind one that is
+        assert step(3) == [0]
+        assert [row["step"] for row in log.rows()] == [0, 2]
+        assert step(4) == [0, 2]
+        step(5)
+        log.flush()
+        assert [row["step"] for row in sink] == [0, 2, 4]
+        step(6)
+        step(7)
+    assert [row["value"] for row in sink] == [np.float32(X.max() * k) for k in (1, 3, 5, 7)]
+
+
+def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
+    monkeypatch.setattr(shown, "_BLOCK", 256)
+    config = section(logged(["max", "exponents"], ("activation", "weight")))
+    want = inspected(config)[0]
+    monkeypatch.undo()
+    assert want == inspected(config)[0]
 
 
 # --- off --------------------------------------------------------------------------------------------------

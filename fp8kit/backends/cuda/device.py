@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.devices import lacking
@@ -244,6 +246,25 @@ class CudaProvider:
                 dst.ptr, src.ptr, nbytes, _TO_HOST if dst.device.kind == "cpu" else _TO_DEVICE, stream
             )
             calls.streamSynchronize(stream)
+
+    def fetch(self, view: ArrayView, stream: int) -> Callable[[], np.ndarray[Any, Any]]:
+        """See ``DeviceProvider``; into page-locked memory of CuPy's pool. BackendError while a graph is
+        captured, and, where it waits, for an error that earlier work left."""
+        recorded.mark_unrecordable()  # who reads it does so once
+        _want_no_capture("a copy between host and device")
+        calls, nbytes, device = launch.runtime(), view.nbytes, view.device
+        with launch.current_device(device.index):
+            pinned = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
+            done = cupy().cuda.Event(disable_timing=True)
+            calls.memcpyAsync(pinned.ptr, view.ptr, nbytes, _TO_HOST, stream)
+            calls.eventRecord(done.ptr, stream)
+
+        def wait() -> np.ndarray[Any, Any]:
+            with _waiting(view.device):  # which holds the view until then
+                done.synchronize()
+            return np.frombuffer(pinned, np.uint8, nbytes).copy()
+
+        return wait
 
     def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, Recording]:
         """Call ``function`` with the work that it puts on the device's current stream recorded instead of

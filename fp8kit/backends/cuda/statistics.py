@@ -1,7 +1,7 @@
 """Statistics: a pass over the tensor that leaves counts and the blocks' sums, and one block that adds these.
 
 Sums are float64: on GPUs whose float64 is 1/64 of float32 (compute capability 8.9 and 12) a pass is bound by
-it, not by memory.
+it, not by memory. ``brief_statistics`` adds eight numbers in float32 first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 from fp8kit import codec
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import BLOCKS, TYPE_CODES, ceil_div, kernel
+from fp8kit.backends.cuda._rows import BLOCKS, TYPE_CODES, address, ceil_div, kernel
+from fp8kit.backends.protocol import Rule
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
 _THREADS = 256
 _PIECE = 8192  # elements of a block, at least
-_KINDS = 8  # sums that a block leaves, at most
+_KINDS = 14  # sums that a block leaves, at most
+_DEEP, _MOMENTS, _CODES = 1, 2, 4  # what statistics_brief.cu is asked for
 
 
 def _grid(size: int) -> int:
@@ -42,8 +44,9 @@ def _space(name: str, workspace: ArrayView | None) -> int:
 
 
 def statistics_workspace(rows: int, columns: int) -> int:
-    """See ``backends.protocol``: the sums of the blocks, and the value that deviations are taken from."""
-    return 8 * (_KINDS * BLOCKS + 1)
+    """See ``backends.protocol``: the sums of the blocks, the value that deviations are taken from, and
+    an inverse of a scale."""
+    return 8 * (_KINDS * BLOCKS + 2)
 
 
 def tensor_statistics(
@@ -111,3 +114,30 @@ def pair_statistics(
     launch.launch(kernel("statistics.cu", "pair_parts", x), grid, _THREADS, arguments, stream)
     total = space, sums.ptr, grid, 4
     launch.launch(kernel("statistics.cu", "sums_total", x), 1, _THREADS, total, stream)
+
+
+def brief_statistics(
+    x: ArrayView,
+    counts: ArrayView | None,
+    moments: ArrayView | None,
+    codes: ArrayView | None,
+    scale_inv: ArrayView | None,
+    scale: ArrayView | None,
+    amax: ArrayView | None,
+    rule: Rule | None,
+    format: Format | None,
+    deep: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``. BackendError for a missing workspace."""
+    space, grid = _space("brief_statistics", workspace), _grid(x.size)
+    wants = _DEEP * deep + _MOMENTS * (counts is not None) + _CODES * (codes is not None)
+    epsilon, power_2 = (0.0, 0) if rule is None else (rule.epsilon, int(rule.power_2))
+    ends = (0.0, 0.0, 0.0) if format is None else (format.max, *codec.code_ends(format))
+    source = address(scale), address(amax if rule is not None else None)
+    arguments = (x.ptr, space, *source, *_flat(x), wants, power_2, epsilon, *ends)
+    launch.launch(kernel("statistics_brief.cu", "brief_parts", x), grid, _THREADS, arguments, stream)
+    made = address(counts), address(moments), address(codes), address(scale_inv)
+    total = kernel("statistics_brief.cu", "brief_total", x)
+    launch.launch(total, 1, 32 * _KINDS, (space, *made, grid, x.size, wants), stream)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol.cast import Rule
 from fp8kit.backends.protocol.spec import kernel, measured, workspace_of
 from fp8kit.formats import Format
 
 # Places in ``counts`` and what their lengths are. Exponents: 256 of float32, then the zeros.
 EXPONENTS = 257
 TENSOR_COUNTS = EXPONENTS + 3  # NaN, Inf, -Inf
-CAST_COUNTS = EXPONENTS + 5  # elements, values that are not 0, codes that are not 0, saturated, overflowed
+CODE_COUNTS = 5  # elements, values that are not 0, codes that are not 0, saturated, overflowed
+CAST_COUNTS = EXPONENTS + CODE_COUNTS
+BRIEF_COUNTS = 4  # elements, NaN, Inf, -Inf
 # how far beyond the largest value that a scale allows a value may lie before it has overflowed: the roundings
 # of the scale and of its inverse
 OVERFLOW_SLACK = 2.0**-22
@@ -67,6 +70,35 @@ class Statistics(Protocol):
         """x against another of its shape, twin: h (M, N), rows may be strided, of any dtype. sums: float64
         [4], sum x twin, sum x^2, sum twin^2, sum (x - twin)^2, as IEEE 754 has them with NaN and Inf."""
 
-    @workspace_of("tensor_statistics", "cast_statistics", "pair_statistics")
+    @kernel(
+        writes="counts moments codes scale_inv", ordered=True, workspace=measured("statistics_workspace", "x")
+    )
+    def brief_statistics(
+        self,
+        x: ArrayView,
+        counts: ArrayView | None,
+        moments: ArrayView | None,
+        codes: ArrayView | None,
+        scale_inv: ArrayView | None,
+        scale: ArrayView | None,
+        amax: ArrayView | None,
+        rule: Rule | None,
+        format: Format | None,
+        deep: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """What ``tensor_statistics`` and ``cast_statistics`` find of x but the histograms, in one reading of
+        it, which makes no codes.
+
+        counts: int64 [4], elements, NaN, Inf, -Inf; moments: float64 [8], as there; both or neither. Unless
+        ``deep``, the least magnitude is Inf and sum x^4 is 0. Eight numbers may be added in float32.
+
+        codes: int64 [5], the last five counts of x's cast by one scale, nearest even, saturating; scale_inv:
+        float64 [2], its inverse twice, the least and the largest, Inf and -Inf where x is empty; both or
+        neither. format: E4M3 or E5M2. ``scale``: float32 [1]; or ``rule``, which makes it of ``amax``,
+        float32 [1], the tensor's (``Cast``)."""
+
+    @workspace_of("tensor_statistics", "cast_statistics", "pair_statistics", "brief_statistics")
     def statistics_workspace(self, rows: int, columns: int) -> int:
         """Bytes of workspace of any of these for x (rows, columns)."""

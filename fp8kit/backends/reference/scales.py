@@ -51,6 +51,17 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     accumulate(rows, max(tile[0], 1), amax)
 
 
+def scales_of(amaxes: Any, fp8_max: float, power_2: bool, epsilon: float, value_for_inf: float) -> Any:
+    """What ``scale_from_amax`` makes of amaxes, float32 (n,)."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        most = np.maximum(amaxes, np.float32(epsilon))  # a NaN amax must stay NaN, so no fmax
+        found = np.float32(fp8_max) / most
+        found = np.where(np.isinf(found), np.float32(value_for_inf), found)
+        if power_2:
+            found = (found.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        return np.where((most > 0) & np.isfinite(most), found, np.float32(1))
+
+
 def scale_from_amax(
     amax: ArrayView,
     scale: ArrayView,
@@ -62,14 +73,8 @@ def scale_from_amax(
     stream: int,
 ) -> None:
     """See ``Kernels.scale_from_amax``."""
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        # a NaN amax must stay NaN, so no fmax
-        most = np.maximum(amax.numpy().reshape(-1), np.float32(epsilon))
-        found = np.float32(fp8_max) / most
-        found = np.where(np.isinf(found), np.float32(value_for_inf), found)
-        if power_2:
-            found = (found.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
-        found = np.where((most > 0) & np.isfinite(most), found, np.float32(1))
+    found = scales_of(amax.numpy().reshape(-1), fp8_max, power_2, epsilon, value_for_inf)
+    with np.errstate(divide="ignore", over="ignore"):
         scale.numpy().reshape(-1)[:] = found
         scale_inv.numpy().reshape(-1)[:] = np.float32(1) / found
 

@@ -6,12 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import codec
+from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol.statistics import CAST_COUNTS, EXPONENTS, OVERFLOW_SLACK, TENSOR_COUNTS
+from fp8kit.backends.protocol import Rule
+from fp8kit.backends.protocol.statistics import (
+    CAST_COUNTS,
+    CODE_COUNTS,
+    EXPONENTS,
+    OVERFLOW_SLACK,
+    TENSOR_COUNTS,
+)
 from fp8kit.backends.reference._numpy import blocks, f32, quiet
 from fp8kit.backends.reference.cast_rows import bits, float32_bits
-from fp8kit.backends.reference.scales import tiles
+from fp8kit.backends.reference.scales import scales_of, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
 
@@ -85,11 +92,17 @@ def _tensor(x: Any, counts: Any, moments: Any) -> None:
 def tensor_statistics(
     x: ArrayView, counts: ArrayView, moments: ArrayView, workspace: ArrayView | None, stream: int
 ) -> None:
-    """See ``Kernels.tensor_statistics``. Parts' means and deviations are put together by Chan's rule."""
+    """See ``Kernels.tensor_statistics``."""
+    own, made = _moments(x)
+    counts.numpy()[:] += own
+    moments.numpy()[:] = made
+
+
+def _moments(x: ArrayView) -> tuple[Any, tuple[float, ...]]:
+    """Counts and moments of x. Parts' means and deviations are put together by Chan's rule."""
     parts = _parts(x.size)
     own, found = np.zeros((parts, TENSOR_COUNTS), np.int64), np.zeros((parts, 9))
     _tensor(bits(x).reshape(-1), own, found)
-    counts.numpy()[:] += own.sum(0)
     count = mean = apart = 0.0
     for *_, its_mean, its_apart, many in found:
         if many:
@@ -98,7 +111,7 @@ def tensor_statistics(
             count += many
             mean += off * many / count
     low, high, least = found[:, 0].min(), found[:, 1].max(), found[:, 2].min()
-    moments.numpy()[:] = (low, high, least, *found[:, 3:6].sum(0), mean, apart)
+    return own.sum(0), (low, high, least, *found[:, 3:6].sum(0), mean, apart)
 
 
 @njit(parallel=True)
@@ -213,3 +226,60 @@ def pair_statistics(
         p, q = a[part].astype(np.float64), b[part].astype(np.float64)
         found += ((p * q).sum(), (p * p).sum(), (q * q).sum(), ((p - q) * (p - q)).sum())
     sums.numpy()[:] = found
+
+
+@njit(parallel=True)
+def _codes(x: Any, scale: Any, least: Any, largest: Any, limit: Any, counts: Any) -> None:
+    """counts (parts, 4) of parts of x, bits (n,), whose cast by ``scale`` has a code that is not 0 from
+    ``least`` on, and the largest one from ``largest`` on."""
+    parts = len(counts)
+    step = -(-len(x) // parts)
+    for part in prange(parts):
+        values, codes, saturated, overflowed = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        for i in range(part * step, min((part + 1) * step, len(x))):
+            magnitude = np.uint32(float32_bits(x[i]) & _MAGNITUDE).view(np.float32)
+            scaled = np.float32(magnitude * scale)
+            values += magnitude != 0
+            codes += not scaled < least  # NaN has a code
+            saturated += scaled >= largest
+            overflowed += np.float64(magnitude) * (1 - OVERFLOW_SLACK) > limit and magnitude < np.inf
+        counts[part] = (values, codes, saturated, overflowed)
+
+
+@quiet
+def brief_statistics(
+    x: ArrayView,
+    counts: ArrayView | None,
+    moments: ArrayView | None,
+    codes: ArrayView | None,
+    scale_inv: ArrayView | None,
+    scale: ArrayView | None,
+    amax: ArrayView | None,
+    rule: Rule | None,
+    format: Format | None,
+    deep: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``Kernels.brief_statistics``."""
+    if counts is not None and moments is not None:
+        own, made = _moments(x)
+        counts.numpy()[:] = x.size, *own[EXPONENTS:]
+        moments.numpy()[:] = made if deep else (*made[:2], np.inf, *made[3:5], 0, *made[6:])
+    if codes is None or scale_inv is None or format is None:
+        return
+    if rule is not None and amax is not None:
+        by = scales_of(amax.numpy(), format.max, rule.power_2, rule.epsilon, formats.float32.max)[0]
+    else:
+        assert scale is not None
+        by = scale.numpy()[0]
+    inverse = np.float32(1) / by
+    found = np.zeros((_parts(x.size), CODE_COUNTS - 1), np.int64)
+    least, largest = map(np.float32, codec.code_ends(format))
+    limit = np.float64(format.max) * np.float64(inverse) or np.inf
+    _codes(bits(x).reshape(-1), by, least, largest, limit, found)
+    total = found.sum(0)
+    if not inverse:
+        total[1:] = 0
+    codes.numpy()[:] = x.size, *total
+    scale_inv.numpy()[:] = (inverse, inverse) if x.size else (np.inf, -np.inf)

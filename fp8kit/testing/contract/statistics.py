@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.backends.protocol.statistics import CAST_COUNTS, EXPONENTS, OVERFLOW_SLACK, TENSOR_COUNTS
-from fp8kit.formats import E2M1, E4M3, E5M2, HIGH_PRECISION, MXINT8, DType, Format, float32, float64
+from fp8kit.backends.protocol import Rule
+from fp8kit.backends.protocol.statistics import (
+    BRIEF_COUNTS,
+    CAST_COUNTS,
+    CODE_COUNTS,
+    EXPONENTS,
+    OVERFLOW_SLACK,
+    TENSOR_COUNTS,
+)
+from fp8kit.formats import E2M1, E4M3, E5M2, HIGH_PRECISION, MXINT8, DType, Format, float32, float64, int64
 from fp8kit.testing.contract import (
     Arguments,
     Array,
@@ -32,7 +40,9 @@ def _around(value: Any, magnitude: Any, terms: int) -> tuple[Array, Array]:
 
 def _values(s: Sampler, m: int, n: int, kind: str) -> Any:
     """Values of a ``kind``: "strewn", with NaN and Inf; "finite"; "normal"; "zeros"; "large", about a mean
-    that is 1000 times as large as their deviation."""
+    that is 1000 times as large as their deviation; "tiny", whose squares float32 does not have."""
+    if kind == "tiny":
+        return s.normal(m, n, scale=1e-30 if s.dtype.max > 1e30 else 1e-6)
     if kind in ("strewn", "finite"):
         return s.strewn(m, n, kind == "finite")
     if kind == "zeros":
@@ -154,6 +164,88 @@ def pair_statistics_oracle(a: Any) -> Results:
     return {"sums": _around(sums, [np.abs(x * t).sum(), *sums[1:]], x.size)}
 
 
+def brief_statistics(
+    s: Sampler,
+    m: int,
+    n: int,
+    kind: str = "normal",
+    fmt: Format = E4M3,
+    scale: float | None = 1.0,
+    moments: bool = True,
+    deep: bool = False,
+    power_2: bool = False,
+    amax: float = 3.0,
+) -> Arguments:
+    """Of x and its cast; by a scale, or by the rule of an amax where ``scale`` is None, none for 0."""
+    x = _values(s, m, n, kind)
+    made: Arguments = {"x": x, "format": fmt, "deep": deep}
+    if moments:
+        made |= {"counts": s.output(BRIEF_COUNTS, dtype=int64), "moments": s.output(8, dtype=float64)}
+    if scale == 0:
+        return {**made, "format": None}
+    made |= {"codes": s.output(CODE_COUNTS, dtype=int64), "scale_inv": s.output(2, dtype=float64)}
+    if scale is not None:
+        return made | {"scale": s.put([scale], float32)}
+    return made | {"amax": s.put([amax], float32), "rule": Rule(power_2, 0.0)}
+
+
+def brief_statistics_oracle(a: Any) -> Results:
+    """The definitions; the cast by the codec."""
+    x, found = wide(a.x).reshape(-1), Results()
+    v = x[np.isfinite(x)]
+    if a.counts is not None:
+        kinds = [np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum()]
+        found["counts"] = np.array([x.size, *kinds])
+        size = np.abs(v)
+        sums = np.array([size.sum(), (v**2).sum(), (v**4).sum() if a.deep else 0.0])
+        least = size[size > 0].min(initial=np.inf) if a.deep else np.inf
+        mean, apart = (v.mean(), ((v - v.mean()) ** 2).sum()) if v.size else (0.0, 0.0)
+        # deviations are from the mean of 256 of the values: what eight float32 additions, and two roundings
+        # of each term before them, may change
+        pivot = _pivot(x)
+        around = apart + v.size * (mean - pivot) ** 2
+        off = np.abs(v - pivot).sum()
+        slack_apart = around + off * abs(mean - pivot) * 2
+        slack = 10 * 2.0**-24 * np.array([*sums, off / max(v.size, 1), slack_apart])
+        slack[1] += slack[4] + 2 * v.size * abs(mean) * slack[3]
+        values = [v.min(initial=np.inf), v.max(initial=-np.inf), least, *sums, mean, apart]
+        exact = _around(0, [0, 0, 0, *sums, size.max(initial=0), around], v.size)[1]
+        found["moments"] = np.array(values), exact + np.array([0, 0, 0, *slack])
+    if a.codes is not None:
+        found |= _brief_codes(a, x)
+    return found
+
+
+def _pivot(x: Array) -> float:
+    """What the CUDA engine takes deviations from."""
+    if not x.size:
+        return 0.0
+    some = x[np.minimum(np.arange(256), x.size - 1) if x.size < 256 else x.size // 256 * np.arange(256)]
+    some = some[np.isfinite(some)]
+    return float(some.mean()) if some.size else 0.0
+
+
+def _brief_codes(a: Any, x: Array) -> Results:
+    if a.rule is None:
+        scale = np.float32(a.scale[0])
+    else:
+        amax = a.amax[0]
+        usable = 0 < amax < np.inf
+        scale = np.float32(a.format.max) / amax if usable else np.float32(1)
+        if a.rule.power_2:
+            scale = np.exp2(np.floor(np.log2(scale)), dtype=np.float32)
+    inverse = np.float32(1) / scale
+    codes = codec.encode(x.astype(np.float32) * scale, a.format)
+    values, limit = codec.decode(codes, a.format), float(inverse) * a.format.max
+    beyond = np.isfinite(x) & (np.abs(x) * (1 - OVERFLOW_SLACK) > limit) & (limit > 0)
+    kinds = [x != 0, values != 0, np.abs(values) == a.format.max, beyond]
+    ends = [inverse, inverse] if x.size else [np.inf, -np.inf]
+    return {
+        "codes": np.array([x.size, *(kind.sum() for kind in kinds)]),
+        "scale_inv": (np.array(ends, np.float64), np.zeros(2)),
+    }
+
+
 _KINDS = ("strewn", "finite", "zeros", "large")
 _ROWS = {"parts": {"x": (1, 8, 16)}}
 _TENSOR = {
@@ -188,10 +280,32 @@ _PAIR = {
     "rows": {"m": 37, "n": 72, "parts": {"x": (1, 8, 16), "twin": (1, 3, 4)}},
     "many": {"m": 1030, "n": 1111},
 }
+_BRIEF = {
+    **sized(_SIZES),
+    **product(
+        "{kind}-{scale}-deep{deep}",
+        {"kind": (*_KINDS, "tiny"), "scale": (0, None, 3.7), "deep": (True, False)},
+        m=37,
+        n=72,
+    ),
+    **product("{fmt}-{scale}", {"fmt": (E4M3, E5M2), "scale": (2.0**-12, 0.3, 2.0**9)}, m=64, n=256),
+    **product(
+        "amax{amax}-{power_2}",
+        {"amax": (0.0, 1e-30, 7.0, np.inf), "power_2": (True, False)},
+        m=9,
+        n=64,
+        scale=None,
+    ),
+    "codes alone": {"m": 37, "n": 71, "kind": "strewn", "moments": False},
+    "rows": {"m": 37, "n": 72, **_ROWS},
+    "shifted": {"m": 37, "n": 72, "parts": {"x": (None, 1, 0)}},
+    "many": {"m": 1030, "n": 1111, "scale": None},
+}
 
 TESTS = (
     KernelTest("tensor_statistics", tensor_statistics, tensor_statistics_oracle, typed(_TENSOR)),
     KernelTest("tile_statistics", tile_statistics, tile_statistics_oracle, typed(_TILES)),
     KernelTest("cast_statistics", cast_statistics, cast_statistics_oracle, typed(_CAST), {"kind": "normal"}),
     KernelTest("pair_statistics", pair_statistics, pair_statistics_oracle, typed(_PAIR)),
+    KernelTest("brief_statistics", brief_statistics, brief_statistics_oracle, typed(_BRIEF), {"scale": None}),
 )
