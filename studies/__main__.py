@@ -5,8 +5,9 @@
     python -m studies accumulator --out DIR
     python -m studies table DIR
 
-Every finished run is a file of DIR; a command that was killed goes on with those that are missing. Returns 1
-where a run failed or was not begun for want of time, 2 for arguments that are none.
+Every finished run is a file of DIR; a command that was killed goes on with those that are missing. With
+--pack FILE all files of DIR are in one archive besides, from which a later command goes on elsewhere.
+Returns 1 where a run failed or was not begun for want of time, 2 for arguments that are none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fp8kit.commands import (
     status_of,
 )
 from fp8kit.errors import Fp8kitError
-from studies import cases, corpus, files
+from studies import cases, corpus, files, pack
 
 STUDIES = {
     "convergence": "a GPT under every recipe, from several seeds",
@@ -76,6 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         own.add_argument("--only", metavar="NAMES", help="cases, separated by commas")
         parts = [part for part, of in PARTS.items() if study in of]
         own.add_argument("--part", action="append", choices=parts, help="some of the parts (all of them)")
+        own.add_argument("--pack", type=Path, metavar="FILE", help="keep all of DIR in one .tar.gz, too")
         own.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once (1)")
         own.add_argument(
             "--text", type=Path, metavar="FOLDER", help="whose .py files are read (the installed packages)"
@@ -110,6 +112,14 @@ def _study(options: argparse.Namespace) -> int:
         options.size = _size(study, device.kind == "cpu")
     size = cases.size(options.size, options.steps)
     out = folder(options.out)
+    with pack.packed(out, options.pack):
+        return _parts_of(options, study, size, out, device, names, end)
+
+
+def _parts_of(
+    options: argparse.Namespace, study: str, size: Any, out: Path, device: Any, names: list[str], end: float
+) -> int:
+    """The parts that are asked for, and the tables."""
     text = corpus.sources(options.text, options.megabytes)
     print(f"text: {text.train.size:,} bytes to train on, {text.validation.size:,} to validate")
     complete = True

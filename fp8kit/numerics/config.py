@@ -296,6 +296,9 @@ def _steps(where: str, own: Mapping[str, Any]) -> Steps:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ArgumentError(_ASKED, f"{where}.start_end_list", shown(pair), "pairs of steps")
         first, last = (integer(_ASKED, f"{where}: step", step, -1) for step in pair)
+        if last != -1 and first > last:
+            wanted = "an end_step that is not before it, or -1 for no end"
+            raise ArgumentError(_ASKED, f"{where}: start_step", f"{first}, with end_step {last}", wanted)
         intervals.append((first, math.inf if last == -1 else last))
     return Steps(freq, tuple(intervals))
 

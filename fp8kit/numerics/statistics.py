@@ -153,7 +153,8 @@ def tensor_statistics(
     """Statistics of an array by name: ``tensor_statistics(x, ("min", "mxfp8_sqnr"))``.
 
     * ``x``: array of NumPy, CuPy, PyTorch, JAX or another library with DLPack, or a Tensor; float32, bfloat16
-      or float16 (..., N), whose last dimension is the contraction of the first GEMM that reads it.
+      or float16 (..., N), whose last dimension is the contraction of the first GEMM that reads it. float64 is
+      rounded to float32 first, as a layer would have it.
     * ``stats``: names and options, as ``request`` has them.
     * ``tensor``: what it is to a layer, "activation", "weight" (out, in), "gradient", "output", "dgrad" or
       "wgrad": recipes treat them differently. ``recipe``, or its name: whose casts names without a recipe's
@@ -164,13 +165,24 @@ def tensor_statistics(
     FormatError and ShapeError for arrays that do not fit.
     """
     needs = request(stats, Operand(tensor, _rules(recipe)))
-    source = _view(x, "x")
-    if source.dtype not in formats.HIGH_PRECISION:
-        raise FormatError("statistics", "x", source.dtype.name, "float32, bfloat16 or float16")
-    other = None if twin is None else _view(twin, "twin")
+    source, other = (
+        _single(_view(x, "x"), "x"),
+        None if twin is None else _single(_view(twin, "twin"), "twin"),
+    )
     if other is not None and other.shape != source.shape:
         raise ShapeError("statistics", "twin", f"shape {other.shape}", f"{source.shape}, as x")
     return values(needs, collect(source, needs, quantized, other).numpy())
+
+
+def _single(view: ArrayView, name: str) -> ArrayView:
+    """float64 as float32; FormatError for what statistics are not made of."""
+    if view.dtype is formats.float64:
+        with np.errstate(over="ignore"):
+            return arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
+    if view.dtype not in formats.HIGH_PRECISION:
+        wanted = "float64, float32, bfloat16 or float16"
+        raise FormatError("statistics", name, view.dtype.name, wanted)
+    return view
 
 
 def _rules(recipe: Any) -> Quantization | None:

@@ -61,6 +61,7 @@ WRONG = {
     "freq": (section(logged(["max"], freq=0)), "an int >= 1"),
     "both": (section({"LogTensorStats": {**LOG, "tensors_struct": []}}), "tensors or tensors_struct"),
     "list": (section(logged(["max"], start_end_list=[3])), "pairs of steps"),
+    "never": (section(logged(["max"], start_step=4, end_step=2)), "an end_step that is not before it"),
     "gemm": (section({"DisableFP8GEMM": {"gemms": ["forward"]}}), "fprop"),
     "format": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}), "FP8E4M3"),
     "result": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),

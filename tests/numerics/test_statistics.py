@@ -452,6 +452,13 @@ def test_microbatches_and_ranks(mean):
     )
 
 
+def test_float64_is_rounded_first(device):
+    x = np.random.default_rng(2).standard_normal((40, 96)) * 3
+    want = tensor_statistics(x.astype(np.float32), [*PLAIN, "mxfp8_sqnr"])
+    assert tensor_statistics(x, [*PLAIN, "mxfp8_sqnr"]) == want
+    assert tensor_statistics(tensor(x, device=device), [*PLAIN, "mxfp8_sqnr"]) == want
+
+
 def test_counts_are_int64():
     """Beyond 2^24, where float32 counts no further, and 2^32."""
     needs = request(["exponents", "mxfp8_underflows%", "nan_count"])

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from fp8kit import cli
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, CheckpointError
 from studies import __main__ as command
-from studies import cases, files, gaps, schedule
+from studies import cases, files, gaps, pack, schedule
 from studies.training import settings_of
 
 SIZE = cases.size("tiny", 2)
@@ -190,3 +190,32 @@ def test_wrong_arguments(capsys, tmp_path):
             status = error.code
         assert status == 2
     assert "bf16" in capsys.readouterr().err
+
+
+def test_one_file_holds_a_folder_and_a_command_goes_on_from_it(tmp_path, monkeypatch):
+    """Written while the command runs, so that a kill leaves it; half-written files are left out."""
+    monkeypatch.setattr(pack, "EVERY", 0.01)
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "far" / "runs.tar.gz"
+    here.mkdir()
+    with pack.packed(here, file):
+        write(here, ("bf16", 0, 2.0), ("rowwise", 0, 2.1))
+        (here / "runs" / "bf16.1.json.7.part").write_text("half")
+        deadline = time.monotonic() + 20
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert file.exists()
+        write(here, ("bf16", 1, 2.02))
+    there.mkdir()
+    write(there, ("rowwise", 0, 3.0))  # what is there stays
+    with pack.packed(there, file):
+        found = files.runs(there)
+        assert {key: own["validation_loss"] for key, own in found.items()} == {
+            ("bf16", 0): 2.0, ("bf16", 1): 2.02, ("rowwise", 0): 3.0
+        }  # fmt: skip
+        assert [str(job) for job in schedule.left(there, SIZE, "text", ["bf16"])] == ["bf16 seed 2"]
+    assert sorted(path.name for path in (there / "runs").iterdir()) == [
+        "bf16.0.json", "bf16.1.json", "rowwise.0.json"
+    ]  # fmt: skip
+    file.write_text("no archive")
+    with pytest.raises(CheckpointError, match="--pack"), pack.packed(there, file):
+        pass

@@ -79,6 +79,18 @@ class _Debug:
 _debug = _Debug()
 
 
+class TEDebugState:
+    """What programs set of Transformer Engine's debug features, in ``transformer_engine.debug``."""
+
+    @classmethod
+    def set_weight_tensor_tp_group_reduce(cls, enabled: bool) -> None:
+        """Whether statistics of weights are taken over a tensor-parallel group. They are each rank's own:
+        UnsupportedError for True."""
+        if enabled:
+            wanted = "False: statistics of weights are each rank's own"
+            raise UnsupportedError("TEDebugState", "set_weight_tensor_tp_group_reduce", enabled, wanted)
+
+
 def initialize(
     config_file: Any = "",
     feature_dirs: str | Iterable[str] | None = None,

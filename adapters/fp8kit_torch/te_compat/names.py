@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -245,7 +246,20 @@ def _debug_modules() -> dict[str, ModuleType]:
     whole, logs = _module("nvdlfw_inspect", []), _module("nvdlfw_inspect.logging", [])
     logs.BaseLogger = api.BaseLogger  # type: ignore[attr-defined]
     whole.api, whole.logging = api, logs  # type: ignore[attr-defined]
-    return {"nvdlfw_inspect": whole, "nvdlfw_inspect.api": api, "nvdlfw_inspect.logging": logs}
+    made = {"nvdlfw_inspect": whole, "nvdlfw_inspect.api": api, "nvdlfw_inspect.logging": logs}
+    debug = "transformer_engine.debug"
+    for name in (debug, f"{debug}.features", f"{debug}.pytorch", f"{debug}.pytorch.debug_state"):
+        made[name] = _module(name, [])
+        above, _, last = name.rpartition(".")
+        if above in made:
+            setattr(made[above], last, made[name])
+    # of which programs tell ``initialize`` the folder
+    made[f"{debug}.features"].__path__ = [os.path.join("transformer_engine", "debug", "features")]
+    made[f"{debug}.features"].__file__ = os.path.join(
+        "transformer_engine", "debug", "features", "__init__.py"
+    )
+    made[f"{debug}.pytorch.debug_state"].TEDebugState = api.TEDebugState  # type: ignore[attr-defined]
+    return made
 
 
 def as_transformer_engine() -> ModuleType:
@@ -290,6 +304,7 @@ def as_transformer_engine() -> ModuleType:
     common.recipe = recipe  # type: ignore[attr-defined]
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
     made |= _debug_modules()
+    whole.debug = made["transformer_engine.debug"]  # type: ignore[attr-defined]
     finder = _Finder()
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]

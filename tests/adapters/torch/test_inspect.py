@@ -334,6 +334,12 @@ def test_reached_as_transformer_engines_users_reach_it():
         "import nvdlfw_inspect.api as debug_api\nfrom nvdlfw_inspect.logging import BaseLogger\n"
         "import transformer_engine.pytorch as te\n"
         "assert debug_api.initialize.__module__.startswith('fp8kit_torch') and te.Linear\n"
+        "import transformer_engine, transformer_engine.debug.features as features\n"
+        "from transformer_engine.debug.pytorch.debug_state import TEDebugState\n"
+        "TEDebugState.set_weight_tensor_tp_group_reduce(False)\n"
+        "assert transformer_engine.debug.features is features\n"
+        "debug_api.initialize(feature_dirs=[features.__path__[0]], statistics_logger=BaseLogger())\n"
+        "debug_api.end_debug()\n"
         "try:\n    import nvdlfw_inspect.registry\nexcept ModuleNotFoundError:\n    print('refused')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
