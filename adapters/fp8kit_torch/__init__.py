@@ -38,6 +38,7 @@ from fp8kit_torch.call import apply
 from fp8kit_torch.capture import capture
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.coverage import coverage
+from fp8kit_torch.cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
 from fp8kit_torch.functional import cross_entropy, dropout_add, dropout_seed, embedding
@@ -65,7 +66,7 @@ from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8kit_torch.te_compat.names import as_transformer_engine, found_in, modules_within
-from fp8kit_torch.te_compat.unsupported import get_cpu_offload_context, mark_not_offload, onnx_export
+from fp8kit_torch.te_compat.unsupported import onnx_export
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
@@ -88,6 +89,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "QuantizedTensor",

@@ -46,6 +46,7 @@ from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
 from fp8kit_torch.main_grad import MainGrads
+from fp8kit_torch.offloading import staying
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized import want_codes
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -165,7 +166,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         found: dict[str, Tensor] = {}
         for prefix, weight in zip(self.gemms, weights.values(), strict=True):
             found |= weight.inputs(type(self).__name__, prefix, fp8)
-        return found
+        return staying(found)
+
+    def _cached(self, *asked: Any) -> dict[str, Tensor]:
+        return staying(super()._cached(*asked))
 
     def cast_output(
         self, y: Tensor, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None

@@ -58,7 +58,7 @@ _SAME = {
     "permutation": "fp8kit_torch.moe",
     "router": "fp8kit_torch.router",
     "ep": "",
-    "cpu_offload": "fp8kit_torch.te_compat.unsupported",
+    "cpu_offload": "fp8kit_torch.cpu_offload",
     "export": "fp8kit_torch.te_compat.unsupported",
     "utils": "fp8kit_torch.te_compat.utilities",
     "torch_version": "fp8kit_torch.te_compat.capture",

@@ -26,7 +26,6 @@ _MODULES = {
         "it is an inner part of Transformer Engine's attention; DotProductAttention is what is here"
     ),
     "transformer_engine.pytorch.attention.linear_attention": "linear attention is not there",
-    "transformer_engine.pytorch.cpu_offload": "activations are not offloaded",
     "transformer_engine.pytorch.custom_recipes": (
         "quantizers of a CustomRecipe are fp8kit.quantization.Quantizer values here"
     ),

@@ -6,13 +6,9 @@ that does not ask says why. Under Transformer Engine's name they can be imported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
-
-from torch import Tensor
-from torch.nn import Identity
 
 from fp8kit_torch.arguments import only
 
@@ -40,7 +36,6 @@ _NAMES = {
         register_forward_backward_fusion FusedOperation OperationFuser""",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
-    "activations are not offloaded": "ManualOffloadSynchronizer",
     "te.distributed.checkpoint recomputes FP8 layers as they were": """activation_recompute_forward
         get_activation_recompute_contexts use_reentrant_activation_recompute""",
     "it is an inner part of Transformer Engine": """jit bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
@@ -61,28 +56,6 @@ def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 
 
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: bool = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: Any = None,
-) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
-    """(a context, a function that layers' outputs go through): both do nothing with ``enabled=False``, the
-    only value; NotImplementedError otherwise. ``checkpoint`` and torch's ``save_on_cpu`` are what there is to
-    save memory with."""
-    only("get_cpu_offload_context", {"enabled": (enabled, False)})
-    return nullcontext(), Identity()
-
-
-def mark_not_offload(*tensors: Tensor) -> None:
-    """Accepted: nothing is offloaded."""
-
-
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Does nothing with ``enabled=False``, the only value; NotImplementedError otherwise: no operation here
@@ -91,30 +64,9 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     yield
 
 
-def is_cpu_offload_enabled() -> bool:
-    """Whether layers offload what they keep for backward: never."""
-    return False
-
-
-def mark_activation_offload(*tensors: Tensor) -> None:
-    """Accepted: nothing is offloaded."""
-
-
-def start_offload(*tensors: Tensor, offload_base_tensor: bool = False) -> None:
-    """Accepted: nothing is offloaded."""
-
-
 def is_in_onnx_export_mode() -> bool:
     """Whether ``onnx_export`` is on: never."""
     return False
 
 
-__all__ = [
-    "get_cpu_offload_context",
-    "is_cpu_offload_enabled",
-    "is_in_onnx_export_mode",
-    "mark_activation_offload",
-    "mark_not_offload",
-    "onnx_export",
-    "start_offload",
-]
+__all__ = ["is_in_onnx_export_mode", "onnx_export"]

@@ -131,7 +131,6 @@ PARTS = {
             assert sync(model) is model
         te.mark_not_offload(model[1].weight)
         for call, word in (
-            (lambda: te.get_cpu_offload_context(True), "enabled"),
             (lambda: te.onnx_export(True).__enter__(), "enabled"),
         ):
             try:

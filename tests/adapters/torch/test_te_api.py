@@ -200,7 +200,7 @@ def test_the_state_of_the_moment():
     with ft.autocast(recipe=recipe, calibrating=True):
         assert State.is_fp8_enabled()
         assert State.is_fp8_calibration()
-        assert State.get_fp8_recipe() is recipe
+        assert State.get_fp8_recipe() == recipe
         assert State.get_fp8_group() is None
         assert State.is_first_fp8_module()
         assert not State.is_first_fp8_module()
