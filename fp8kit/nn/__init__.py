@@ -6,6 +6,8 @@ module                     what it computes
 Linear                     y = x W^T + b
 LayerNormLinear            y = norm(x) W^T + b, in one operation
 LayerNormMLP               y = act(norm(x) W1^T + b1) W2^T + b2, in one operation
+GroupedLinear              groups of rows, each times a weight of its own: experts
+GroupedMLP                 y = (act(x W1^T + b1) p) W2^T + b2 of such groups
 LayerNorm, RMSNorm         norms with weights; ``L2Normalization`` without
 DotProductAttention        softmax(q k^T) v: masks, windows, biases, groups of heads, dropout
 MultiheadAttention         attention with its projections, to itself or across
@@ -33,6 +35,7 @@ from typing import Any as _Any
 from fp8kit import errors as _errors
 from fp8kit.layers.names import name_layers
 from fp8kit.nn.embedding import Dropout, Embedding, cross_entropy
+from fp8kit.nn.grouped import GroupedLinear, GroupedMLP
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.layer import NativeLayer as _NativeLayer
 from fp8kit.nn.layers import (
@@ -56,6 +59,8 @@ __all__ = [
     "DotProductAttention",
     "Dropout",
     "Embedding",
+    "GroupedLinear",
+    "GroupedMLP",
     "InferenceParams",
     "L2Normalization",
     "LayerNorm",

@@ -222,3 +222,14 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
 def test_train_gpt(printed):
     losses = numbers(r"step \d+: ([\d.]+)", printed("train_gpt", "6"))
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(200)
+def test_torch_moe_gpt(printed):
+    text = printed("torch_moe_gpt", "16")
+    first, last = numbers(r"loss ([\d.]+) to", text), numbers(r"loss [\d.]+ to ([\d.]+)", text)
+    assert len(first) == len(last) == 2
+    assert max(last) < min(first) - 1  # 5.7 is that of a guess; steps of both trainings take it below 4.5
+    assert abs(last[0] - last[1]) < 0.1
+    assert len(re.findall("experts take from", text)) == 2

@@ -1,0 +1,175 @@
+"""``GroupedLinear`` and ``GroupedMLP``: the experts of a mixture. What frontends share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fp8kit.arguments import integer, listed
+from fp8kit.backends.activation import ALL
+from fp8kit.errors import ShapeError
+from fp8kit.layers.base import Init, Layer, child_name
+from fp8kit.layers.fp8_layer import FP8Layer, WeightCache, layer_products, layer_spec
+from fp8kit.ops.activation import activation as activation_operation
+from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.scale_rows import scale_rows
+from fp8kit.quantization import Quantization
+from fp8kit.scaling import FORWARD_SLOTS
+
+
+class GroupedLinearBase(FP8Layer):
+    """Weights and biases of groups, numbered; sizes of groups on the host."""
+
+    layer_name = "GroupedLinear"
+    operation = grouped_linear
+    in_features: int
+    out_features: int
+    num_gemms: int
+
+    def add_groups(self, a: SimpleNamespace) -> None:
+        """Make the parameters that the constructor's arguments ``a`` say."""
+        self.keep(a, "num_gemms in_features out_features return_bias name")
+        self.use_bias = a.bias
+        self.gemms = tuple(f"{i}_" for i in range(self.num_gemms))
+        for i in range(self.num_gemms):  # in Transformer Engine's order, by which optimisers number states
+            shape = self.out_features, self.in_features
+            self.add_parameter(f"weight{i}", shape, a.init_method, a.params_dtype, a.device)
+            if self.use_bias:
+                self.add_parameter(f"bias{i}", shape[:1], 0.0, a.params_dtype, a.device)
+        product = ProductSpec(self.in_features, (self.out_features,))
+        self.set_spec(GroupedLinearSpec(product, (0,) * self.num_gemms))
+
+    def weight_inputs(self) -> dict[str, Any]:
+        return {f"{i}_weight0": getattr(self, f"weight{i}") for i in range(self.num_gemms)}
+
+    def row_groups(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        """The groups of x's rows, one after the other."""
+        raise NotImplementedError
+
+    def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = []
+        for i, x in enumerate(self.row_groups(inputs["x"], self._splits)):
+            if x.shape[0]:
+                found += [(FORWARD_SLOTS * i, x), (FORWARD_SLOTS * i + 1, inputs[f"{i}_weight0"])]
+        return found
+
+    def multiply(self, x: Any, sizes: Sequence[int], is_first_microbatch: bool | None) -> Any:
+        """``forward`` with sizes that are known. ShapeError where x's rows are not theirs."""
+        rows = 1
+        for n in x.shape[:-1]:
+            rows *= n
+        if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) != rows:
+            wanted = f"{self.num_gemms} numbers of rows that sum to {rows}"
+            raise ShapeError("GroupedLinear", "m_splits", list(sizes), wanted)
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
+        inputs = {"x": x, **self.weight_inputs()}
+        mode = "none" if biases is None or self.return_bias else "add"
+        if mode == "add":
+            inputs |= {f"{i}_bias0": bias for i, bias in enumerate(biases or ())}
+        self._splits = list(sizes)
+        y = self.run(inputs, is_first_microbatch, mode, rows=tuple(sizes))["y"]
+        return (y, biases) if self.return_bias else y
+
+    def _cached(
+        self, fp8: Quantization, first: bool, bias: str, inputs: dict[str, Any], binding: Any
+    ) -> dict[str, Any]:
+        """The FP8 weights, each cast when its group first has rows: the scales of others stay."""
+        held, made = self._weights, {}
+        if not first and held is not None and held.key == self.cache_key(fp8):
+            made = held.arrays
+        for i, prefix in enumerate(self.gemms):
+            if not self._splits[i] or f"{prefix}w_q" in made:
+                continue
+            asked, name = ("weight_cast", id(fp8), i), f"{prefix}weight0"
+            if asked not in self._specs:
+                products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+                self._keep_spec(asked, LinearSpec(products[i]), fp8)
+            made |= self.cast_weight(self._specs[asked][0], {name: inputs[name]}, prefix, binding)
+        self._weights = WeightCache(self.cache_key(fp8), made)
+        return made
+
+
+class GroupedMLP(Layer):
+    """y_i = (act(x_i W1_i^T + b1_i) p) W2_i^T + b2_i for ``num_gemms`` groups of rows x_i: the experts of a
+    mixture. p: the probabilities of the rows, where they are given.
+
+    * ``num_gemms``: number of groups E. ``hidden_size`` H, ``ffn_hidden_size`` F.
+    * ``bias``: whether there are any. ``activation``: as ``LayerNormMLP``'s, without learned numbers; of a
+      gated one, such as "swiglu", fc1 has 2 F output features.
+    * ``init_method``, ``output_layer_init_method``: fill the weights of fc1 and of fc2; None is normal(0,
+      0.023). ``params_dtype``, ``device``, ``name``: as ``Linear``'s; the parts are NAME.fc1 and NAME.fc2.
+
+    Parts ``fc1`` and ``fc2`` are ``GroupedLinear``: parameters fc1.weight0 (2 F or F, H), fc1.bias0, ... and
+    fc2.weight0 (H, F), fc2.bias0, ....
+    """
+
+    layer_name = "GroupedMLP"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        bias: bool = True,
+        activation: str = "swiglu",
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        params_dtype: Any = None,
+        device: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        a = self.checked(locals())
+        row = ALL[a.activation]
+        if row.learned:
+            raise ShapeError("GroupedMLP", "activation", repr(a.activation), "one without learned numbers")
+        self.activation, self.num_gemms, self.hidden_size = a.activation, a.num_gemms, a.hidden_size
+        self.features = a.ffn_hidden_size * row.parts
+        more = {"bias": a.bias, "params_dtype": a.params_dtype, "device": a.device}
+        self.fc1 = self.frontend.GroupedLinear(
+            a.num_gemms,
+            a.hidden_size,
+            self.features,
+            init_method=a.init_method,
+            name=child_name(a.name, "fc1"),
+            **more,
+        )
+        self.fc2 = self.frontend.GroupedLinear(
+            a.num_gemms,
+            a.ffn_hidden_size,
+            a.hidden_size,
+            init_method=a.output_layer_init_method,
+            name=child_name(a.name, "fc2"),
+            **more,
+        )
+
+    def forward(
+        self, inp: Any, m_splits: Any, probs: Any = None, is_first_microbatch: bool | None = None
+    ) -> Any:
+        """``inp``: h (rows, H), groups of ``m_splits`` rows one after the other (as ``GroupedLinear`` takes
+        them); ``probs``: h (rows,), of any type, or None: the hidden activations are multiplied by them, so
+        that what is combined needs no further factor. Differentiable in both.
+
+        Returns h (rows, H). ShapeError, FormatError for what does not fit.
+        """
+        x = self.as_input("inp", inp, self.hidden_size)
+        hidden = self.fc1(x, m_splits, is_first_microbatch)
+        spec = self.spec_for("ActivationSpec", self.activation, self.features)
+        hidden = self.call(activation_operation, spec, {"x": hidden})["y"]
+        if probs is not None:
+            weights = self.as_input("probs", probs)
+            spec = self.spec_for("ScaleRowsSpec", hidden.shape[-1])
+            hidden = self.call(scale_rows, spec, {"x": hidden, "probs": weights})["y"]
+        return self.fc2(hidden, m_splits, is_first_microbatch)
+
+
+def host_sizes(operation: str, values: Any) -> list[int]:
+    """Numbers of rows, of a list or an array on the host. ArgumentError for anything else."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    return [
+        integer(operation, "m_splits", n, 0, 2**31 - 1) for n in listed(operation, "m_splits", values, "ints")
+    ]
