@@ -33,7 +33,8 @@ def convert(
     model: nn.Module, filter_fn: Filter | None = None, *, linear_classes: Sequence[type[nn.Linear]] = ()
 ) -> nn.Module:
     """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
-    LayerNorm over one dimension, with or without bias, and every RMSNorm; with * weight or * (1 + weight).
+    LayerNorm over one dimension, with or without bias, every RMSNorm, with * weight or * (1 + weight), and
+    the gated experts of transformers' models (Mixtral, Qwen-MoE, DeepSeek), as grouped products.
 
     * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A
       language model's head, for one.
@@ -43,9 +44,9 @@ def convert(
     Parameters stay the same objects, and a new module is an instance of the class that it stands for. Their
     dtype is float32, bfloat16 or float16; other modules, modules whose ``forward`` was replaced, those whose
     weight is made of others before each call (pruned, with a spectral or weight norm) or not made yet (lazy),
-    and weights of experts in one array of three dimensions are left alone; ``coverage`` tells why. Whether a
-    norm of some library is one is found out by running it on a few numbers; on the meta device it is not
-    looked at. ``nn.MultiheadAttention`` keeps its projections: it reads their weights itself.
+    and other weights of experts in one array of three dimensions are left alone; ``coverage`` tells why.
+    Whether a norm of some library is one is found out by running it on a few numbers; on the meta device it
+    is not looked at. ``nn.MultiheadAttention`` keeps its projections: it reads their weights itself.
     ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by, and which sets padded
     positions to 0; convert it whole: over layers converted alone it keeps that path. But for these positions,
     outside of ``autocast`` a converted model computes what it did, up to the last bits, but no gradient of a

@@ -10,6 +10,7 @@ from torch import nn
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear
 from fp8kit_torch.convertible import NO_MATRIX, TABLE, replacement
+from fp8kit_torch.experts import ConvertedExperts
 from fp8kit_torch.stateful import StatefulModule
 
 
@@ -72,14 +73,14 @@ def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()
             continue
         fresh = [p for p in own if id(p) not in seen]
         seen |= {id(p) for p in own}
-        fp8 = isinstance(part, StatefulModule)
+        fp8 = isinstance(part, StatefulModule | ConvertedExperts)
         count = sum(p.numel() for p in fresh)
         found.append(Covered(name, type(part).__name__, count, fp8, _why(part, tuple(linear_classes))))
     return Coverage(tuple(found))
 
 
 def _why(part: nn.Module, linears: tuple[type[nn.Linear], ...]) -> str:
-    if isinstance(part, ConvertedLinear):
+    if isinstance(part, ConvertedLinear | ConvertedExperts):
         return "converted"
     if isinstance(part, Converted):
         return _NORM

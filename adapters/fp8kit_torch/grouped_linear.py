@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import layers
+from fp8kit import layers, slowness
+from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
@@ -101,7 +102,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         nothing waits and a CUDA graph can hold the call: the groups are multiplied by one kernel that reads
         the sizes; rows behind the last group's give 0. Recipes are then those whose scales follow from the
         data (per tensor, the weights each by itself, the input as a whole; per row; by blocks of 128), and
-        weights are cast at each call. Other tensors are read on the host.
+        weights are cast at each call. Other tensors are read on the host, and so is one on a GPU with delayed
+        scaling and with options that want to know the sizes, unless ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
@@ -110,13 +112,39 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
-        if isinstance(m_splits, Tensor) and (
-            m_splits.is_cuda if self.sizes_on_device is None else self.sizes_on_device
-        ):
+        if isinstance(m_splits, Tensor) and self._stay(m_splits, is_first_microbatch):
             return self._on_device(x, m_splits, is_first_microbatch)
         if torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
         return self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
+
+    def _stay(self, sizes: Tensor, is_first_microbatch: bool | None) -> bool:
+        """Whether sizes are left on the device: as ``use_grouped_tensor`` says; else where they are on a GPU
+        and nothing wants to know them."""
+        if self.sizes_on_device is not None or not sizes.is_cuda:
+            return bool(self.sizes_on_device)
+        state = traced_state() if torch.compiler.is_compiling() else current()
+        own = None if state is None else state.recipe.for_layer(self.layer_name, self.name or "")
+        why = self._wants_sizes(is_first_microbatch)
+        if why is None and own is not None and own.history is not None:
+            why = "delayed scaling"
+        if why is not None and not torch.compiler.is_compiling():
+            slowness.say(
+                f"GroupedLinear: {why} wants to know m_splits on the host",
+                "each call waits for the GPU",
+                "choose a recipe whose scales follow from the data, and leave that option off",
+            )
+        return why is None
+
+    def _wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+        """The option that ``_on_device`` does not carry out, where one is on."""
+        asked = {
+            "is_first_microbatch": is_first_microbatch is not None,
+            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "quantized_model_init": self._held is not None,
+        }
+        return next((name for name, value in asked.items() if value), None)
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
@@ -124,13 +152,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError(
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
-        asked = {
-            "is_first_microbatch": is_first_microbatch is not None,
-            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
-            "delay_wgrad_compute": self.delay_wgrad_compute,
-            "quantized_model_init": self._held is not None,
-        }
-        for name in (name for name, value in asked.items() if value):
+        if (name := self._wants_sizes(is_first_microbatch)) is not None:
             wanted = "it off, where m_splits stay on the device"
             raise UnsupportedError("GroupedLinear", name, "on", wanted)
         weights, biases = (
