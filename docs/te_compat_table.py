@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 import fp8kit_torch
-from fp8kit_torch import fusible, graphs, grouped_linear
+from fp8kit_torch import graphs, grouped_linear
 from fp8kit_torch.te_compat import gemms
 from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
 
@@ -26,6 +26,16 @@ SIGNATURES = Path(__file__).parents[1] / "tests" / "adapters" / "torch" / "te_si
 BEGIN, END = "<!-- te_compat -->", "<!-- /te_compat -->"
 _TENSOR_PARALLEL = "there is no tensor parallelism"
 _GROUP = "None and a group of one process; larger groups are refused"
+_ONE = "one process has the whole of each tensor"
+_OPS = {
+    "tensor_parallel_mode": _ONE,
+    "tensor_parallel": _ONE,
+    "sequence_parallel": _ONE,
+    "tensor_parallel_group": _GROUP,
+    "userbuffers_options": "communication that overlaps products is that of several processes",
+    "sm_margin": "a hint about kernels that run beside it",
+    "activation_recompute_in_mlp": "backward computes the activation anew in any case",
+}
 _GROUPED = "each group has a weight of its own"
 _WHY = {
     "single_grouped_weight": _GROUPED,
@@ -37,16 +47,13 @@ _WHY = {
     "enabled": "there is nothing to turn on",
     "amsgrad": "the moments are Adam's",
     "materialize_master_grads": "gradients are read as they are",
-    "cache_quantized_input": "what is kept for backward follows from the recipe",
-    "glu_interleave_size": "deinterleave_glu_tensor reorders weights",
-    "op_kwargs": "operations take tensors alone",
     "use_existing_amax": "the cast takes the amax itself",
 }
-_ACTIVATION = {"cache_quantized_input": False, "glu_interleave_size": None}
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
     "GroupedLinear": grouped_linear.CONSTRUCTOR,
     "GroupedLinear.forward": grouped_linear._FORWARD,
+    "ops.GroupedLinear": {"single_grouped_weight": False, "single_grouped_bias": False},
     "InferenceParams": {"custom_cache_manager": None},
     "apply_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
     "apply_fused_qkv_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
@@ -54,15 +61,9 @@ _REFUSED: dict[str, dict[str, object]] = {
     "fp8_autocast": {"_graph": False},
     "optimizers.FusedAdam": {"amsgrad": False},
     "optimizers.FusedSGD": {"materialize_master_grads": True},
-    "ops.Sequential.forward": {"op_kwargs": None},
     "onnx_export": {"enabled": False},
     "make_graphed_callables": graphs._NEUTRAL,
     "cpp_extensions.general_gemm": gemms._NEUTRAL,
-    "ops.Linear": fusible._PARALLEL,
-    "ops.BasicLinear": fusible._PARALLEL | {"userbuffers_options": None},
-    "ops.Bias": {"tensor_parallel": False, "tensor_parallel_group": None},
-    "ops.LayerNorm": {"sm_margin": 0},
-    "ops.RMSNorm": {"sm_margin": 0},
     "Float8CurrentScalingQuantizer": {"use_existing_amax": False},
 }
 
@@ -87,13 +88,14 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
             return "ignored", WITHOUT_EFFECT[argument]
         if argument in ("tp_group", "cp_group"):
             return "ignored", _GROUP
+    if name.startswith("ops.") and argument in _OPS:
+        return "ignored", _OPS[argument]
     if argument == "amax_reduction_group" and name.endswith("Quantizer"):
         return "ignored", _GROUP
     for table in (
         {key: value for key, value in CONSTRUCTOR.get(name, {}).items() if key not in own},
         FORWARD.get(owner, {}) if method == "forward" else {},
         _REFUSED.get(name, {}),
-        _ACTIVATION if name.startswith("ops.") else {},
     ):
         if argument in table:
             parallel = "parallel" in argument or argument.startswith(("tp_", "cp_"))

@@ -66,6 +66,8 @@ _SAME = {
     "cpp_extensions.gemm": "fp8kit_torch.te_compat.gemms",
     "ops": "fp8kit_torch.fusible",
     "ops.basic": "fp8kit_torch.fusible",
+    "ops.fuser": "fp8kit_torch.fusion",
+    "ops.op": "fp8kit_torch.fusion",
     "module": "fp8kit_torch",
     "module.base": "fp8kit_torch.module fp8kit_torch.te_compat.parallel",
     "module.linear": "fp8kit_torch.linear",

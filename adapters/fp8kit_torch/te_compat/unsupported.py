@@ -25,15 +25,12 @@ _NAMES = {
         FullyShardedDataParallel""",
     _QUANTIZER: """HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
         HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
-        GroupedTensor GroupedTensorStorage
-        Quantize""",
+        GroupedTensor GroupedTensorStorage""",
     _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": (
         "FusedMLAQUpProjRopeQuant general_grouped_gemm"
     ),
-    "the activation is not there": "ScaledSReLU SiTUGLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU",
-    "layers are fused as they are written": """register_forward_fusion register_backward_fusion
-        register_forward_backward_fusion FusedOperation OperationFuser""",
+    "the activation is not there": "ScaledTanhSReLU",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
     "te.distributed.checkpoint recomputes FP8 layers as they were": """activation_recompute_forward
