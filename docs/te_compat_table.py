@@ -40,8 +40,6 @@ _GROUPED = "each group has a weight of its own"
 _WHY = {
     "single_grouped_weight": _GROUPED,
     "single_grouped_bias": _GROUPED,
-    "out": "layers make their own outputs",
-    "dgrad_out": "layers make their own outputs",
     "custom_cache_manager": "keys and values lie as is_paged says",
     "_graph": "make_graphed_callables captures",
     "enabled": "there is nothing to turn on",
@@ -52,7 +50,6 @@ _WHY = {
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
     "GroupedLinear": grouped_linear.CONSTRUCTOR,
-    "GroupedLinear.forward": grouped_linear._FORWARD,
     "ops.GroupedLinear": {"single_grouped_weight": False, "single_grouped_bias": False},
     "InferenceParams": {"custom_cache_manager": None},
     "apply_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},

@@ -19,9 +19,37 @@ from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 
-_FORWARD = {"out": None, "dgrad_out": None}
+
+class _Into(torch.autograd.Function):
+    """``out``, once y is copied into it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, out: Tensor) -> Tensor:
+        ctx.mark_dirty(out)
+        return out.copy_(y)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GradientInto(torch.autograd.Function):
+    """x, whose gradient is copied into ``out`` as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor) -> Tensor:
+        ctx.out = out
+        return x.view_as(x)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.out.copy_(grad)
+        return grad, None
 
 
 class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
@@ -96,7 +124,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     ) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
         ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
-        them. ``out``, ``dgrad_out``: None only.
+        them. ``out``: where y is copied to, (..., M), and what is returned; ``dgrad_out``: where the gradient
+        of ``inp`` is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within
+        ``torch.compile``.
 
         ``m_splits`` may be an integer tensor. One on a GPU is not looked at (``use_grouped_tensor``), so that
         nothing waits and a CUDA graph can hold the call: the groups are multiplied by one kernel that reads
@@ -108,15 +138,24 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
         """
-        refuse("GroupedLinear", _FORWARD, {"out": out, "dgrad_out": dgrad_out})
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
+        _check_buffer("out", out, x, self.out_features)
+        _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
+        if dgrad_out is not None:
+            x = _GradientInto.apply(x, dgrad_out)
         if isinstance(m_splits, Tensor) and self._stay(m_splits, is_first_microbatch):
-            return self._on_device(x, m_splits, is_first_microbatch)
-        if torch.compiler.is_compiling() and is_first_microbatch is not None:
+            found = self._on_device(x, m_splits, is_first_microbatch)
+        elif torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
-        return self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
+        else:
+            found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
+        if out is None:
+            return found
+        y, *biases = found if self.return_bias else (found,)
+        y = _Into.apply(y, out)
+        return (y, *biases) if self.return_bias else y
 
     def _stay(self, sizes: Tensor, is_first_microbatch: bool | None) -> bool:
         """Whether sizes are left on the device: as ``use_grouped_tensor`` says; else where they are on a GPU
@@ -174,6 +213,19 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+
+def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) -> None:
+    """Fp8kitError for what is no tensor like (x's rows, ``features``), and within ``torch.compile``."""
+    if buffer is None:
+        return
+    if torch.compiler.is_compiling():
+        raise not_compiled(f"{name} of GroupedLinear")
+    wanted = (*x.shape[:-1], features)
+    is_like = isinstance(buffer, Tensor) and buffer.shape == wanted and buffer.device == x.device
+    if not is_like or buffer.requires_grad or buffer.dtype is not x.dtype:
+        said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
+        raise ShapeError("GroupedLinear", name, shown(buffer), said)
 
 
 CONSTRUCTOR = defaults(GroupedLinear.__init__, "tp_size single_grouped_weight single_grouped_bias")

@@ -117,7 +117,10 @@ CONSTRUCTED: dict[str, Rule] = {
         ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad ub_tp_comm_overlap save_original_input
         return_layernorm_output_gathered""",
     ),
-    **named(optional(flag), "bottom_right_diagonal enc_dec_bottom_right_diagonal sequence_parallel"),
+    **named(
+        optional(flag),
+        "bottom_right_diagonal enc_dec_bottom_right_diagonal sequence_parallel use_grouped_tensor",
+    ),
     **named(optional(text), "ub_name rng_tracker_name"),
     "parallel_mode": optional(one("row", "column")),
     "symmetric_ar_type": optional(one("multimem_all_reduce", "two_shot", "one_shot")),

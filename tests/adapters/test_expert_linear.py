@@ -4,6 +4,8 @@ give, groups without rows, rows of no group, gradients."""
 from __future__ import annotations
 
 import fp8kit_jax as fj
+import fp8kit_jax.flax as fj_flax
+import fp8kit_jax.nnx as fj_nnx
 import fp8kit_torch as ft
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import fp8kit as fk
 from fp8kit import codec
 from fp8kit.autograd import apply
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -173,6 +176,29 @@ def test_slots_for_decoding():
         size_of = np.abs(X[rows]).astype(np.float64) @ np.abs(W[e]).T
         assert_close("y", y[rows], X[rows].astype(np.float64) @ W[e].T, "float32", sum_slack(size_of, K))
         assert not y[10 * e + size : 10 * e + 10].any()
+
+
+@pytest.mark.parametrize("recipe", ["plain", "current"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_modules_of_flax(kind, recipe):
+    """The function on the module's own kernel and bias."""
+    sizes = jnp.asarray(SIZES)
+    with fj.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+        if kind == "linen":
+            module = fj_flax.GroupedDense(E, N, use_bias=True, bias_init=jax.nn.initializers.ones)
+            own = module.init(jax.random.key(0), X, sizes)["params"]
+            y = jax.jit(module.apply)({"params": own}, X, sizes)
+        else:
+            module = fj_nnx.GroupedDense(E, K, N, use_bias=True, rngs=nnx.Rngs(0))
+            own, y = {"kernel": module.kernel[...], "bias": module.bias[...]}, module(X, sizes)
+        want = fj.grouped_dense(X, own["kernel"], sizes, bias=own["bias"])
+    assert own["kernel"].shape == (E, K, N)
+    assert abs(float(own["kernel"].std()) * K**0.5 - 1) < 0.05
+    assert_same_bits("y", np.asarray(y), np.asarray(want))
+    with pytest.raises(ArgumentError, match="GroupedDense: features"):
+        fj_nnx.GroupedDense(E, K, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentError, match="GroupedDense: experts"):
+        fj_flax.GroupedDense(0, N).init(jax.random.key(0), X, sizes)
 
 
 def test_no_rows_and_refusals():

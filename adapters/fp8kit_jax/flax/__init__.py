@@ -9,11 +9,13 @@ if _why := _errors.not_installed("fp8kit_jax.flax", "flax", "flax"):
 from fp8kit_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import extend_logical_axis_rules
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
+from fp8kit_jax.flax.grouped import GroupedDense
 from fp8kit_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
     "DenseGeneral",
     "DotProductAttention",
+    "GroupedDense",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",

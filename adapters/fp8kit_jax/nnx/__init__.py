@@ -28,12 +28,14 @@ from fp8kit_jax.nnx.dense import (
     name_layers,
     update_fp8,
 )
+from fp8kit_jax.nnx.grouped import GroupedDense
 from fp8kit_jax.nnx.transformer import TransformerLayer
 
 __all__ = [
     "DenseGeneral",
     "DotProductAttention",
     "Fp8Meta",
+    "GroupedDense",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",

@@ -219,9 +219,38 @@ def test_refusals():
     for splits in ([3], [3, 4], [-1, 9]):
         with pytest.raises(Fp8kitError, match="m_splits"):
             grouped(torch.zeros(8, K), splits)
-    with pytest.raises(NotImplementedError, match="out"):
-        grouped(torch.zeros(8, K), [4, 4], out=torch.zeros(8, N))
+    with pytest.raises(Fp8kitError, match="use_grouped_tensor"):
+        GroupedLinear(2, K, N, use_grouped_tensor="yes")
     with pytest.raises(NotImplementedError, match="single_grouped_weight"):
         GroupedLinear(2, K, N, single_grouped_weight=True)
     with pytest.raises(TypeError, match="colour"):
         GroupedLinear(2, K, N, colour=1)
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias, on_device):
+    layer, _ = pair(place, return_bias=return_bias)
+    layer.sizes_on_device = on_device
+    sizes = torch.tensor(SPLITS, device=place) if on_device else SPLITS
+    x, g = torch.randn(sum(SPLITS), K, device=place), torch.randn(sum(SPLITS), N, device=place)
+    first, second = (x.clone().requires_grad_() for _ in range(2))
+    out, dgrad_out = torch.full_like(g, 7), torch.full_like(x, 7)
+    with autocast(recipe=RECIPES["current"]):
+        want, y = layer(first, sizes), layer(second, sizes, None, out, dgrad_out)
+    if return_bias:
+        assert y[1] == want[1]
+        want, y = want[0], y[0]
+    assert y is out
+    assert_same_bits("out", bits(out), bits(want))
+    want.backward(g)
+    grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    y.backward(g)
+    assert_same_bits("dgrad_out", bits(dgrad_out), bits(first.grad))
+    assert_same_bits("dx", bits(second.grad), bits(first.grad))
+    for p, grad in zip((p for p in layer.parameters() if p.grad is not None), grads, strict=True):
+        assert_same_bits("dw", bits(p.grad), bits(grad))
+    for name in ("out", "dgrad_out"):
+        with pytest.raises(Fp8kitError, match=f"GroupedLinear: {name}"):
+            layer(x, sizes, **{name: torch.zeros(3, 3, device=place)})

@@ -218,13 +218,6 @@ def test_what_has_no_effect_on_a_call_is_refused_by_place_too(argument):
         core(q, q, q, *(p.default for p in known[3:at]), True if known[at].default is False else 5)
 
 
-def test_an_output_of_the_groups_is_refused_by_place_too():
-    groups, x = ft.GroupedLinear(2, 8, 8, device="cpu"), torch.ones(4, 8)
-    for given, argument in (((torch.ones(4, 8),), "out"), ((None, torch.ones(4, 8)), "dgrad_out")):
-        with pytest.raises(NotImplementedError, match=f"GroupedLinear: {argument}: got a tensor"):
-            groups(x, [1, 3], None, *given)
-
-
 def test_a_norms_dtype_has_two_names():
     for kind in (ft.LayerNorm, ft.RMSNorm):
         norms = [
