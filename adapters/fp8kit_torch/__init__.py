@@ -36,6 +36,7 @@ from fp8kit_torch.availability import (
 )
 from fp8kit_torch.call import apply
 from fp8kit_torch.capture import capture
+from fp8kit_torch.checkpoint_state import keep_extra_state
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.coverage import coverage
 from fp8kit_torch.cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
@@ -128,6 +129,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "keep_extra_state",
     "make_graphed_callables",
     "mark_not_offload",
     "moe_permute",

@@ -18,6 +18,7 @@ from fp8kit.execution.codec import encode
 from fp8kit.layer_recipes import DataRecipe, PerLayer
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
+from fp8kit_torch.checkpoint_state import hand_over, waiting
 from fp8kit_torch.checks import is_group
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.library import update_
@@ -67,6 +68,8 @@ class autocast(_autocast):
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
+            if waiting:
+                hand_over()
             self.traced = None
             super().__enter__()
             return self

@@ -8,6 +8,7 @@ does: their products are emulated, in high precision.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -140,5 +141,11 @@ def check_fp8_block_scaling_support() -> tuple[bool, str]:
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
-    """``is_mxfp8_available(return_reason=True)``, by its older name."""
+    """``is_mxfp8_available(return_reason=True)``, by its older name, by which accelerate asks before it
+    trains so; a UserWarning that products of MXFP8 are emulated."""
+    warnings.warn(
+        "check_mxfp8_support: MXFP8BlockScaling computes with MXFP8's numbers, but its products are emulated "
+        "in high precision here: it saves no time",
+        stacklevel=2,
+    )
     return is_mxfp8_available(True)  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from torch import nn
 
 from fp8kit.arguments import function
 from fp8kit.errors import ArgumentError
+from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm
 from fp8kit_torch.convertible import replacement
@@ -79,6 +80,7 @@ def convert(
         chosen.append((parent, name, swapped[child]))
     for parent, name, made_one in chosen:
         parent._modules[name] = made_one
+    hand_over()
     for layer in model.modules():
         for kind, name, without in _PAST_PARTS:
             fast = isinstance(layer, kind) and name in vars(layer) and _ALLOWED not in vars(layer)

@@ -4,6 +4,7 @@ from ``autocast``."""
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class FP8GlobalStateManager(metaclass=_Names):
 
     is_fp8_available = staticmethod(availability.check_fp8_support)
     is_fp8_block_scaling_available = staticmethod(availability.check_fp8_block_scaling_support)
-    is_mxfp8_available = staticmethod(availability.check_mxfp8_support)
+    is_mxfp8_available = staticmethod(partial(availability.is_mxfp8_available, True))
 
     @classmethod
     def is_nvfp4_available(cls) -> Any:

@@ -24,7 +24,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fp8kit import recipe as recipes
-from fp8kit.errors import BackendError, RecipeError
+from fp8kit.errors import BackendError
+from fp8kit_torch.te_compat.old_recipe import DelayedScaling
 from fp8kit_torch.te_compat.public import public_names, refused
 from fp8kit_torch.te_compat.unsupported import WHY, missing
 
@@ -96,32 +97,6 @@ _LAZY = {
 }
 _LATER = {name: module for module, names in _LAZY.items() for name in names.split()}
 _BASE = "transformer_engine.pytorch"
-_NEUTRAL = {"interval": 1, "override_linear_precision": (False, False, False)}
-
-
-class _OldDelayedScaling(type):
-    """Calls make fp8kit's ``DelayedScaling``, and every one of those is an instance."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> recipes.DelayedScaling:
-        for name, neutral in _NEUTRAL.items():
-            value = kwargs.pop(name, neutral)
-            if (tuple(value) if isinstance(value, list) else value) != neutral:
-                raise RecipeError(
-                    "DelayedScaling", name, value, f"{neutral}, the only value that it has left"
-                )
-        return recipes.DelayedScaling(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, recipes.DelayedScaling)
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(recipes.DelayedScaling, name)
-
-
-class DelayedScaling(metaclass=_OldDelayedScaling):
-    """``fp8kit.recipe.DelayedScaling`` that takes two arguments of Transformer Engine 1.x as well, at their
-    neutral values only: ``interval=1`` and ``override_linear_precision=(False, False, False)``. RecipeError
-    otherwise."""
 
 
 def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8kit.errors import ArgumentError, UnsupportedError
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -87,10 +87,11 @@ class Float8LinearConfig:
     other does; None is as the first. ``gemm_config_*``: of the three products. ``pad_inner_dim``,
     ``emulate``, ``force_recompute_fp8_weight_in_bwd``: accepted; sizes need no padding here, the device
     decides whether FP8 is emulated, and weights are cast as the recipe says.
+    ``enable_fsdp_float8_all_gather``: accepted; ``fully_shard`` gathers weights in their own dtype here,
+    which are cast to the same codes.
     ``round_scales_to_power_of_2``: scales are rounded down to powers of two.
 
-    ArgumentError where the operands of one product are not both cast, or one has two formats;
-    UnsupportedError for ``enable_fsdp_float8_all_gather``.
+    ArgumentError where the operands of one product are not both cast, or one has two formats.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -109,9 +110,10 @@ class Float8LinearConfig:
     round_scales_to_power_of_2: bool = False
 
     def __post_init__(self) -> None:
-        if self.enable_fsdp_float8_all_gather:
-            wanted = "False: fully_shard gathers weights in their own dtype here"
-            raise UnsupportedError("Float8LinearConfig", "enable_fsdp_float8_all_gather", True, wanted)
+        whole = self.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE
+        if self.enable_fsdp_float8_all_gather and not whole:
+            wanted = "False where weights have a scale for each row"
+            raise ArgumentError("Float8LinearConfig", "enable_fsdp_float8_all_gather", True, wanted)
         for first, second, default in (
             ("cast_config_input", "cast_config_input_for_grad_weight", e4m3_dtype),
             ("cast_config_weight", "cast_config_weight_for_grad_input", e4m3_dtype),

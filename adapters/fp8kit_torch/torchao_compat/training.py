@@ -133,7 +133,7 @@ def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: l
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: it is for weights that are gathered in FP8, and ``Float8LinearConfig`` refuses that here."""
+    """Nothing: it is for weights that are gathered in FP8, which none is here."""
     want_module("precompute_float8_dynamic_scale_for_fsdp", "module", module)
 
 

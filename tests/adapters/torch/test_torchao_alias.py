@@ -77,7 +77,14 @@ def test_fields_reach_the_recipe():
             ArgumentError,
             "one format",
         ),
-        (lambda: ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True), UnsupportedError, "fully_shard"),
+        (
+            lambda: ao.Float8LinearConfig(
+                cast_config_weight=ao.CastConfig(scaling_granularity=ao.ScalingGranularity.AXISWISE),
+                enable_fsdp_float8_all_gather=True,
+            ),
+            ArgumentError,
+            "for each row",
+        ),
     ],
 )
 def test_configurations_that_are_refused(make, kind, said):
