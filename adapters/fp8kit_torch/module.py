@@ -97,7 +97,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
             codes = self._codes(tensors, state)
         # a gradient that goes to main_grad is added there, early
         if self.delay_wgrad_compute and not (
-            weights or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
+            self._held or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
         ):
             tensors |= {name: self.waiting.held(weight) for name, weight in self.weight_inputs().items()}
         tensors = self.autocast_inputs(tensors)
@@ -272,13 +272,15 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
         """For a layer that holds its weights in FP8: the inputs of a pass, and those weights by name. In high
-        precision the inputs have the weights' values instead, and there are no weights in FP8."""
+        precision the inputs have the weights' values instead, and there are no weights in FP8; nor are there
+        where products are emulated, on values."""
         found: Held8 = {}
+        values: dict[str, Tensor] = {}
         for name in self.weight_inputs():
             weight = tensors.get(name)
             if weight is None:
                 continue
-            if not isinstance(weight, OperandTensor):
+            if not isinstance(weight, QuantizedTensor):
                 got, wanted = (
                     f"a {type(weight).__name__}",
                     "the QuantizedTensor that quantized_model_init made: fully_shard, or another ",
@@ -286,11 +288,14 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 raise UnsupportedError(
                     type(self).__name__, name, got, wanted + "parameter in its place, is not supported"
                 )
-            found[name] = weight
+            if isinstance(weight, OperandTensor):
+                found[name] = weight
+            else:
+                values[name] = weight.dequantize()
         state = current()
         if state is not None and state.enabled:
-            return tensors, found
-        return tensors | {name: weight.dequantize() for name, weight in found.items()}, {}
+            return tensors | values, found
+        return tensors | values | {name: weight.dequantize() for name, weight in found.items()}, {}
 
     def _codes(self, tensors: dict[str, Tensor], state: AutocastState | None) -> dict[str, Tensor] | None:
         """Codes and scale of an input that is in FP8 already, where the operation can multiply them as they

@@ -26,6 +26,7 @@ from fp8kit_torch.checks import check
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
 
 
 @lru_cache(maxsize=256)
@@ -57,14 +58,18 @@ def held_as(fp8: Quantization, operand: str) -> Quantization:
 
 
 class Held(NamedTuple):
-    """How modules that are made now hold their weights."""
+    """How modules that are made now hold their weights. ``quantizer``: what casts them, where products have
+    no codes to take."""
 
     fp8: Quantization
     preserve: bool
+    quantizer: Any = None
 
     def parameter(self, weight: Tensor) -> torch.nn.Parameter:
         """The parameter ``weight``, held so; other attributes it had are kept."""
-        made: Any = torch.nn.Parameter(OperandTensor.of(weight.detach(), self.fp8), weight.requires_grad)
+        values = weight.detach()
+        held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
+        made: Any = torch.nn.Parameter(held, weight.requires_grad)
         if self.preserve:
             made._high = weight.detach().cpu().clone()
         return made  # type: ignore[no-any-return]
@@ -90,11 +95,14 @@ def quantized_model_init(
       before the cast, on the CPU, to start an optimiser's master weights with, and
       ``weight.clear_high_precision_init_val()`` drops them.
 
+    Weights of MXFP8BlockScaling and NVFP4BlockScaling are ``MXFP8Tensor`` and ``NVFP4Tensor``, of sizes that
+    are multiples of the block: a layer casts their values anew in each call, fprop's to the same codes.
+
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
     one weight a product, because it has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as
     Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, and for weights
-    that something else stands for since (``fully_shard``), and for recipes whose products are emulated.
-    RecipeError for what is no recipe.
+    that something else stands for since (``fully_shard``), and for recipes whose formats no quantizer of
+    Transformer Engine has. RecipeError for what is no recipe.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
@@ -104,9 +112,15 @@ def quantized_model_init(
     if enabled and recipe.by_layer:
         wanted = "a recipe that is the same for all layers"
         raise UnsupportedError("quantized_model_init", "recipe", recipe.short_name(), wanted)
+    held = None
     if enabled:
-        want_codes("quantized_model_init", "recipe", recipe.quantization)
-    held = Held(_held(recipe.quantization), bool(preserve_high_precision_init_val)) if enabled else None
+        fp8, quantizer = recipe.quantization, None
+        if fp8.fprop.compute != "quantized":
+            got, wanted = "fprop in high precision", "fprop in FP8"
+            raise UnsupportedError("quantized_model_init", "recipe", got, wanted)
+        if issubclass(product_class(fp8), EmulatedProduct):
+            quantizer = quantizer_of_operand(recipe, "w")
+        held = Held(_held(fp8), bool(preserve_high_precision_init_val), quantizer)
     with _HELD.within(held):
         yield
 

@@ -102,6 +102,18 @@ class QuantizedTensor(torch.Tensor):
             )
         return _Decode.apply(self, dtype)
 
+    def float(self, memory_format: Any = None) -> Tensor:  # type: ignore[override]
+        """The values in float32, plain also where that is this tensor's dtype."""
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self, memory_format: Any = None) -> Tensor:  # type: ignore[override]
+        """The values in bfloat16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self, memory_format: Any = None) -> Tensor:  # type: ignore[override]
+        """The values in float16."""
+        return self.dequantize(dtype=torch.float16)
+
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
         """Cast a tensor of this shape over what is held, unrecorded; returns self. ``noop_flag``: a tensor of
         one element; where it is not 0, nothing changes. Nothing waits for the device."""

@@ -300,6 +300,15 @@ def test_blocks_that_a_view_would_cut_are_decoded(w):
         assert torch.equal(held.reshape(-1), held.dequantize().reshape(-1))
 
 
+def test_values_in_a_dtype_are_plain(name, w):
+    """Also in the tensor's own: programs start masters so."""
+    held = QUANTIZERS[name]()(w)
+    for call, dtype in (("float", torch.float32), ("bfloat16", torch.bfloat16), ("half", torch.float16)):
+        values = getattr(held, call)()
+        assert type(values) is torch.Tensor
+        assert torch.equal(values, held.dequantize(dtype=dtype))
+
+
 def test_copied_and_saved(name, w):
     held = QUANTIZERS[name]()(w)
     file = io.BytesIO()
