@@ -63,7 +63,7 @@ _SAME = {
     "export": "fp8kit_torch.te_compat.unsupported",
     "utils": "fp8kit_torch.te_compat.utilities",
     "torch_version": "fp8kit_torch.te_compat.capture",
-    "cpp_extensions": "fp8kit_torch.te_compat.gemms",
+    "cpp_extensions": "fp8kit_torch.te_compat.gemms fp8kit_torch.te_compat.extension_casts",
     "cpp_extensions.gemm": "fp8kit_torch.te_compat.gemms",
     "ops": "fp8kit_torch.fusible",
     "ops.basic": "fp8kit_torch.fusible",
@@ -270,7 +270,8 @@ def as_transformer_engine() -> ModuleType:
     made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
     extension = importlib.import_module("fp8kit_torch.te_compat.extension")
-    made["transformer_engine_torch"] = _module("transformer_engine_torch", [extension])
+    casts = importlib.import_module("fp8kit_torch.te_compat.extension_casts")
+    made["transformer_engine_torch"] = _module("transformer_engine_torch", [extension, casts])
     made["transformer_engine.common.utils"] = common.utils = _module(  # type: ignore[attr-defined]
         "transformer_engine.common.utils", []
     )
