@@ -122,7 +122,7 @@ class OperandTensor(QuantizedTensor):
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Hold the codes of an orientation (True), which are made of the other's where they are not there, or
         drop them (False); None leaves it. ArgumentError where nothing would be left."""
-        whole = self._operands()
+        whole = self._operands() | self._parts  # memory that is held stays
         asked = {"w_q": rowwise_usage, "w_qt": columnwise_usage}
         held = {name for name, use in asked.items() if use or (use is None and name in self._parts)}
         if not held:
@@ -185,6 +185,17 @@ class OperandTensor(QuantizedTensor):
         if "w_qt" not in parts:
             parts |= self._turned()
         return parts
+
+    def _parts_of(self, values: Tensor) -> Any:
+        alike = type(values) is type(self) and values._how == self._how  # type: ignore[attr-defined]
+        if alike and values.shape == self.shape:
+            return values._operands()  # type: ignore[attr-defined]
+        return super()._parts_of(values)
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        left = super().restore_from_saved(tensors)
+        self._lag = _lag(self._parts)
+        return left
 
     def take_parts(self, fresh: Any, noop_flag: Tensor | None = None) -> None:
         n, k = self._size

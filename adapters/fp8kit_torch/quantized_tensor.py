@@ -44,6 +44,7 @@ class QuantizedTensor(torch.Tensor):
     """
 
     held_in_fp8 = True
+    _held = ("_parts", "_how", "_lag")  # attributes that say what is held
     _parts: dict[str, Tensor]
     _how: Any  # how it was cast: what parts of the same kind are made by
     _high: Tensor | None = None
@@ -192,7 +193,7 @@ class QuantizedTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         if type(value) is type(self):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-            self._parts, self._how = value._parts, value._how
+            vars(self).update((name, vars(value)[name]) for name in self._held if name in vars(value))
         else:
             with torch.no_grad():
                 self.copy_(value)

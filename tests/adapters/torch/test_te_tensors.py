@@ -235,6 +235,35 @@ def test_copy_takes_the_codes_of_its_like(name, w):
     assert torch.equal(one.dequantize(), other.dequantize())
 
 
+def test_copies_between_memory_of_ones_own_and_a_padded_one():
+    """Sizes that are no multiples of 16: quantizers pad codes, memory that is given has no room for that."""
+    x = torch.randn(20, 24)
+    padded = QUANTIZERS["current"]()(x)
+    codes = padded._data.contiguous()
+    own = te.Float8Tensor(data=codes, fp8_scale_inv=torch.ones(1), fp8_dtype=E4M3)
+    other = QUANTIZERS["current"]()(3 * x)
+    with torch.no_grad():
+        own.copy_(other)
+        assert torch.equal(own._data, other._data)
+        assert own._data.data_ptr() == codes.data_ptr()
+        padded.copy_(own)
+    assert torch.equal(padded.dequantize(), other.dequantize())
+    assert torch.equal(padded._columnwise_data, other._columnwise_data)
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_transposed_codes_stay_where_a_tensor_takes_anothers_memory(kind, w):
+    """Those of blocks along the columns are a cast of their own, which cannot be made of the rows'."""
+    held, other = QUANTIZERS[kind]()(w), QUANTIZERS[kind]()(2 * w.flip(1))
+    held._rowwise_data.copy_(other._rowwise_data)  # so that both were written to as often as the other never
+    wanted = other._columnwise_data.clone()
+    held.data = other
+    assert torch.equal(held._columnwise_data, wanted)
+    saved, shell = held.prepare_for_saving()
+    shell.restore_from_saved([part.clone() for part in saved])
+    assert torch.equal(shell._columnwise_data, wanted)
+
+
 def test_arithmetic_in_place_is_cast(name, w):
     held = QUANTIZERS[name]()(w)
     with torch.no_grad():
