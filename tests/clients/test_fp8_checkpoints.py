@@ -1,0 +1,97 @@
+"""Hugging Face checkpoints with weights in FP8 by blocks: what is written transformers loads bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fp8kit_torch import Float8BlockScaling, autocast, convert
+from fp8kit_torch.huggingface import load_fp8_pretrained, save_fp8_pretrained
+from torch import nn
+
+from fp8kit.errors import ArgumentError, CheckpointError
+from fp8kit.testing.compare import assert_same_bits
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def llama(seed=0, dtype=torch.float32, tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def bits(tensor):
+    return tensor.detach().float().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["exact", "power_2"])
+def test_transformers_loads_what_is_saved_bit_for_bit(tmp_path, dtype, rule):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model = convert(llama(dtype=dtype))
+    plain = {key: value.clone() for key, value in model.state_dict().items()}
+    names = save_fp8_pretrained(model, tmp_path, rule)
+    # q and o are 128 x 128, the three of the MLP 384 and 128; k and v have 64 rows
+    assert len(names) == 2 * 5
+    assert not hasattr(model.config, "quantization_config")
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=dtype, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    mine = load_fp8_pretrained(convert(llama(1, dtype)), tmp_path)
+    found = dict(mine.named_parameters())
+    for key, value in theirs.named_parameters():
+        assert_same_bits(key, bits(found[key]), bits(value))
+        changed = not torch.equal(value, plain[key])
+        assert changed is (key.removesuffix(".weight") in names), key
+    # what is saved again has the same codes, and scales within their rounding
+    save_fp8_pretrained(mine, tmp_path / "again", rule)
+    again = load_fp8_pretrained(llama(2, dtype), tmp_path / "again")
+    for (key, value), other in zip(mine.named_parameters(), again.parameters(), strict=True):
+        limit = 0 if rule == "power_2" else 2.0**-22 if dtype is torch.float32 else 2.0**-7
+        assert ((value - other).abs() <= limit * value.abs()).all(), key
+    ids = torch.arange(8)[None]
+    with autocast(recipe=Float8BlockScaling()):
+        mine(ids, labels=ids).loss.backward()
+
+
+def test_tied_weights_shards_and_damage(tmp_path):
+    model = llama(tied=True)
+    save_fp8_pretrained(model, tmp_path)
+    twin = load_fp8_pretrained(llama(1, tied=True), tmp_path)
+    assert_same_bits("head", bits(twin.lm_head.weight), bits(model.lm_head.weight))
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    for wrong in (nn.Linear(128, 128), llama):
+        with pytest.raises(ArgumentError, match="model"):
+            save_fp8_pretrained(wrong, tmp_path)
+    with pytest.raises(ArgumentError, match="scale_rule"):
+        save_fp8_pretrained(model, tmp_path, "floor")
+    before = {key: value.clone() for key, value in twin.state_dict().items()}
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "[]", '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": "none"}}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError):
+            load_fp8_pretrained(twin, tmp_path)
+    index.unlink()
+    with pytest.raises(CheckpointError, match="no tensor"):
+        load_fp8_pretrained(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+    for key, value in twin.state_dict().items():
+        assert_same_bits(key, bits(value), bits(before[key]))
