@@ -10,7 +10,6 @@ the row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -230,6 +229,14 @@ class OperationFuser:
         return parts
 
 
+def _fuses(op: Any) -> bool:
+    """Whether an operation is one that fusions may look at, or one that says itself what it does."""
+    if not isinstance(op, FusibleOperation):
+        return False
+    own = op.is_fused_op or _says(op, "forward")
+    return own or bool(_FORWARD or _BACKWARD or _BOTH)
+
+
 def _basic(op: Any) -> list[Any]:
     return list(op.basic_ops) if isinstance(op, FusedOperation) else [op]
 
@@ -345,23 +352,24 @@ class Sequential(torch.nn.Sequential):
         wanted = [getattr(module, "num_extra_inputs", 0) for module in modules]
         if sum(wanted) != len(extra_inputs):
             raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
-        x, extras, made = input, iter(extra_inputs), []
-        for fusible, group in groupby(
-            range(len(modules)), lambda i: isinstance(modules[i], FusibleOperation)
-        ):
-            places = list(group)
-            given = [next(extras) for i in places for _ in range(wanted[i])]
-            if not fusible:
-                for i in places:
-                    x = modules[i](x, **(options[i] or {}))
-                continue
-            words: list[Any] = []
-            for i in places:
-                basic = modules[i].basic_ops if modules[i].is_fused_op else [modules[i]]  # type: ignore[union-attr]
-                words += [options[i]] * len(basic)  # type: ignore[arg-type]
-            y = OperationFuser([modules[i] for i in places])(x, *given, basic_op_kwargs=words)
-            x, *more = y if isinstance(y, tuple) else (y,)
+        x, made, start, at = input, [], 0, 0
+        while start < len(modules):
+            stop = start + 1
+            if _fuses(modules[start]):  # all that follow and are fused, too
+                while stop < len(modules) and _fuses(modules[stop]):
+                    stop += 1
+            given = extra_inputs[at : at + sum(wanted[start:stop])]
+            if _fuses(modules[start]):
+                words: list[Any] = []
+                for op, own in zip(modules[start:stop], options[start:stop], strict=True):
+                    words += [own] * len(_basic(op))
+                y = OperationFuser(modules[start:stop])(x, *given, basic_op_kwargs=words)
+            else:
+                y = modules[start](x, *given, **(options[start] or {}))
+            outputs = sum(getattr(module, "num_extra_outputs", 0) for module in modules[start:stop])
+            x, *more = y if outputs else (y,)
             made += more
+            at, start = at + len(given), stop
         return (x, *made) if made else x
 
 

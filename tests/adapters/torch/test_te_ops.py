@@ -395,3 +395,15 @@ def test_arguments_about_several_processes_change_nothing_in_one():
     assert op(torch.ones(2, 16)).shape == (2, 16)
     with pytest.raises(ArgumentError, match="tensor_parallel_mode"):
         ops.Linear(16, 16, device="cpu", tensor_parallel_mode="diagonal")
+
+
+def test_a_sequence_compiles_as_one_graph():
+    model = ops.Sequential(
+        ops.Linear(16, 32, device="cpu"), ops.MakeExtraOutput(), ops.SwiGLU(), ops.AddExtraInput()
+    )
+    x, extra = torch.randn(4, 16), torch.randn(4, 16)
+    with ft.autocast(recipe=ft.Float8CurrentScaling()):
+        y, kept = torch.compile(model, backend="aot_eager", fullgraph=True)(x, extra)
+        want, other = model(x, extra)
+    same(y, want, "y")
+    same(kept, other, "the extra output")
