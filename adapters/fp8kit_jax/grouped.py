@@ -13,6 +13,7 @@ from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
 from fp8kit_jax.arguments import as_array, as_rows, want_alike
+from fp8kit_jax.checks import dtype
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 
@@ -38,7 +39,7 @@ def grouped_dense(
       (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16, the same for all.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
       count.
-    * ``preferred_element_type``: y's dtype, which is rounded from x's; None is x's.
+    * ``preferred_element_type``: y's dtype, an h, rounded from x's; None is x's.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Recipes whose scales follow
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
     * ``precision``, ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
@@ -47,10 +48,12 @@ def grouped_dense(
     FormatError, and UnsupportedError when it is traced.
     """
     op = "grouped_dense"
+    if preferred_element_type is not None:
+        dtype(op, "preferred_element_type", preferred_element_type)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
-    if precision not in (None, jax.lax.Precision.DEFAULT):
+    if precision is not None and precision is not jax.lax.Precision.DEFAULT:
         raise UnsupportedError(op, "precision", shown(precision), "DEFAULT: sums are in float32")
-    if group_offset is not None or kernel_fsdp_info != (None, -1):
+    if group_offset is not None or not isinstance(kernel_fsdp_info, tuple) or kernel_fsdp_info != (None, -1):
         raise UnsupportedError(op, "group_offset, kernel_fsdp_info", "others", "None and (None, -1)")
     try:
         layout = _LAYOUTS[tuple(tuple(dims) for dims in contracting_dims)]  # type: ignore[index]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8kit.arguments import integer
+from fp8kit.arguments import flag, integer
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops import router as ops
 from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec, dispatch_rows, expert_rows, permute
@@ -46,7 +46,7 @@ def fused_topk_with_score_function(
     first. Raises ShapeError, FormatError and ArgumentError when it is traced.
     """
     logits = as_rows("router", "logits", logits, "experts")
-    if compute_aux_scores:
+    if flag("router", "compute_aux_scores", compute_aux_scores):
         fields = ops.router_fields(logits, topk, False, None, None, None, score_function, dense=True)
         bias = None
     else:
@@ -136,6 +136,9 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     op = "sort_chunks_by_index"
     inp = as_array(op, "inp", inp)
     sizes, order = as_array(op, "split_sizes", split_sizes), as_array(op, "sorted_indices", sorted_indices)
+    for name, array in (("split_sizes", sizes), ("sorted_indices", order)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise FormatError(op, name, array.dtype.name, "integers")
     if inp.ndim != 2 or sizes.ndim != 1 or sizes.shape != order.shape:
         got = f"{inp.shape}, {sizes.shape} and {order.shape}"
         raise ShapeError(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from fp8kit.arguments import integer, listed
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ShapeError
@@ -168,7 +170,7 @@ class GroupedMLP(Layer):
 
 def host_sizes(operation: str, values: Any) -> list[int]:
     """Numbers of rows, of a list or an array on the host. ArgumentError for anything else."""
-    if hasattr(values, "tolist"):
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         values = values.tolist()
     return [
         integer(operation, "m_splits", n, 0, 2**31 - 1) for n in listed(operation, "m_splits", values, "ints")

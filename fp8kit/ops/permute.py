@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arguments import integer
+from fp8kit.arguments import integer, is_integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION, float32, int32, uint8
@@ -55,8 +55,11 @@ def dispatch_rows(
     op, is_mask = "token_dispatch", getattr(routing.dtype, "name", routing.dtype) != "int32"
     if len(routing.shape) != 2:
         raise ShapeError(op, "routing_map", f"shape {tuple(routing.shape)}", "(tokens, experts or topk)")
-    if is_mask and num_experts not in (None, routing.shape[1]):
-        raise ArgumentError(op, "num_experts", num_experts, f"{routing.shape[1]}, as in routing_map, or None")
+    other = num_experts is not None and not (is_integer(num_experts) and num_experts == routing.shape[1])
+    if is_mask and other:
+        raise ArgumentError(
+            op, "num_experts", shown(num_experts), f"{routing.shape[1]}, as in routing_map, or None"
+        )
     experts = integer(op, "num_experts", routing.shape[1] if is_mask else num_experts, 1, 2**31 - 1)
     rows = integer(op, "num_out_tokens", num_out_tokens, 0, 2**31 - 1)
     align = 1 if align_size is None else integer(op, "align_size", align_size, 1, 2**31 - 1)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.arguments import choice, flag, integer, number
+from fp8kit.arguments import choice, flag, integer, is_integer, number
 from fp8kit.backends.protocol.router import MOST_EXPERTS, SCORES, Routing
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import float32, int32, int64, uint8
@@ -151,9 +151,10 @@ class AuxLoss(Operation):
         return Signature({"loss": Meta((1,), probs.dtype)}, {}, kept, grads)
 
     def plan(self, spec: AuxLossSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        probs = want_rows(self.name, "probs", metas, _last(metas, "probs"))
+        signature, probs = self.infer(spec, metas, needs), metas["probs"]
+        assert probs is not None
         scratch = workspace(kernels.aux_loss_workspace(row_count(probs), probs.shape[-1]))
-        return Plan(spec, self.infer(spec, metas, needs), kernels, scratch)
+        return Plan(spec, signature, kernels, scratch)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         i, factor, space = ws.inputs, plan.spec.factor, ws.scratch["workspace"]
@@ -166,12 +167,6 @@ class AuxLoss(Operation):
         ws.kernels.aux_loss_bwd(
             cotangents["loss"], i["counts"], i.get("total"), dprobs, plan.spec.factor, ws.stream
         )
-
-
-def _last(metas: Metas, name: str) -> int:
-    meta = metas[name]
-    assert meta is not None
-    return meta.shape[-1]
 
 
 def aux_loss_factor(
@@ -201,7 +196,7 @@ def router_fields(
     if not shape:
         raise ShapeError("router", "logits", "no dimension", "(..., experts)")
     groups, kept = (
-        0 if value is None or value == -1 else integer("router", name, value, 1)
+        0 if value is None or (is_integer(value) and value == -1) else integer("router", name, value, 1)
         for name, value in (("num_groups", num_groups), ("group_topk", group_topk))
     )
     factor = (

@@ -45,13 +45,14 @@ def grouped_gemm(
     n: int,
     k: int = 64,
     layout: str = "nt",
-    sizes: tuple[int, ...] = (),
+    sizes: tuple[int, ...] | None = None,
     slots: int = 0,
     bias: bool = False,
     formats: tuple[Format, Format] | None = None,
     tiles: tuple[Tile, Tile] = ((0, 0), (0, 0)),
 ) -> Arguments:
-    """``m`` rows, results of ``n`` columns, ``k`` features of a."""
+    """``m`` rows, results of ``n`` columns, ``k`` features of a; ``sizes`` None: eight equal groups."""
+    sizes = (m // 8,) * 8 if sizes is None else sizes
     groups = len(sizes)
     left = (m, k)
     right = {"nt": (groups, n, k), "nn": (groups, k, n), "tn": (m, n)}[layout]

@@ -136,10 +136,11 @@ def unpermute_probs_oracle(a: Any) -> Results:
 
 
 def expert_rows(
-    s: Sampler, m: int, n: int, rows: int = 0, align: int = 1, width: int = 0, density: float = 0.3
+    s: Sampler, m: int, n: int, rows: int | None = None, align: int = 1, width: int = 0, density: float = 0.3
 ) -> Arguments:
-    """``m`` tokens, ``n`` experts, ``rows`` rows; ``width``: choices of a token, 0 for a mask of such a
-    ``density``."""
+    """``m`` tokens, ``n`` experts, 256 at most, ``rows`` rows (None: 2 m); ``width``: choices of a token, 0
+    for a mask of such a ``density``."""
+    n, rows = min(n, 256), 2 * m if rows is None else rows
 
     def values() -> Array:
         if width:

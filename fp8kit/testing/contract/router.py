@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.backends.protocol.router import Routing
+from fp8kit.backends.protocol.router import MOST_EXPERTS, Routing
 from fp8kit.formats import DType, bfloat16, float16, float32, int32, int64, uint8
 from fp8kit.testing.contract import (
     ROUNDOFF,
@@ -27,6 +27,7 @@ from fp8kit.testing.contract import (
 )
 
 _TINY = 1e-20
+_USUAL = Routing("softmax", 8)
 
 
 def _score(x: Array, score: str) -> Array:
@@ -111,14 +112,15 @@ def route(
     s: Sampler,
     m: int,
     n: int,
-    rule: Routing,
+    rule: Routing = _USUAL,
     bias: bool = False,
     probs: DType | None = None,
     tied: bool = False,
     special: bool = False,
 ) -> Arguments:
-    """``m`` tokens, ``n`` experts; ``probs``: their type, None for the logits'; ``tied``: many equal logits;
-    ``special``: NaN, Inf and large ones among them."""
+    """``m`` tokens, ``n`` experts, 1024 at most; ``probs``: their type, None for the logits'; ``tied``: many
+    equal logits; ``special``: NaN, Inf and large ones among them."""
+    n = min(n, MOST_EXPERTS)
     return {
         "logits": _logits(s, m, n, tied, special),
         "bias": _bias(s, n) if bias else None,
@@ -137,9 +139,10 @@ def route_oracle(a: Any) -> Results:
 
 
 def route_bwd(
-    s: Sampler, m: int, n: int, rule: Routing, probs: DType | None = None, tied: bool = False
+    s: Sampler, m: int, n: int, rule: Routing = _USUAL, probs: DType | None = None, tied: bool = False
 ) -> Arguments:
     """See ``route``."""
+    n = min(n, MOST_EXPERTS)
     logits = _logits(s, m, n, tied, False)
     taken = s.put(choice(wide(logits.numpy()), None, rule))
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.calls import arrays, layers, training
+from tests.support.calls import arrays, experts, layers, training
 from tests.support.calls.call import Call
 
-CALLS: dict[str, Call] = arrays.CALLS | layers.CALLS | training.CALLS
+CALLS: dict[str, Call] = arrays.CALLS | experts.CALLS | layers.CALLS | training.CALLS
