@@ -21,7 +21,7 @@ from fp8kit.recipe_fields import recipe_class
 log = logging.getLogger("fp8kit")
 _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 # what a DataRecipe's ``key`` stands for
-_DATA: dict[str, tuple[Quantization, AttentionQuantization | None]] = {}
+_DATA: dict[str, tuple[Quantization, AttentionQuantization | None, AmaxHistory | None]] = {}
 
 
 @recipe_class
@@ -29,11 +29,12 @@ class DataRecipe(Recipe):
     """A recipe without a class of its own: how each operand of the three GEMMs is cast, and how each is
     summed.
 
-    * ``data``: a ``fp8kit.quantization.Quantization``; operands have no state (``scale_source`` is not
-      "delayed").
+    * ``data``: a ``fp8kit.quantization.Quantization``.
     * ``name``: for log lines.
     * ``attention``: an ``fp8kit.attention_quantization.AttentionQuantization``: how attention's products are
       quantised; None: they are in high precision.
+    * ``history``: a ``fp8kit.quantization.AmaxHistory``: how the scales of operands with ``scale_source``
+      "delayed" follow from earlier steps, whatever the others' are; None where there are none.
 
     Raises RecipeError.
     """
@@ -41,33 +42,58 @@ class DataRecipe(Recipe):
     data: Quantization
     name: str = "data"
     attention: AttentionQuantization | None = None
+    history: AmaxHistory | None = None
     # the data as a text, for programs that are compiled
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._want(Quantization, "data")
         self._want(str, "name")
-        if any(side.needs_state for gemm in self.data.gemms.values() for side in (gemm.a, gemm.b)):
-            raise self._refuse("data", "operands without state: a scale_source other than 'delayed'")
+        self._check_history()
         if not (self.attention is None or isinstance(self.attention, AttentionQuantization)):
             raise self._refuse("attention", "an AttentionQuantization or None")
-        object.__setattr__(self, "key", repr((self.data, self.attention)))
-        _DATA.setdefault(self.key, (self.data, self.attention))
+        object.__setattr__(self, "key", repr((self.data, self.attention, self.history)))
+        self._keep()
+
+    def _check_history(self) -> None:
+        """RecipeError where operands have state and no rule, or a rule that does not fit."""
+        operands = self.data.stateful
+        if not (self.history is None or isinstance(self.history, AmaxHistory)):
+            raise self._refuse("history", "an AmaxHistory or None")
+        if not operands:
+            if self.history is not None:
+                raise self._refuse("history", "None: no operand has scale_source 'delayed'")
+            return
+        if self.history is None:
+            wanted = "an AmaxHistory, for operands with scale_source 'delayed'"
+            raise RecipeError(type(self).__name__, "history", "None", wanted)
+        for source, side in operands:
+            field = "max_backward" if source == "g" else "max_forward"
+            most = getattr(self.history, field)
+            if most > side.format.max:
+                wanted = f"at most {side.format.max:g}, the largest value of {side.format}"
+                raise RecipeError(type(self).__name__, f"history.{field}", most, wanted)
+            if self.history.growth is not None and source == "x":
+                got = f"{self.history.growth} beside x, {side}"
+                raise RecipeError(type(self).__name__, "history.growth", got, "None, or x without state")
+
+    def _keep(self) -> tuple[Quantization, AttentionQuantization | None, AmaxHistory | None]:
+        return _DATA.setdefault(self.key, (self.data, self.attention, self.history))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _DATA.setdefault(self.key, (self.data, self.attention))
+        self._keep()
 
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
         """The recipe of this ``key``, made before in this process."""
-        data, attention = _DATA[key]
-        return cls(data, name, attention)
+        data, attention, history = _DATA[key]
+        return cls(data, name, attention, history)
 
     @property
     def quantization(self) -> Quantization:
         """The data, the same object for equal data."""
-        return _DATA.setdefault(self.key, (self.data, self.attention))[0]
+        return self._keep()[0]
 
     @property
     def forward_format(self) -> formats.Format:
@@ -192,6 +218,7 @@ class CustomRecipe(Recipe):
       for one operand of a GEMM, that GEMM runs in high precision. It is called once for each role of a layer,
       and must answer alike each time.
     * ``accumulation``: from the name of a GEMM to a ``Gemm.accumulation``; None: "split" for all.
+    * ``history``: how the scales of operands with ``scale_source`` "delayed" follow from earlier steps.
 
     Not within ``torch.compile``, which cannot see into the function: a ``DataRecipe``, or a ``PerLayer`` of
     these, says the same there. Raises RecipeError, also for an answer that is neither. Transformer Engine's
@@ -200,10 +227,13 @@ class CustomRecipe(Recipe):
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]
     accumulation: Callable[[str], Any] | None = None
+    history: AmaxHistory | None = None
 
     by_layer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not (self.history is None or isinstance(self.history, AmaxHistory)):
+            raise self._refuse("history", "an AmaxHistory or None")
         for name in ("qfactory", "accumulation"):
             if not (callable(getattr(self, name)) or (name == "accumulation" and self.accumulation is None)):
                 raise self._refuse(name, "a function")
@@ -254,4 +284,5 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
         gemms.append(Gemm(sides[0] or plain, sides[1] or plain, how, compute))
     if all(gemm.compute == "high_precision" for gemm in gemms):
         return None
-    return DataRecipe(Quantization(*gemms), recipe.short_name())
+    data = Quantization(*gemms)
+    return DataRecipe(data, recipe.short_name(), history=recipe.history if data.stateful else None)

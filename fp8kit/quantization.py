@@ -376,6 +376,16 @@ class Quantization:
         return self.needs_rng or self.two_level or again or any(own.clip_gradient for own in self._cast)
 
     @property
+    def stateful(self) -> list[tuple[str, Quantizer]]:
+        """("x", "w" or "g", how it is cast) of every operand whose scale follows from earlier steps."""
+        return [
+            (source, own)
+            for name, gemm in self.gemms.items()
+            for source, place, own in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True)
+            if gemm.compute == "quantized" and place != gemm.plain and own.needs_state
+        ]
+
+    @property
     def _cast(self) -> list[Quantizer]:
         """The operands of the GEMMs that multiply codes: the others cast none of their own."""
         return [operand for gemm in self.gemms.values() for operand in gemm.cast]
@@ -405,10 +415,20 @@ class AmaxHistory:
     """How the scales of operands with state follow from the amaxes of earlier steps, by the rule that
     ``recipe.DelayedScaling`` states.
 
-    ``max_forward``, ``max_backward``: largest values of the formats of x and w, and of g. ``length``: steps.
-    ``margin``: powers of two kept free. ``amax_algo``: "max", "most_recent" or a callable; ``scale_algo``:
-    None or a callable; ``recipe``: what the callables belong to, None where there are none. ``reduce``:
-    whether processes share their amaxes.
+    * ``max_forward``, ``max_backward``: what the amax of x and w, and of g, becomes: the largest value of
+      their format. ``length``: steps. ``margin``: powers of two kept free.
+    * ``amax_algo``: "max", "most_recent" or a callable; ``scale_algo``: None or a callable; ``recipe``: what
+      the callables belong to, None where there are none. ``reduce``: whether processes share their amaxes.
+    * ``power_2``: scales are rounded down to powers of two (FP8-LM, arXiv 2310.18313).
+    * ``growth``: None; or the most that the amax of w grows in a step, Adam's learning rate, say: w's scale
+      is then predicted (MOSS, arXiv 2511.05811). An amax that is measured counts for ``length`` steps ::
+
+          scale = max_forward * 2^-margin / (amax + growth * steps since)
+
+      the first one at 1 step; then the next is measured. It is the update that skips what is measured in
+      between: casts record it. ``amax_algo`` has no meaning then for w, and x has no state.
+
+    RecipeError for values out of their range.
     """
 
     max_forward: float
@@ -419,6 +439,34 @@ class AmaxHistory:
     scale_algo: ScaleCompute | None = None
     reduce: bool = True
     recipe: Any = None
+    power_2: bool = False
+    growth: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_forward", "max_backward"):
+            if not 0 < getattr(self, name) < np.inf:
+                raise RecipeError("AmaxHistory", name, shown(getattr(self, name)), "finite, more than 0")
+        integer("AmaxHistory", "length", self.length, 1, None, RecipeError)
+        integer("AmaxHistory", "margin", self.margin, -32, 32, RecipeError)
+        if not callable(self.amax_algo):
+            choice("AmaxHistory", "amax_algo", self.amax_algo, ("max", "most_recent"), RecipeError)
+        if self.growth is None:
+            return
+        if not (isinstance(self.growth, int | float) and 0 <= self.growth < np.inf):
+            raise RecipeError(
+                "AmaxHistory", "growth", shown(self.growth), "None, or a finite number from 0 on"
+            )
+        if self.on_host:
+            raise RecipeError("AmaxHistory", "growth", self.growth, "None beside callables")
+
+    def __str__(self) -> str:
+        """For example ``max of 1024 steps``."""
+        algo = self.amax_algo if isinstance(self.amax_algo, str) else "a function"
+        words = [f"{algo} of {self.length} steps"]
+        words += [f"margin {self.margin}"] * bool(self.margin) + ["powers of two"] * self.power_2
+        if self.growth is not None:
+            words.append(f"w predicted, {self.growth:g} a step, from one amax in {self.length}")
+        return ", ".join(words)
 
     @cached_property
     def most_recent(self) -> bool:

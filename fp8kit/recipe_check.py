@@ -174,7 +174,8 @@ def check(
                 if fprop is not None:
                     given = fprop.values.astype((float32 if kind is formats.float16 else kind).numpy)
                 source = arrays.to(arrays.as_view(given), where)
-                casts[place] = _cast(source, quantizer, along, number, words, scales.get(matrix))
+                earlier = scales.get(matrix) if quantizer.needs_state else None
+                casts[place] = _cast(source, quantizer, along, number, words, earlier)
             else:
                 casts[place] = None
     operands = {
@@ -254,6 +255,7 @@ def _cast(
         scale_lines_of(k, source, quantizer, tile, amaxes, factors, scale_inv, stream)
         if scale is not None:
             arrays.copy(factors, arrays.as_view(np.full(grid, scale[0], np.float32)))
+            arrays.copy(scale_inv, arrays.as_view(np.full(grid, np.float32(1) / scale[0], np.float32)))
         bits = quantizer.stochastic_bits
         how = quantizer.format, tile, True, bits, number, rng if bits else None
         k.quantize(source, codes, factors, scale_inv, None, *how, stream)

@@ -14,7 +14,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
-from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED, Named
 
@@ -154,7 +154,7 @@ def field_values(recipe: Recipe) -> dict[str, str]:
     """The fields of a recipe, as they are written in Python."""
     own = (each.name for each in fields(recipe) if each.init)  # type: ignore[arg-type]
     values = {name: getattr(recipe, name) for name in own}
-    plain = Enum | Quantization | AttentionQuantization
+    plain = Enum | Quantization | AttentionQuantization | AmaxHistory
     return {name: str(v) if isinstance(v, plain) else repr(v) for name, v in values.items()}
 
 

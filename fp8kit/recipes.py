@@ -12,7 +12,7 @@ from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp8kit.layer_recipes import DataRecipe
-from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -53,6 +53,16 @@ _FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=
 def _of(name: str, quantizer: Quantizer) -> DataRecipe:
     """All operands cast alike."""
     return DataRecipe(Quantization.of(quantizer, quantizer, quantizer, "split"), name)
+
+
+def moss(learning_rate: float, interval: int = 500) -> DataRecipe:
+    """MOSS (arXiv 2511.05811) with the weight's scale predicted: its amax counts for ``interval`` steps, in
+    each of which Adam moves no weight by more than ``learning_rate``, the largest of the training.
+    RecipeError for values out of their range."""
+    weight = Quantizer(E4M3, scale_source="delayed")
+    data = Quantization.of(_MOSS, weight, replace(_MOSS, format=E5M2), fprop="split")
+    rule = AmaxHistory(E4M3.max, E5M2.max, interval, growth=learning_rate)
+    return DataRecipe(data, "moss_predicted", history=rule)
 
 
 NAMED: dict[str, Named] = {
@@ -203,8 +213,12 @@ NAMED: dict[str, Named] = {
         DataRecipe(
             Quantization.of(_MOSS, Quantizer(E4M3), replace(_MOSS, format=E5M2), fprop="split"), "moss"
         ),
-        "MOSS, arXiv 2511.05811: activations and gradients in two levels; the weight's scale here of its own "
-        "amax, there predicted from the learning rate, which no recipe knows",
+        "MOSS, arXiv 2511.05811: activations and gradients in two levels; the weight's scale of its own amax",
+    ),
+    "moss_predicted": Named(
+        moss(learning_rate=1e-2),
+        "as moss, the weight's scale predicted for 500 steps from the learning rate, at most 1e-2 here: "
+        "fp8kit.recipes.moss(learning_rate) for others",
     ),
     "nvfp4_fwd_mxfp8_bwd": Named(
         DataRecipe(

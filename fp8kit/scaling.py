@@ -185,7 +185,7 @@ def update(
     forward: bool,
     stream: Callable[[Device], int] | None = None,
 ) -> None:
-    """Update all ``states``, of forward or of backward operands, by the rule of ``DelayedScaling``: one
+    """Update all ``states``, of forward or of backward operands, by the rule of ``AmaxHistory``: one
     kernel call a device; callables run on the host. Nothing where a recipe has no history.
 
     ``stream``: gives the stream of a device to work on; None takes its current one.
@@ -207,12 +207,13 @@ def update(
         kernels = dispatch.kernels(device)
         # many cost their look-up more than they save
         recorded = replay.direct(kernels) if len(there) <= _FEW else None
-        call = (kernels, there, fp8_max, history.margin, history.most_recent, on)
+        rule = history.margin, history.most_recent, history.power_2, history.growth if forward else None
+        call = (kernels, there, fp8_max, rule, on)
         if recorded is None:
             _update_delayed(*call)
         else:
             places = [(scale.ptr, inverse.ptr, rows.ptr, rows.shape) for scale, inverse, rows in there]
-            key = ("update_delayed_", on, fp8_max, history.margin, history.most_recent, *places)
+            key = ("update_delayed_", on, fp8_max, *rule, *places)
             recorded.run(key, _update_delayed, *call)
 
 
@@ -220,13 +221,12 @@ def _update_delayed(
     kernels: Any,
     there: Sequence[tuple[ArrayView, ...]],
     fp8_max: float,
-    margin: int,
-    most_recent: bool,
+    rule: tuple[int, bool, bool, float | None],
     stream: int,
 ) -> None:
     """The kernel call for the (scale, scale_inv, amax_history) of all states of a device."""
     scales, inverses, histories = zip(*there, strict=True)
-    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), margin, most_recent, stream)
+    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rule, stream)
 
 
 def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
@@ -244,6 +244,8 @@ def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> 
         new = _scales(rule, made, amax, scale, used)
     else:
         new = default_scale(amax, scale, fp8_max, rule.margin)
+        if rule.power_2:
+            new = np.ldexp(np.float32(0.5), np.frexp(new)[1])
     scale[used] = new[used]
     scale_inv[used] = np.float32(1) / scale[used]
     rolled = np.roll(history, -1, 0)  # row 0 becomes the last
@@ -270,7 +272,7 @@ def _scales(
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
         got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale"
-        raise RecipeError(type(rule.recipe).__name__, "scaling_factor_compute_algo", got, wanted)
+        raise RecipeError(type(rule.recipe or rule).__name__, "scaling_factor_compute_algo", got, wanted)
     return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
@@ -278,5 +280,5 @@ def _answer(rule: AmaxHistory, name: str, value: Any, shape: tuple[int, ...]) ->
     array = np.asarray(value, np.float32)
     if array.shape != shape:
         got = f"a result of shape {array.shape}"
-        raise RecipeError(type(rule.recipe).__name__, name, got, f"shape {shape}")
+        raise RecipeError(type(rule.recipe or rule).__name__, name, got, f"shape {shape}")
     return array

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from fp8kit.arguments import shown
@@ -51,25 +52,46 @@ class Slot(NamedTuple):
 State = Mapping[str, Slot]
 
 
-def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: bool) -> Slot:
+def updated(
+    slot: Slot,
+    amax: Any,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+    power_2: bool = False,
+    growth: float | None = None,
+) -> Slot:
     """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s
     rule, in JAX.
 
     Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max *
-    2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls
-    by one and amax becomes its last row. XLA's CPU code takes a subnormal amax for 0. Written in JAX, where
-    XLA fuses it; the bits are the engine's (``tests/adapters/jax/test_same_as_native.py``).
+    2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``, a power of two with
+    ``power_2``; the history rolls by one and amax becomes its last row. With ``growth`` a is a bound of the
+    next amax, and the last row is 0 where an older row holds the measure. XLA's CPU code takes a subnormal
+    amax for 0. Written in JAX, where XLA fuses it; the bits are the engine's
+    (``tests/adapters/jax/test_same_as_native.py``).
     """
     before = slot.amax_history[1:]
     # concatenated: XLA makes a loop of a scatter, which takes long to compile
     history = jnp.concatenate([amax, before])
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)
+    used, zero, kept = amax != 0, jnp.zeros_like(amax), amax
+    if growth is not None:
+        # constants: XLA may join a product and a sum to one that rounds once
+        with np.errstate(over="ignore"):
+            steps = np.float32(growth) * np.arange(before.shape[0] + 1, 1, -1, np.float32)
+        bounds = jnp.where(before > 0, before + steps, 0.0)
+        bound = jnp.max(bounds, keepdims=True, initial=0.0)
+        a = jnp.where(bound > 0, bound, amax + np.float32(growth))
+        kept = jnp.where((bound > 0) | ~jnp.isfinite(amax), zero, amax)
     usable = jnp.isfinite(a) & (a > 0)
     # capped by divide
     new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])
-    used, zero = amax != 0, jnp.zeros_like(amax)
-    rolled = jnp.concatenate([zero, before[1:], amax]) if before.shape[0] else zero
+    if power_2:
+        bits = jax.lax.bitcast_convert_type(new, jnp.uint32) & np.uint32(0xFF800000)
+        new = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    rolled = jnp.concatenate([zero, before[1:], kept]) if before.shape[0] else zero
     return Slot(
         jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before]))
     )
@@ -81,14 +103,16 @@ def next_state(
     """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
     made = {}
     for key, slot in state.items():
-        fp8_max = history.max_backward if key.endswith("g") else history.max_forward
-        step = _summable(fp8_max, history.margin, history.most_recent, axes)
+        backward = key.endswith("g")
+        fp8_max = history.max_backward if backward else history.max_forward
+        rule = history.margin, history.most_recent, history.power_2, None if backward else history.growth
+        step = _summable(fp8_max, rule, axes)
         made[key] = step(slot, amaxes[key] if key in amaxes else slot.scale * 0)
     return made
 
 
 @functools.lru_cache(maxsize=256)
-def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, ...]) -> Any:
+def _summable(fp8_max: float, rule: tuple[int, bool, bool, float | None], axes: tuple[str, ...]) -> Any:
     """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next
     slot."""
 
@@ -96,7 +120,7 @@ def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, .
     def step(slot: Slot, amax: Any) -> Slot:
         if axes:
             amax = jax.lax.pmax(amax, axes)
-        new = updated(slot, amax, fp8_max, margin, most_recent)
+        new = updated(slot, amax, fp8_max, *rule)
         if axes:
             own = manual.first(axes)
             new = jax.tree.map(lambda leaf: jnp.where(own, leaf, jnp.zeros_like(leaf)), new)

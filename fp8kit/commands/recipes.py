@@ -108,8 +108,8 @@ def _show(options: argparse.Namespace) -> int:
     print(f"{options.name}: {found['recipe']}, {found['short_name']}\nsource: {source}")
     for device, support in found["devices"].items():
         print(f"on {device}: {recipe_info.Support(**support)}")
-    state = "of its own: scales follow from earlier steps" if found["state"] else "none"
-    print(f"state: {state}")
+    history = recipe.history
+    print("state: none" if history is None else f"state: scales of earlier steps, {history}")
     print(f"random bits: {'yes, in JAX from autocast(rng=key)' if found['random'] else 'none'}\n")
     rows = []
     for gemm, own in gemms.items():

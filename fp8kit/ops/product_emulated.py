@@ -128,7 +128,7 @@ class EmulatedProduct(EmulatedCasts):
         if self.needs_rng:
             want_rng(operation, metas)
         if self.spec.weight_cached:
-            for name, meta in self.weight_outputs().items():
+            for name, meta in self._kept_weight().items():
                 want(operation, name, metas, meta.shape, meta.dtype)
         for operand in "xw":
             if self._delayed(operand):
@@ -160,7 +160,11 @@ class EmulatedProduct(EmulatedCasts):
 
     def weight_outputs(self) -> dict[str, Meta]:
         own = {self._name("w_amax"): AMAX} if self._delayed("w") else {}
-        return self._metas(self._made("w")) | self._mask("w") | own
+        return self._kept_weight() | own
+
+    def _kept_weight(self) -> dict[str, Meta]:
+        """What is made of the weight, and kept from micro-batch to micro-batch."""
+        return self._metas(self._made("w")) | self._mask("w")
 
     def saved(self) -> dict[str, Meta]:
         own = self._metas(name for name in self._backward() if not self._is_cached(name))
@@ -177,7 +181,7 @@ class EmulatedProduct(EmulatedCasts):
         return (*(self.weights if self.needs_x and self.reads_w else ()), *cached, *(("rng",) * drawn))
 
     def weight_names(self) -> tuple[str, ...]:
-        return tuple(self.weight_outputs()) if self.spec.weight_cached else super().weight_names()
+        return tuple(self._kept_weight()) if self.spec.weight_cached else super().weight_names()
 
     def scratch(self) -> dict[str, Meta]:
         own = [name for name in (*self._made("x"), *self._made("w")) if not self._is_cached(name)]

@@ -36,8 +36,9 @@ constexpr int ROWS = 8;  // of a history that a thread has under way
 struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
+// growth: of an amax in a step, where scales are made of a bound of it, else negative.
 extern "C" __global__ void __launch_bounds__(128)
-update_delayed(i64 most_recent, const __grid_constant__ States states) {
+update_delayed(i64 most_recent, i64 power_2, f64 growth, const __grid_constant__ States states) {
   start_early();
   __shared__ float shared[32];
   const State state = states.at[blockIdx.x];
@@ -49,6 +50,8 @@ update_delayed(i64 most_recent, const __grid_constant__ States states) {
 
   // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands
   // ahead of its overwriting
+  const bool bounds = growth >= 0.0;
+  const float grown = (float)growth;
   float amax = 0.0f;
   for (i64 base = threadIdx.x; base - threadIdx.x < length; base += ROWS * blockDim.x) {
     float next[ROWS];
@@ -61,15 +64,24 @@ update_delayed(i64 most_recent, const __grid_constant__ States states) {
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) {
       const i64 row = base + k * blockDim.x;
-      amax = fmaxf(amax, next[k]);
+      if (!bounds) amax = fmaxf(amax, next[k]);
+      // row 0's amax is there too, as the last one
+      else if (row < length - 1 && next[k] > 0.0f)
+        amax = fmaxf(amax, __fadd_rn(next[k], __fmul_rn(grown, (float)(length - row))));
       if (row < length) history[row * n] = row == 0 ? 0.0f : next[k];
     }
   }
   amax = block_max(amax, shared);
-  if (most_recent) amax = newest;
+  if (most_recent && !bounds) amax = newest;
   if (threadIdx.x == 0) {
+    if (bounds) {
+      const bool known = amax > 0.0f;
+      if (length > 1 && (known || !(newest < INF))) history[(length - 1) * n] = 0.0f;
+      if (!known) amax = __fadd_rn(newest, grown);
+    }
     float s = state.scale[tensor];
     if (amax > 0.0f && amax < INF) s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), FLT_MAX);
+    if (power_2 && amax > 0.0f && amax < INF) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
     state.scale[tensor] = s;
     state.scale_inv[tensor] = __fdiv_rn(1.0f, s);
   }

@@ -9,7 +9,7 @@ import numpy as np
 
 import fp8kit as fk
 from fp8kit import formats, nn, recipe
-from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED
 
 OVERRIDES = ("high_precision", "dequantized")
@@ -55,6 +55,29 @@ _LEVERS = (
     _data("fixed scales", _fixed(_X, 8.0), _fixed(_X, 32.0), _fixed(_G, 3000.0)),
     _data("fixed scales, random bits", _fixed(_X, 8.0), _X, _fixed(replace(_G, stochastic_bits=32), 3e3)),
 )
+# scales of earlier steps for some operands, others for the rest
+_EARLIER, _EARLIER_G = replace(_X, scale_source="delayed"), replace(_G, scale_source="delayed")
+_MX, _WINDOW = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te"), AmaxHistory(448.0, 57344.0, 4)
+_EARLIER_TOO = (
+    recipe.DataRecipe(Quantization.of(_EARLIER, _MX, _MX), "delayed x, mx", history=_WINDOW),
+    recipe.DataRecipe(
+        Quantization.of(
+            Quantizer(formats.E2M1, "nvfp4_1x16"), _EARLIER, replace(_EARLIER_G, stochastic_bits=8), "split"
+        ),
+        "delayed w and g, random bits, nvfp4",
+        history=replace(_WINDOW, power_2=True, amax_algo="most_recent"),
+    ),
+    recipe.DataRecipe(
+        Quantization.of(_ROW, _EARLIER, _EARLIER_G, "hopper_fast"),
+        "predicted w, delayed g, rows",
+        history=replace(_WINDOW, growth=1e-2, length=2),
+    ),
+    recipe.DataRecipe(
+        Quantization.of(_EARLIER, _EARLIER, _EARLIER_G),
+        "powers of two",
+        history=replace(_WINDOW, power_2=True),
+    ),
+)
 # recipes without a name of their own
 VARIANTS = {
     **{
@@ -64,7 +87,7 @@ VARIANTS = {
     },
     "rowwise, dgrad dequantized": _values_for("rowwise", "dgrad"),
     "rowwise, wgrad dequantized": _values_for("rowwise", "wgrad"),
-    **{each.name: each for each in _LEVERS},
+    **{each.name: each for each in (*_LEVERS, *_EARLIER_TOO)},
     "nvfp4, all fields": recipe.NVFP4BlockScaling(
         disable_rht=True,
         disable_stochastic_rounding=True,
@@ -81,7 +104,8 @@ VARIANTS = {
     "nvfp4, 4over6 of weights": recipe.NVFP4BlockScaling(nvfp4_4over6="weights"),
 }
 RECIPES = {name: each.recipe for name, each in NAMED.items()} | VARIANTS
-RANDOM = tuple(name for name, recipe in RECIPES.items() if recipe.quantization.needs_rng)
+# those that draw, and whose steps are else the same again
+RANDOM = tuple(name for name, own in RECIPES.items() if own.quantization.needs_rng and own.history is None)
 DTYPES = ("float32", "bfloat16", "float16")
 
 # sizes: more than one block of 128 along one contraction, and none of them a multiple of a block's size, so

@@ -63,12 +63,15 @@ def update_delayed_(
     fp8_maxes: Sequence[float],
     margin: int,
     most_recent: bool,
+    power_2: bool,
+    growth: float | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``. One launch for every 96 states."""
     if not scales:
         return
     factor, index = 2.0**-margin, scales[0].device.index
+    rule = most_recent, power_2, -1.0 if growth is None else float(growth)
     for first in range(0, len(scales), _STATES[-1]):
         part = slice(first, first + _STATES[-1])
         longest, table = 0, Structure()
@@ -83,9 +86,5 @@ def update_delayed_(
         states = next(n for n in _STATES if count <= n)
         kernel = launch.kernel("scales.cu", "update_delayed", index, STATES=str(states))
         launch.launch(
-            kernel,
-            (count, longest),
-            128,
-            (most_recent, table + bytes(states * _STATE.size - len(table))),
-            stream,
+            kernel, (count, longest), 128, (*rule, table + bytes(states * _STATE.size - len(table))), stream
         )

@@ -46,6 +46,8 @@ class Scales(Protocol):
         fp8_maxes: Sequence[float],
         margin: int,
         most_recent: bool,
+        power_2: bool,
+        growth: float | None,
         stream: int,
     ) -> None:
         """Delayed scaling's update of many states at once. scales, scale_invs: float32 [n] each; histories:
@@ -54,5 +56,9 @@ class Scales(Protocol):
         Per tensor: if history row 0 (the amax since the last update) is 0, nothing changes. Else amax = max
         over all rows, NaN ignored (``most_recent``: row 0); scale = fp8_max * 2**-margin / amax, brought into
         ``recipe.DELAYED_SCALES`` (2^-126 for less, FLT_MAX for more, Inf too), if amax is finite and
-        positive, else unchanged; scale_inv = 1 / scale; then the rows roll by -1, row 0's amax becomes row H
-        - 1, and row 0 becomes 0."""
+        positive, else unchanged, rounded down to a power of two with ``power_2``; scale_inv = 1 / scale; then
+        the rows roll by -1, row 0's amax becomes row H - 1, and row 0 becomes 0.
+
+        With ``growth``, at least 0, amax is a bound of the next one, in float32: where a row i > 0 holds a
+        measure r, amax = max(r + growth * (H - i + 1)) over these, and row H - 1 becomes 0; else amax = row 0
+        + growth, and row H - 1 becomes row 0, 0 where that is Inf or NaN."""

@@ -86,24 +86,42 @@ def update_delayed_(
     fp8_maxes: Sequence[float],
     margin: int,
     most_recent: bool,
+    power_2: bool,
+    growth: float | None,
     stream: int,
 ) -> None:
     """See ``Kernels.update_delayed_``."""
     for scale, scale_inv, history, fp8_max in zip(scales, scale_invs, histories, fp8_maxes, strict=True):
-        _update(
-            scale.numpy(), scale_inv.numpy(), history.numpy(), np.float32(fp8_max * 2.0**-margin), most_recent
-        )
+        scaled_max = np.float32(fp8_max * 2.0**-margin)
+        rule = scaled_max, most_recent, power_2, growth
+        _update(scale.numpy(), scale_inv.numpy(), history.numpy(), *rule)
 
 
-def _update(scale: Array, scale_inv: Array, history: Array, scaled_max: Any, most_recent: bool) -> None:
-    moved = history[0] != 0
+def _update(
+    scale: Array,
+    scale_inv: Array,
+    history: Array,
+    scaled_max: Any,
+    most_recent: bool,
+    power_2: bool,
+    growth: float | None,
+) -> None:
+    moved, kept = history[0] != 0, history[0].copy()
     most = history[0] if most_recent else np.fmax.reduce(history, axis=0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        if growth is not None:
+            rows, steps = history[1:], np.arange(len(history), 1, -1, dtype=np.float32)
+            bounds = np.where(rows > 0, rows + (np.float32(growth) * steps)[:, None], np.float32(0))
+            bound = bounds.max(axis=0, initial=0)
+            most = np.where(bound > 0, bound, history[0] + np.float32(growth))
+            kept[(bound > 0) | ~np.isfinite(kept)] = 0
         fresh = np.clip(scaled_max / most, _LEAST, _MOST)
+        if power_2:
+            fresh = (fresh.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         usable = moved & np.isfinite(most) & (most > 0)
         scale[...] = np.where(usable, fresh, scale)
         scale_inv[...] = np.where(moved, np.float32(1) / scale, scale_inv)
     rolled = np.roll(history, -1, axis=0)
-    rolled[-1] = history[0]
+    rolled[-1] = kept
     rolled[0] = 0
     history[...] = np.where(moved, rolled, history)

@@ -129,15 +129,19 @@ def update_delayed_(
     margin: int = 0,
     recent: bool = False,
     newest: bool = False,
+    power_2: bool = False,
+    growth: float | None = None,
 ) -> Arguments:
     """Histories of ``m`` updates with special amaxes among them, of ``slots`` states each; ``newest``: not in
-    the newest row, as after an ordinary step."""
+    the newest row, as after an ordinary step. With ``growth`` a third of them hold no other row."""
 
     def history(count: int) -> Array:
         values = np.abs(s.draw((m, count)))
         strewn = s.random.random(values.shape) < 0.3
         strewn[0] &= not newest
         values[strewn] = s.random.choice(_HISTORY, int(strewn.sum()))
+        if growth is not None:
+            values[1:, s.random.random(count) < 1 / 3] = 0
         return values
 
     counts = slots or (n,)
@@ -148,6 +152,8 @@ def update_delayed_(
         "fp8_maxes": (448.0, 57344.0, 448.0)[: len(counts)],
         "margin": margin,
         "most_recent": recent,
+        "power_2": power_2,
+        "growth": growth,
     }
 
 
@@ -160,14 +166,28 @@ def update_delayed_oracle(a: Any) -> Results:
         scale, inverse, rows = scale.copy(), inverse.copy(), history.copy()
         for t in np.flatnonzero(history[0] != 0):
             amax = rows[0, t] if a.most_recent else np.fmax.reduce(rows[:, t], initial=0)
+            stored = rows[0, t]
+            if a.growth is not None:
+                amax, stored = _bound(rows[:, t], np.float32(a.growth))
             if np.isfinite(amax) and amax > 0:
                 with np.errstate(over="ignore", under="ignore", divide="ignore"):
                     fresh = np.float32(fp8_max * 2.0**-a.margin) / np.float32(amax)
                 scale[t] = np.clip(fresh, np.float32(2.0**-126), np.float32(float32.max))
+                if a.power_2:
+                    scale[t] = np.ldexp(np.float32(0.5), np.frexp(scale[t])[1])
             inverse[t] = np.float32(1) / scale[t]
-            rows[:, t] = [0, *rows[2:, t], rows[0, t]] if len(rows) > 1 else [0]
+            rows[:, t] = [0, *rows[2:, t], stored] if len(rows) > 1 else [0]
         found |= {f"scales[{i}]": scale, f"scale_invs[{i}]": inverse, f"histories[{i}]": rows}
     return found
+
+
+def _bound(rows: Array, growth: Any) -> tuple[Any, Any]:
+    """(a bound of the next amax, the measure that is kept) of one tensor's history."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = [row + growth * np.float32(len(rows) - i + 1) for i, row in enumerate(rows) if i and row > 0]
+        if found:
+            return max(found), 0
+        return rows[0] + growth, rows[0] if np.isfinite(rows[0]) else 0
 
 
 def _specials(dtype: Any) -> Array:
@@ -237,6 +257,17 @@ TESTS = (
             }
             for length, margin, recent in _DELAYED
             for newest in (False, True)
+        }
+        | {
+            f"H{length}-power2-growth{growth}": {
+                "m": length,
+                "slots": (1, 7, 300),
+                "margin": 1,
+                "power_2": power_2,
+                "growth": growth,
+            }
+            for length in (1, 2, 16, 2100)
+            for power_2, growth in ((True, None), (False, 0.0), (False, 0.25), (True, 3e38))
         },
     ),
 )
