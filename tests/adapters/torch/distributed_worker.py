@@ -15,6 +15,13 @@ import torch
 import torch.distributed as dist
 from fp8kit_torch import DelayedScaling, Linear, TransformerLayer, autocast, checkpoint, quantized_model_init
 from fp8kit_torch.optimizers import FusedAdam
+from fp8kit_torch.te_compat.dtypes import DType
+from fp8kit_torch.te_compat.saved_tensors import cast_master_weights_to_fp8, post_all_gather_processing
+from fp8kit_torch.te_compat.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -154,6 +161,33 @@ def held_in_fp8(rank, world):
         net(batch(0, rank))
 
 
+def masters_in_parts(rank, world):
+    """Each process casts its part of the masters; with the gathered codes that is the cast of the whole."""
+    torch.manual_seed(0)
+    first, master = (torch.randn(256, 128, device=PLACE) for _ in range(2))
+    given = torch.full((1,), 8.0, device=PLACE), torch.zeros(1, device=PLACE)
+    dtype = DType.kFloat8E4M3
+    for quantizer in (
+        Float8CurrentScalingQuantizer(dtype),
+        Float8BlockQuantizer(dtype, rowwise=True, columnwise=True),
+        Float8Quantizer(*given, dtype),
+    ):
+        weight, wanted = quantizer(first), quantizer(3 * master)
+        flat, cuts = 3 * master.view(-1), [0, 20000, master.numel()]
+        own = slice(cuts[rank], cuts[rank + 1])
+        how = {"manual_post_all_gather_processing": True}
+        cast_master_weights_to_fp8([weight], [flat[own]], [own.start], dist.group.WORLD, **how)
+        gathered = [torch.empty_like(weight._rowwise_data) for _ in range(world)]
+        dist.all_gather(gathered, weight._rowwise_data.contiguous())
+        for r, codes in enumerate(gathered):
+            there = slice(cuts[r], cuts[r + 1])
+            weight._rowwise_data.view(-1)[there] = codes.view(-1)[there]
+        post_all_gather_processing([weight])
+        for name in ("_rowwise_data", "_columnwise_data"):
+            assert torch.equal(getattr(weight, name), getattr(wanted, name)), (quantizer, name)
+        assert torch.equal(weight.dequantize(), wanted.dequantize())
+
+
 def ddp_recompute(rank, world):
     """With activations recomputed: the same bits as without."""
     results = []
@@ -249,7 +283,16 @@ def main(rank, world, folder, place):
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, **options
     )
     try:
-        for case in (ddp, single, ddp_recompute, groups, sharded, sharded_parts, held_in_fp8):
+        for case in (
+            ddp,
+            single,
+            ddp_recompute,
+            groups,
+            sharded,
+            sharded_parts,
+            held_in_fp8,
+            masters_in_parts,
+        ):
             case(rank, world)
             print(case.__name__, "passed", flush=True)
             dist.barrier()

@@ -14,7 +14,16 @@ from fp8kit.errors import RecipeError
 from tests.support.source import ROOT
 
 WORLD = 2
-CASES = ["ddp", "single", "ddp_recompute", "groups", "sharded", "sharded_parts", "held_in_fp8"]
+CASES = [
+    "ddp",
+    "single",
+    "ddp_recompute",
+    "groups",
+    "sharded",
+    "sharded_parts",
+    "held_in_fp8",
+    "masters_in_parts",
+]
 
 
 def work(tmp_path, place):
