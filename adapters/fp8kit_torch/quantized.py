@@ -115,11 +115,10 @@ def quantized_model_init(
     held = None
     if enabled:
         fp8, quantizer = recipe.quantization, None
-        if fp8.fprop.compute != "quantized":
-            got, wanted = "fprop in high precision", "fprop in FP8"
-            raise UnsupportedError("quantized_model_init", "recipe", got, wanted)
-        if issubclass(product_class(fp8), EmulatedProduct):
+        if recipe.mxfp8() or recipe.nvfp4():
             quantizer = quantizer_of_operand(recipe, "w")
+        else:
+            want_codes("quantized_model_init", "recipe", fp8)
         held = Held(_held(fp8), bool(preserve_high_precision_init_val), quantizer)
     with _HELD.within(held):
         yield

@@ -218,11 +218,12 @@ EMULATED = [
 def test_torch_holds_no_codes_of_emulated_products(name):
     recipe, x = RECIPES[name], torch.ones(4, named.IN, requires_grad=True)
     said = "got emulated products of .*, expected a recipe whose products take FP8 codes"
-    with (
-        pytest.raises(UnsupportedError, match=f"quantized_model_init: recipe: {said}"),
-        ft.quantized_model_init(recipe=recipe),
-    ):
-        pass
+    if not (recipe.mxfp8() or recipe.nvfp4()):  # which have tensors of their own for weights
+        with (
+            pytest.raises(UnsupportedError, match=f"quantized_model_init: recipe: {said}"),
+            ft.quantized_model_init(recipe=recipe),
+        ):
+            pass
     module = torch_module("Linear", "float32")
     for argument in ("fp8_output", "fp8_grad"):
         with pytest.raises(UnsupportedError, match=f"Linear: {argument}: {said}"), ft.autocast(recipe=recipe):
