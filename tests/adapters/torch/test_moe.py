@@ -210,9 +210,8 @@ def test_compiled_it_has_the_same_gradients(map_type, tokens):
         assert_same_bits(name, f64(got), f64(want))
 
 
-def test_compiled_the_number_of_rows_may_be_read_from_a_tensor(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compiled_the_number_of_rows_may_be_read_from_a_tensor():
     def there_and_back(x, mask):
         rows, row_id_map = moe.moe_permute(x, mask, mask.sum().item())
         return moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
