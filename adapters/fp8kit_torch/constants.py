@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -31,6 +32,13 @@ def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return made(*_constants(args), **{name: _constants(value) for name, value in kwargs.items()})
 
     return call
+
+
+class _OnnxMode(threading.local):
+    on = False
+
+
+onnx_mode = _OnnxMode()  # of ``onnx_export``
 
 
 @torch.compiler.assume_constant_result

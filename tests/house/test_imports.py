@@ -100,13 +100,25 @@ THIRD_PARTY = {
     "nvmath": ("fp8kit.backends.cuda",),
     "cudnn": ("fp8kit.backends.cuda",),
     "torch": ("fp8kit_torch",),
+    "onnxscript": ("fp8kit_torch.te_compat.onnx_extensions",),
     "jax": ("fp8kit_jax",),
     "jaxlib": ("fp8kit_jax",),
     "flax": ("fp8kit_jax",),
     "jax_tvm_ffi": ("fp8kit_jax",),
     "tvm_ffi": ("fp8kit_jax",),
 }
-LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib", "yaml", "tensorboardX", "wandb"}
+LAZY = {
+    "cupy",
+    "cupyx",
+    "cuda",
+    "nvmath",
+    "cudnn",
+    "matplotlib",
+    "yaml",
+    "tensorboardX",
+    "wandb",
+    "onnxscript",
+}
 
 
 def within(module: str, prefixes: tuple[str, ...]) -> bool:

@@ -36,7 +36,7 @@ _MODULES = {
     "transformer_engine.pytorch.numerics_debug": (
         "te.inspect and fp8kit.numerics.tensor_statistics look at tensors"
     ),
-    "transformer_engine.pytorch.onnx_extensions": "no operation here has an ONNX form",
+    "transformer_engine.pytorch.onnx_extensions": "te_translation_table has what torch.onnx.export needs",
     "transformer_engine.pytorch.ops": "layers are fused as they are written",
     "transformer_engine.pytorch.optimizers.newton_schulz": "the solver is not there",
     "transformer_engine.pytorch.permutation": "moe_permute and moe_unpermute are what is here",

@@ -1,16 +1,12 @@
 """Names of Transformer Engine that fp8kit has nothing for, and why. In ``fp8kit_torch`` they are not there,
 so that a program that asks (``hasattr``, an import within ``try``) takes its other path; the error of one
 that does not ask says why. Under Transformer Engine's name they can be imported and say it when called
-(``public``). And functions of which the neutral arguments can be served.
-"""
+(``public``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
-
-from fp8kit_torch.arguments import only
 
 _PARALLEL = "there is no tensor parallelism, and no overlap of its communication"
 _QUANTIZER = (
@@ -51,19 +47,3 @@ def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError
         for like in get_close_matches(name, [other for other in known if other[:1] != "_"], 1):
             why = f"; did you mean {like}?"
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
-
-
-@contextmanager
-def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Does nothing with ``enabled=False``, the only value; NotImplementedError otherwise: no operation here
-    has an ONNX form."""
-    only("onnx_export", {"enabled": (enabled, False)})
-    yield
-
-
-def is_in_onnx_export_mode() -> bool:
-    """Whether ``onnx_export`` is on: never."""
-    return False
-
-
-__all__ = ["is_in_onnx_export_mode", "onnx_export"]
