@@ -118,6 +118,11 @@ _BESIDE = (
 )
 
 
+def spelled(softmax_type: Any) -> Any:
+    """A softmax type as the operation calls it: "off_by_one", as Transformer Engine's JAX has it, too."""
+    return "off-by-one" if isinstance(softmax_type, str) and softmax_type == "off_by_one" else softmax_type
+
+
 def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
     """Raise what ``dot_product_attention`` would raise for these arguments, and compute nothing: a layer's
     check before its projections run.
@@ -201,7 +206,7 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
         (-1, -1) if window is None else tuple(window),
         None if corner is None else bool(corner),
         biased,
-        options["softmax_type"],
+        spelled(options["softmax_type"]),
         *longest.values(),
         quantized=attention_in_force(_OP, module),
     )

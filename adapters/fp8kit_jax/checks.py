@@ -11,7 +11,7 @@ import numpy as np
 from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.arguments import CONSTRUCTED, probability, size
-from fp8kit.ops.attention_spec import BIASES, MASKS
+from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.activations import ACTIVATION_TYPES
 
 ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
@@ -59,7 +59,7 @@ def activations(operation: str, name: str, value: Any) -> None:
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
 layernorm_epsilon smooth_swiglu norm_position norm_gain gain num_attention_heads num_gqa_groups
-qk_norm_before_rope qk_norm_eps qkv_format return_bias return_layernorm_output softmax_type window_size
+qk_norm_before_rope qk_norm_eps qkv_format return_bias return_layernorm_output window_size
 zero_centered_gamma"""
 RULES: dict[str, Rule] = {
     # the same in all frontends
@@ -87,5 +87,6 @@ RULES: dict[str, Rule] = {
     "axis": several(within(-64, 63)),
     "dtype": dtype,
     "layernorm_type": one("layernorm", "rmsnorm"),
+    "softmax_type": one(*SOFTMAX_TYPES, "off_by_one"),
 }
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype

@@ -9,6 +9,7 @@ if _why := _errors.not_installed("fp8kit_jax.flax", "flax", "flax"):
 from fp8kit_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import extend_logical_axis_rules
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
+from fp8kit_jax.flax.dot_general import make_dot_general_cls
 from fp8kit_jax.flax.grouped import GroupedDense
 from fp8kit_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
@@ -24,4 +25,5 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",
+    "make_dot_general_cls",
 ]
