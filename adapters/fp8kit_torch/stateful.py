@@ -34,6 +34,11 @@ class StatefulModule(FP8Layer, ParameterModule):
     holds = True  # whether quantized_model_init concerns its weights
     _held: Held | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls, "layer_name"):  # a class of a user's own
+            cls.layer_name = cls.__name__
+
     def __init__(self) -> None:
         super().__init__()
         _MODULES.add(self)

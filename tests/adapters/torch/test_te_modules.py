@@ -5,6 +5,9 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.module import TransformerEngineBaseModule
+
+from fp8kit.errors import ArgumentError
 
 WIDTH = 32
 
@@ -21,3 +24,32 @@ def test_a_drop_path_rate_of_one_leaves_the_residual_stream(device, form):
     assert torch.equal(x.grad, torch.ones_like(x))
     assert all(p.grad is None or not p.grad.any() for p in layer.parameters())
     assert not torch.equal(layer.eval()(x), x)
+
+
+class Own(TransformerEngineBaseModule):
+    """A module of a user's own, as Transformer Engine's base class is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, WIDTH))
+
+    def forward(self, inp):
+        with self.prepare_forward_ctx(inp, num_gemms=1) as x:
+            assert x.is_contiguous()
+            return torch.nn.functional.linear(x, self.weight)
+
+
+def test_a_module_of_a_users_own_on_the_base_class():
+    own, x = Own(), torch.randn(WIDTH, 4).T
+    assert torch.equal(own(x), torch.nn.functional.linear(x.contiguous(), own.weight))
+    with pytest.raises(ArgumentError, match="Own: inp: got 'x'"):
+        own("x")
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_normalized_shape_of_several_dimensions(kind):
+    layer, x = getattr(ft, kind)((4, 8), eps=1e-5, device="cpu"), torch.randn(3, 4, 8)
+    want = getattr(torch.nn, kind)((4, 8), eps=1e-5)(x)
+    assert layer.weight.shape == (4, 8)
+    # float32's rounding of a sum of 32 terms, relative in the result
+    assert (layer(x) - want).abs().max() <= 32 * 2.0**-23 * want.abs().max()
