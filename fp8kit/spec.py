@@ -148,6 +148,10 @@ class Operation:
         """Its matrix products."""
         return ()
 
+    def communicates(self, spec: Any) -> bool:
+        """Whether ranks communicate in a call: then it is not replayed from a recording."""
+        return any(product.parallel is not None for product in self.products(spec))
+
     def independent_rows(self, spec: Any, saved: Collection[str]) -> tuple[str, ...]:
         """The inputs whose rows, each by itself, give the rows of all outputs and of what is ``saved`` for
         backward; () where rows meet: they share a scale, or are summed."""

@@ -13,13 +13,14 @@ import torch
 
 from fp8kit.autocast import AutocastState, _thread, entered
 from fp8kit.autocast import autocast as _autocast
+from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
 from fp8kit.layer_recipes import DataRecipe, PerLayer
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checkpoint_state import hand_over, waiting
-from fp8kit_torch.checks import is_group
+from fp8kit_torch.collectives import is_group
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
@@ -59,7 +60,8 @@ class autocast(_autocast):
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
         else:
-            if amax_reduction_group is not None and not is_group(amax_reduction_group):
+            known = is_group(amax_reduction_group) or isinstance(amax_reduction_group, Collectives)
+            if amax_reduction_group is not None and not known:
                 group, wanted = repr(amax_reduction_group), "None or a process group of torch.distributed"
                 raise RecipeError("autocast", "amax_reduction_group", group, wanted)
             super().__init__(enabled, calibrating, recipe)

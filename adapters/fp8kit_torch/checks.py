@@ -15,6 +15,7 @@ from fp8kit.arguments import Rule, check, flag, function, integer, named, number
 from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
 from fp8kit.layers import arguments
 from fp8kit.layers.arguments import instance, probability
+from fp8kit_torch.collectives import is_group, ranks_of
 
 # --- rules --------------------------------------------------------------------------------------------------
 
@@ -39,11 +40,6 @@ def is_integer(value: torch.Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex() or value.is_meta)
 
 
-def is_group(value: object) -> bool:
-    """Whether it is a process group of ``torch.distributed``."""
-    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
-
-
 def of_one(operation: str, name: str, group: object) -> None:
     """None, a process group of one, or a list of such. ArgumentError for what is no group, or one without
     this process, NotImplementedError for one of several."""
@@ -61,6 +57,11 @@ def of_one(operation: str, name: str, group: object) -> None:
         raise UnsupportedError(
             operation, name, f"a group of {count} processes", "one process: nothing else is supported yet"
         )
+
+
+def ranks_group(operation: str, name: str, value: object) -> None:
+    """None, a process group with this process, or a ``Collectives``. ArgumentError for anything else."""
+    ranks_of(operation, name, value)
 
 
 def device(operation: str, name: str, value: Any) -> torch.device:
@@ -133,7 +134,8 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(optional(init), "init_method output_layer_init_method"),
     **named(optional(dtype), "params_dtype dtype"),
     "device": optional(device),
-    **named(of_one, "tp_group cp_group"),
+    "tp_group": ranks_group,
+    "cp_group": of_one,
     "get_rng_state_tracker": optional(function),
     "delay_wgrad_compute": flag,
 }

@@ -14,7 +14,7 @@ from fp8kit import layers, slowness
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
-from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, of_one, shown
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads
@@ -100,6 +100,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
+        of_one("GroupedLinear", "tp_group", tp_group)
         refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
         self.sizes_on_device = use_grouped_tensor

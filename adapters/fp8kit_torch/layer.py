@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.collectives import Collectives
 from fp8kit.errors import Fp8kitError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Layer
@@ -19,6 +20,7 @@ from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import apply
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, tensor
+from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
 from fp8kit_torch.specs import spec_for
@@ -49,6 +51,20 @@ class TorchLayer(Layer, torch.nn.Module):
             self.rng_tracker_name = getattr(arguments, "rng_tracker_name", None)
         if getattr(arguments, "delay_wgrad_compute", False):
             self.delay_wgrad_compute = True
+
+    def ranks_of(self, argument: str, group: Any) -> Collectives | None:
+        return ranks_of(self.layer_name, argument, group)
+
+    def group_of(self, ranks: Collectives) -> Any:
+        return getattr(ranks, "group", ranks)
+
+    def mark_parameter(self, name: str, dim: int | None, sequence: bool) -> None:
+        parameter = getattr(self, name)
+        if dim is not None:  # Megatron's names
+            parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+            parameter.partition_stride = 1
+        if sequence:
+            parameter.sequence_parallel = True
 
     def forked(self) -> AbstractContextManager[Any]:
         """Within, random numbers are drawn from the tracker's state, where there is a tracker."""

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from fp8kit import scaling
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.collectives import Collectives
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
 from fp8kit_torch import torch_compat
+from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
@@ -134,6 +136,7 @@ def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) ->
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
     several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
+    several = several or any(isinstance(state.group, Collectives) for state in states)
     if several and history is not None and history.reduce:
         _reduce(states)
     scaling.update(history, states, forward, _stream)
@@ -152,9 +155,10 @@ def _reduce(states: Sequence[Any]) -> None:
         row = state.amax_history[0]
         parts.setdefault((state.group, row.device), []).append(row)
     for (group, _), rows in parts.items():
-        if dist.get_world_size(group) > 1:
+        ranks = group if isinstance(group, Collectives) else TorchCollectives.of(group or dist.group.WORLD)
+        if ranks.size > 1:
             whole = torch.cat(rows)
-            dist.all_reduce(whole, dist.ReduceOp.MAX, group)
+            ranks.all_reduce(as_view(whole), "max", _stream(as_view(whole).device), "the update of scales")
             torch_compat.foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
 
 

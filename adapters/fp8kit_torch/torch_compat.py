@@ -187,3 +187,22 @@ FIRST_PASS, LATER_PASS = (
 )
 # How Dynamo calls a checkpointed function that it traces.
 TRACED_CHECKPOINT = "CheckpointHigherOrderVariable"
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def _communication(name: str, former: str) -> Any:
+    """A function of torch.distributed by its name, else by its former one."""
+    known = torch.distributed
+    return getattr(known, name, None) or getattr(known, former, None)  # None where torch has no processes
+
+
+# (target, source, group=...): the processes' sources one after the other; this process's part of their sum
+all_gather_single: Any = _communication("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single: Any = _communication("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def store_of(group: Any) -> Any:
+    """The key-value store that a group's processes met by."""
+    known = torch.distributed.distributed_c10d
+    return known._world.pg_map[group][1]

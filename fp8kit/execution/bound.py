@@ -149,7 +149,9 @@ class BoundOp(Interface):
         self.kernels = kernels  # held: the plan's key has their identity
         # what is looked at must outlive its use; and the inspector is asked anew at each call
         self.entries = watching.entries(operation, spec, self.watched | self.grad_watched)
-        streaming = streaming and operation.streams and not self.entries
+        # ranks communicate in each call, and from whole buffers
+        parallel = operation.communicates(spec)
+        streaming = streaming and operation.streams and not self.entries and not parallel
         self.streamed_grads = streamed(self.grads) if streaming else {}
         self.saved = Layout(s.saved, streaming and not save_in_block)
         self.scratch = Layout(plan.scratch, streaming)
@@ -161,7 +163,7 @@ class BoundOp(Interface):
         self._result_parts = _parts(self.result_metas)
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
-        fixed = not (self.saved.streamed or self.entries)
+        fixed = not (self.saved.streamed or self.entries or parallel)
         self._forward_replays = self._backward_replays = None
         if fixed and not self.scratch.streamed:
             parts = [*self._forward_parts[0], *self._forward_parts[1], *self._forward_parts[2]]

@@ -129,7 +129,7 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(
         size,
         """in_features out_features hidden_size ffn_hidden_size num_attention_heads num_gemms dim size
-        max_batch_size max_sequence_length""",
+        max_batch_size max_sequence_length tp_size""",
     ),
     **named(
         optional(size),

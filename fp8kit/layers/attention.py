@@ -29,7 +29,7 @@ _NO_NAMES: Mapping[str, str] = {}
 # arguments that are those of the core attention
 _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
     window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device
-    get_rng_state_tracker"""
+    get_rng_state_tracker tp_group tp_size"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
 _PREPARED: LRU[Any, PreparedCall] = LRU(SHAPES, name="attention calls")  # checked ones
@@ -56,6 +56,9 @@ class MultiheadAttention(AttentionBase):
     * ``init_method``, ``output_layer_init_method``: for the projections in and out.
     * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
     * ``rotary_pos_interleaved``: how ``rotary_pos_emb`` pairs features, see ``RotaryPositionEmbedding``.
+    * ``tp_group``, ``tp_size``, ``sequence_parallel``: as ``Linear``; with several ranks
+      ``set_parallel_mode`` is True: each has a part of the heads, the projections in are split as "column",
+      proj as "row".
     * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``,
       ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and
       ``LayerNormLinear``.
@@ -69,6 +72,7 @@ class MultiheadAttention(AttentionBase):
     input_layernorm: bool
     attention_type: str
     rotary_pos_interleaved: bool
+    sequence_parts: int
     qk_norm_before_rope: bool
 
     @on_behalf_of("MultiheadAttention", eps="layernorm_epsilon")
@@ -136,7 +140,15 @@ class MultiheadAttention(AttentionBase):
             arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads
         own_name = child_name(name, "core_attention")
         core = make.DotProductAttention(**picked(arguments, _OF_CORE), name=own_name)
-        channels, heads, groups = core.kv_channels, core.num_attention_heads, core.num_gqa_groups
+        self.take_group(arguments)
+        if self.tp_size > 1 and not arguments.set_parallel_mode:
+            wanted = "True with several ranks: each has a part of the heads"
+            raise ArgumentError(op, "set_parallel_mode", False, wanted)
+        split = self.tp_size > 1
+        # ranks have parts of the sequence around the attention, which has it all
+        self.sequence_parts = self.tp_size if arguments.sequence_parallel else 1
+        channels = core.kv_channels
+        heads, groups = core.num_attention_heads * self.tp_size, core.num_gqa_groups * self.tp_size
         cross = attention_type == "cross"
         if self.return_layernorm_output and not self.input_layernorm:
             raise ArgumentError(op, "return_layernorm_output", True, "input_layernorm=True beside it")
@@ -149,17 +161,22 @@ class MultiheadAttention(AttentionBase):
         self._separate = self.q_norm is not None or (self._interleaved and (cross or groups != heads))
 
         q, kv = heads * channels, groups * channels
-        split = {"query": q, "key": kv, "value": kv}
-        shared = picked(arguments, "bias params_dtype device fuse_wgrad_accumulation get_rng_state_tracker")
+        rows = {"query": q, "key": kv, "value": kv}
+        shared = picked(
+            arguments,
+            """bias params_dtype device fuse_wgrad_accumulation get_rng_state_tracker tp_group tp_size
+            sequence_parallel""",
+        )
 
         def sized(child: str, *parts: str) -> dict[str, Any]:
-            sizes = {part: split[part] for part in parts}
+            sizes = {part: rows[part] for part in parts}
             whole = fuse_qkv_params or child == "query_layer"
             return {
                 "out_features": sum(sizes.values()),
                 "init_method": init_method,
                 "parameters_split": None if whole else sizes,
                 "name": child_name(name, child),
+                "parallel_mode": "column" if split else None,
             } | shared
 
         kind = make.Linear
@@ -168,11 +185,12 @@ class MultiheadAttention(AttentionBase):
         if self.input_layernorm:
             kind, self._first = make.LayerNormLinear, "layernorm_query" if cross else "layernorm_qkv"
             norm = {"eps": layernorm_epsilon, **picked(arguments, "normalization zero_centered_gamma")}
-        first = sized(self._first, *(("query",) if cross else split))
+        first = sized(self._first, *(("query",) if cross else rows))
         setattr(self, self._first, kind(hidden_size, **first, **norm))
         self.key_value = make.Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
         self.core_attention = core
         init = output_layer_init_method
+        shared["parallel_mode"] = "row" if split else None
         self.proj = make.Linear(q, hidden_size, init_method=init, name=child_name(name, "proj"), **shared)
 
     def _qk_norms(
@@ -316,6 +334,7 @@ class MultiheadAttention(AttentionBase):
         if plain and type(core) is self.frontend.DotProductAttention:
             how = core.attention_quantization()
             own = *_SETTINGS(core), self._separate, self._interleaved, self.is_deterministic(), how
+            own = *own, self.sequence_parts
             key = x.shape[:-1], self.call_dtype(x), x.device, *own
             known = _PREPARED.get(key)
             if known is not None:
@@ -357,8 +376,10 @@ class MultiheadAttention(AttentionBase):
         """Shapes of the layers that the core attention will get, by its arguments. Where they are separate,
         heads are a dimension of their own, but not of a cross-attention's queries without norm."""
         heads, groups, _ = self._heads.values()
-        dim, queries = self.core_attention.kv_channels, tuple(x.shape[:-1])
-        keys = queries if source is None else tuple(source.shape[:-1])
+        dim, parts = self.core_attention.kv_channels, self.sequence_parts
+        queries, keys = (
+            (parts * tensor.shape[0], *tensor.shape[1:-1]) for tensor in (x, x if source is None else source)
+        )
         if not self._separate:
             if source is None:
                 return {"qkv_layer": (*queries, (heads + 2 * groups) * dim)}

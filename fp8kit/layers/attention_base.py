@@ -12,10 +12,11 @@ from fp8kit.arrays import ArrayView
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import current
 from fp8kit.formats import DType
-from fp8kit.layers.base import Branch, Layer, as_branch
+from fp8kit.layers.base import Branch, as_branch
+from fp8kit.layers.parallel import Grouped
 
 
-class AttentionBase(Layer):
+class AttentionBase(Grouped):
     """Base of ``DotProductAttention``, ``MultiheadAttention`` and ``TransformerLayer`` in every frontend."""
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -45,6 +46,9 @@ class AttentionBase(Layer):
         return self.spec_for("AttentionSpec", *fields, False, False, found, plain_backward), found.needs_rng
 
     # --- layers that are parts of this one ------------------------------------------------------------------
+
+    def grouped_parts(self) -> list[Grouped]:
+        return [part for part in self.parts.values() if isinstance(part, Grouped)]
 
     @property
     def parts(self) -> Mapping[str, Any]:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
-from fp8kit.arguments import Rule
+from fp8kit.arguments import Rule, shown
+from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.lru import memoized
@@ -149,6 +150,19 @@ class Layer:
         FormatError, ShapeError that name the argument for anything else."""
         raise NotImplementedError
 
+    # --- ranks ----------------------------------------------------------------------------------------------
+
+    def ranks_of(self, argument: str, group: Any) -> Collectives | None:
+        """What a group given as ``argument`` communicates by, None for None. ArgumentError for what is no
+        group."""
+        if group is not None and not isinstance(group, Collectives):
+            raise ArgumentError(self.layer_name, argument, shown(group), "None or a Collectives")
+        return group
+
+    def group_of(self, ranks: Collectives) -> Any:
+        """The group that ``ranks_of`` made it of."""
+        return ranks
+
     # --- parameters -----------------------------------------------------------------------------------------
 
     def add_parameter(
@@ -182,6 +196,10 @@ class Layer:
     def freeze(self, name: str) -> None:
         """Leave the parameter ``name`` out of training: no gradient is wanted of it."""
         raise NotImplementedError
+
+    def mark_parameter(self, name: str, dim: int | None, sequence: bool) -> None:
+        """Say on a parameter how ranks share it: of which dimension each has a part (None: all have it), and
+        whether its gradient is of the rank's rows alone, to be summed over the ranks (``sequence``)."""
 
     def add_no_parameter(self, name: str) -> None:
         """None as the parameter ``name``."""

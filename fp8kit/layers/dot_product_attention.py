@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
+from fp8kit.collectives import share
 from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.formats import float32
 from fp8kit.layers.arguments import MASK_ALIASES
@@ -50,6 +51,8 @@ class DotProductAttention(AttentionBase):
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
       and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with
       "vanilla", and zeros with "off-by-one".
+    * ``tp_size``, ``tp_group``: each rank has a part of the heads, whose layers it is given;
+      ``alibi_slopes`` are then to be given too.
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: what recipes by name know it by.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` its products are quantised
@@ -113,6 +116,10 @@ class DotProductAttention(AttentionBase):
         if self.num_attention_heads % self.num_gqa_groups:
             wanted = f"a divisor of {num_attention_heads} heads"
             raise ArgumentError(op, "num_gqa_groups", self.num_gqa_groups, wanted)
+        self.take_group(arguments)
+        if self.tp_size > 1:  # this rank's heads
+            for name in ("num_attention_heads", "num_gqa_groups"):
+                setattr(self, name, share(getattr(self, name), self.tp_size, op, name))
         if softmax_type == "learnable":
             shape = (self.num_attention_heads,)
             self.add_parameter("softmax_offset", shape, 0.0, self.dtype_of(float32), device)
@@ -411,6 +418,9 @@ class DotProductAttention(AttentionBase):
             name: self.constant(arguments.get(name, name), value, first) for name, value in found.items()
         }
         if bias == "alibi" and of("alibi_slopes") is None:
+            if self.tp_size > 1:
+                wanted = f"those of this rank's {self.num_attention_heads} heads"
+                raise ArgumentError(op, "alibi_slopes", None, wanted)
             found["alibi_slopes"] = self.slopes(self.num_attention_heads, first.device)
         if of("core_attention_bias") is not None:
             found["bias"] = self.as_input("core_attention_bias", options["core_attention_bias"])

@@ -9,7 +9,7 @@ from typing import Any
 from fp8kit.arguments import integer, listed, shown
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Init
-from fp8kit.layers.fp8_layer import FP8Layer
+from fp8kit.layers.parallel import ParallelLayer
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
@@ -44,22 +44,33 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     return named
 
 
-class LinearBase(FP8Layer):
+class LinearBase(ParallelLayer):
     """Weights and biases in segments along the output dimension: what ``Linear`` and ``LayerNormLinear``
     share."""
 
     in_features: int
     out_features: int
+    parallel_mode: str | None
     # ``forward`` for the layer that this is a part of
     compute: Callable[..., Any]
 
     def add_linear(self, arguments: SimpleNamespace) -> ProductSpec:
         """Make the parameters that the constructor's ``arguments`` say. Returns their product."""
-        self.keep(arguments, "in_features out_features return_bias fuse_wgrad_accumulation name")
+        self.keep(
+            arguments, "in_features out_features return_bias fuse_wgrad_accumulation name parallel_mode"
+        )
+        self.take_parallel(arguments, {"": self.parallel_mode})
+        column, row = (self.modes[""] == mode for mode in ("column", "row"))
+        if column:
+            self.out_features = self.part_of(self.out_features, "out_features")
+        if row:
+            self.in_features = self.part_of(self.in_features, "in_features")
         self.use_bias, dtype, device = arguments.bias, arguments.params_dtype, arguments.device
         # whether the operation adds the bias: "add", or "none" where there is none or it is returned
         self.bias_mode = "add" if self.use_bias and not self.return_bias else "none"
-        self._split = split_sizes(self.layer_name, self.out_features, arguments.parameters_split)
+        whole = split_sizes(self.layer_name, arguments.out_features, arguments.parameters_split)
+        parts = {name: self.part_of(n, "parameters_split") for name, n in whole.items()} if column else whole
+        self._split = parts
         if self.return_bias and len(self._split) > 1:
             refuse_others(self.layer_name, {"return_bias": (True, False)})
         # the operation's names -> the attributes that hold the parameters
@@ -74,6 +85,13 @@ class LinearBase(FP8Layer):
                 self.add_parameter(f"{prefix}bias", (size,), 0.0, dtype, device)
             else:
                 self.add_no_parameter(f"{prefix}bias")
+        if column or row:
+            for prefix in self._split:
+                self.mark_parameter(f"{prefix}weight", int(row), False)
+                if self.use_bias:
+                    self.mark_parameter(
+                        f"{prefix}bias", 0 if column else None, row and self.sequence_parallel
+                    )
         return ProductSpec(self.in_features, tuple(self._split.values()), bias=self.bias_mode)
 
     def weight_inputs(self) -> dict[str, Any]:
@@ -135,6 +153,10 @@ class Linear(LinearBase):
     * ``parameters_split``: names, or names -> sizes, of parameters that W is split into along N: "query"
       gives ``query_weight``.
     * ``fuse_wgrad_accumulation``: the weight's gradient goes into ``weight.main_grad`` (torch only).
+    * ``tp_group``: the ranks that share the weight, each with a part of it: of N with ``parallel_mode``
+      "column", of K with "row"; ``tp_size``: how many, where ``set_tensor_parallel_group`` names them later.
+      ``sequence_parallel``: the rows of x ("column") or of y ("row") are split over the ranks too, along the
+      first dimension. A group is a process group in torch, a ``Collectives`` natively.
     * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
       Transformer Engine's, at their defaults only (``fp8kit.layers.unsupported``).
 

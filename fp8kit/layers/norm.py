@@ -88,6 +88,8 @@ class Norm(Layer):
         self.normalized_shape = tuple([size(operation, "normalized_shape", each) for each in shape])
         features = size(operation, "normalized_shape", math.prod(self.normalized_shape))
         self.set_spec(add_norm(self, "", features, operation, arguments, self.normalized_shape))
+        for name in self._spec.inputs() if arguments.sequence_parallel else ():
+            self.mark_parameter(name.removeprefix("norm_"), None, True)
         if not arguments.learned:
             for name in self._spec.inputs():
                 self.freeze(name.removeprefix("norm_"))
@@ -116,8 +118,9 @@ class LayerNorm(Norm):
     ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters
     ``weight``, ``bias`` (N,), in ``params_dtype`` or ``dtype``, two names of one argument. ``gain``: what the
     factor starts at; ``learned``: False keeps both parameters as they start. ``normalized_shape`` of several
-    dimensions: these are normalised as one, and parameters have that shape. ``sequence_parallel``,
-    ``sm_margin``: accepted, without effect. ArgumentError for both or neither of the sizes.
+    dimensions: these are normalised as one, and parameters have that shape. ``sequence_parallel``: marks
+    the parameters in torch, whose gradients are of the rank's rows alone. ``sm_margin``: accepted, without
+    effect. ArgumentError for both or neither of the sizes.
     """
 
     layer_name = "LayerNorm"

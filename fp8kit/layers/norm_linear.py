@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Branch, Init, branch_of
 from fp8kit.layers.linear import LinearBase
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
@@ -15,9 +16,10 @@ class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
 
     ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there.
-    ``return_layernorm_output``: also return norm(x). Other arguments, shapes, dtypes and errors as
-    ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias`` (N,)
-    or their ``parameters_split`` names.
+    ``return_layernorm_output``: also return norm(x), the rows of all ranks with
+    ``return_layernorm_output_gathered`` and ``sequence_parallel``. Other arguments, shapes, dtypes and
+    errors as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K),
+    ``bias`` (N,) or their ``parameters_split`` names.
     """
 
     layer_name = "LayerNormLinear"
@@ -57,9 +59,13 @@ class LayerNormLinear(LinearBase):
     ) -> None:
         super().__init__()
         arguments = self.checked(locals())
-        self.keep(arguments, "return_layernorm_output")
+        self.keep(arguments, "return_layernorm_output return_layernorm_output_gathered")
         norm = add_norm(self, "layer_norm_", arguments.in_features, normalization, arguments)
         self.set_spec(NormLinearSpec(norm, self.add_linear(arguments)))
+        if self.modes[""] == "row":
+            wanted = "'column' or None: the norm is over all features"
+            raise ArgumentError(self.layer_name, "parallel_mode", "'row'", wanted)
+        self.mark_norm(norm)
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, outputs["normed"]), *((1, inputs[name]) for name, _ in self._weight_names)]

@@ -9,10 +9,10 @@ import numpy as np
 
 from fp8kit.arguments import shown
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.base import Branch, Init, branch_of
-from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
+from fp8kit.layers.parallel import ParallelLayer
 from fp8kit.ops.activation import activation, activation_numbers
 from fp8kit.ops.linear import linear
 from fp8kit.ops.norm import NoNormSpec, norm
@@ -23,7 +23,7 @@ from fp8kit.ops.scale_lines import line_scales, scale_lines
 _INPUTS = [(f"{name}0", name) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")]
 
 
-class LayerNormMLP(FP8Layer):
+class LayerNormMLP(ParallelLayer):
     """y = act(norm(x) W1^T + b1) W2^T + b2.
 
     * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,),
@@ -43,6 +43,8 @@ class LayerNormMLP(FP8Layer):
     * ``checkpoint``: of the activations only the input is kept for backward, which computes norm, fc1 and
       activation once more, but not fc2: the same bits, less memory.
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
+    * ``set_parallel_mode``: of ``tp_group``'s ranks (``Linear``) each has a part of F: fc1 is split as
+      "column", fc2 as "row"; a gated activation's two halves are split alike. Not with ``smooth_swiglu``.
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
       Others as ``LayerNormLinear``.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
@@ -107,16 +109,24 @@ class LayerNormMLP(FP8Layer):
         self.keep(
             arguments,
             """hidden_size ffn_hidden_size activation checkpoint return_bias return_layernorm_output
-            fuse_wgrad_accumulation smooth_swiglu input_layernorm name""",
+            fuse_wgrad_accumulation smooth_swiglu input_layernorm return_layernorm_output_gathered name""",
+        )
+        self.take_parallel(
+            arguments, {"fc1_": "column", "fc2_": "row"} if arguments.set_parallel_mode else {}
         )
         numbers = activation_numbers(self.layer_name, activation, activation_params)
-        hidden, ffn, self.use_bias = self.hidden_size, self.ffn_hidden_size, arguments.bias
+        split = any(self.modes.values())
+        ffn = self.part_of(self.ffn_hidden_size, "ffn_hidden_size") if split else self.ffn_hidden_size
+        hidden, self.use_bias = self.hidden_size, arguments.bias
         kind = ALL[activation]
         rows = kind.parts * ffn
         if self.smooth_swiglu is not None and not kind.linear:
             known = ", ".join(name for name, row in ALL.items() if row.linear)
             wanted = f"None with activation {activation!r}: {known} have it"
             raise ArgumentError(self.layer_name, "smooth_swiglu", repr(smooth_swiglu), wanted)
+        if split and self.smooth_swiglu is not None:
+            wanted = "None with tensor parallelism: ranks have parts of what is smoothed"
+            raise UnsupportedError(self.layer_name, "smooth_swiglu", repr(smooth_swiglu), wanted)
         self.casts_weights_anew = self.smooth_swiglu == "channel"
         if self.input_layernorm:
             first = add_norm(self, "layer_norm_", hidden, normalization, arguments)
@@ -138,6 +148,12 @@ class LayerNormMLP(FP8Layer):
                 self.add_parameter(f"{prefix}bias", shape[:1], 0.0, params_dtype, device)
             else:
                 self.add_no_parameter(f"{prefix}bias")
+            if split:
+                row = prefix == "fc2_"
+                self.mark_parameter(f"{prefix}weight", int(row), False)
+                if self.use_bias:
+                    self.mark_parameter(f"{prefix}bias", None if row else 0, row and self.sequence_parallel)
+        self.mark_norm(first)
         fc1 = ProductSpec(hidden, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
         fc2 = ProductSpec(ffn, (hidden,), bias="add" if bias else "none", prefix="fc2_")
         for name, start in kind.learned.items():
@@ -186,7 +202,7 @@ class LayerNormMLP(FP8Layer):
         last bit where they are powers of two; it then needs no ``smooth_swiglu`` on data like those that the
         scales are of. ArgumentError for other numbers."""
         self._want_linear("fold_channel_scales")
-        given, ffn = np.asarray(scales, np.float32), self.ffn_hidden_size
+        given, ffn = np.asarray(scales, np.float32), self._spec.fc2.in_features
         if given.shape != (ffn,) or not (np.isfinite(given) & (given > 0)).all():
             wanted = f"positive numbers ({ffn},)"
             raise ArgumentError(f"{self.layer_name}.fold_channel_scales", "scales", shown(scales), wanted)

@@ -29,7 +29,8 @@ _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number
     fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softmax_type qk_norm_type qk_norm_eps
     qk_norm_before_rope qk_norm_learned softmax_scale seq_length micro_batch_size"""
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
-    device fuse_wgrad_accumulation get_rng_state_tracker"""
+    device fuse_wgrad_accumulation get_rng_state_tracker tp_group tp_size sequence_parallel
+    set_parallel_mode"""
 # what some arguments go with: (argument, its value) -> others, and their values
 _GOES_WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("parallel_attention_mlp", True): {
@@ -93,6 +94,8 @@ class TransformerLayer(AttentionBase):
     * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``,
       ``bias``, ``activation``, ``activation_params``, ``normalization``, ``layernorm_epsilon``,
       ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
+    * ``tp_group``, ``tp_size``, ``set_parallel_mode``, ``sequence_parallel``: as ``MultiheadAttention``; with
+      the latter x and y are the rank's part of the sequence, their first dimension.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
       there is none here. Others are Transformer Engine's, at their defaults only
       (``layers.unsupported.CONSTRUCTOR``).
@@ -204,6 +207,7 @@ class TransformerLayer(AttentionBase):
                     beside = given if asked is True else f"{given} {asked!r}"
                     raise ArgumentError(op, argument, repr(value), f"{usual!r} with {beside}")
         before = self.norm_position == "before"
+        self.take_group(arguments)
         shared = picked(arguments, _OF_BRANCHES) | {"return_bias": not parallel_attention_mlp}
         attention = partial(
             make.MultiheadAttention,
@@ -246,6 +250,7 @@ class TransformerLayer(AttentionBase):
             make.LayerNorm if normalization == "LayerNorm" else make.RMSNorm,
             hidden_size,
             layernorm_epsilon,
+            bool(sequence_parallel and self.tp_size > 1) or None,
             params_dtype=params_dtype,
             zero_centered_gamma=zero_centered_gamma,
             device=device,

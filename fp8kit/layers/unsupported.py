@@ -10,7 +10,7 @@ import numpy as np
 from fp8kit.arguments import shown
 from fp8kit.errors import UnsupportedError
 
-_GROUP = {"tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
+_GROUP = {"get_rng_state_tracker": None}
 _WEIGHT = _GROUP | {"delay_wgrad_compute": False}
 
 # constructor -> its arguments; a frontend that has a rule for one of them (``Layer.constructor_rules``) goes
@@ -24,7 +24,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "TransformerLayer": _GROUP,
 }
 
-_OVERLAP = "communication that overlaps products is that of tensor parallelism, which one process has none of"
+_OVERLAP = "ranks communicate between the products, not beside them"
 _ONE = "one process has the whole of each tensor"
 # arguments of constructors that change nothing where one process works -> why; their rules are in
 # ``fp8kit.layers.arguments``
@@ -42,18 +42,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         ),
         _OVERLAP,
     ),
-    **dict.fromkeys(
-        (
-            "sequence_parallel",
-            "parallel_mode",
-            "set_parallel_mode",
-            "return_layernorm_output_gathered",
-            "cp_global_ranks",
-            "cp_stream",
-            "cp_comm_type",
-        ),
-        _ONE,
-    ),
+    **dict.fromkeys(("cp_global_ranks", "cp_stream", "cp_comm_type"), _ONE),
     "num_splits": "kernels choose their own splits",
     "sm_margin": "kernels take the multiprocessors that the GPU gives them",
     "save_original_input": "what is kept for backward follows from the recipe; the numbers are the same",
@@ -76,7 +65,6 @@ FORWARD: dict[str, dict[str, Any]] = {
 _SCORES = "the kernels of attention do not call functions; core_attention_bias and masks change scores"
 # why no other value is there
 REASONS: dict[str, str] = {
-    **dict.fromkeys(("tp_group", "tp_size"), "there is no tensor parallelism"),
     "cp_group": "there is no context parallelism",
     "get_rng_state_tracker": "only the PyTorch frontend has random states by name",
     "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",

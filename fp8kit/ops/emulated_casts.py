@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
@@ -149,7 +150,10 @@ class EmulatedCasts(Product):
         if own.needs_state:
             scale = self._recorded(ws, name, matrix, inverse, scale)
         else:
-            scale_lines_of(k, matrix, own, tile, amax, scale, inverse, stream)
+            of = self._how(name).source if own.granularity == "tensor" else name
+            scale_lines_of(
+                k, matrix, own, tile, amax, scale, inverse, stream, lambda amax: self.share(ws, of, amax)
+            )
         bits = own.stochastic_bits
         random = bits, self._draw(name), rng if bits else None
         k.quantize(matrix, codes, scale, inverse, None, own.format, tile, True, *random, stream)
@@ -194,6 +198,7 @@ class EmulatedCasts(Product):
                 k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
             else:
                 k.amax(matrix, amax, matrix.shape, stream)
+            self.share(ws, name if quantizer.row_scaled else cast.source, amax)
         scales = tile_codes = None
         kind = SCALE_FORMATS.get(quantizer.granularity.partition("_")[0])
         if target.scales is not None and kind is None:
@@ -242,14 +247,17 @@ def scale_lines_of(
     scale: ArrayView,
     inverse: ArrayView,
     stream: int,
+    share: Callable[[ArrayView], None] | None = None,
 ) -> None:
     """Fill ``scale`` and ``inverse``, float32, with the scales of the tiles of x and 1 / these: by their
-    amaxes, which ``amax`` is for, or static."""
+    amaxes, which ``amax`` is for and ``share`` makes those of all ranks, or static."""
     arrays.provider(amax.device).fill_zero(amax, stream)
     if own.static:  # as for an amax of 1 in a format with that largest value
         rule = own.static_scale, False, 1.0, float32.max
     else:
         k.amax(x, amax, tile, stream)
+        if share is not None:
+            share(amax)
         rule = own.format.max, own.power_2, own.epsilon, float32.max
     k.scale_from_amax(amax, scale, inverse, *rule, stream)
 

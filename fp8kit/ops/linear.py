@@ -71,7 +71,7 @@ class Linear(OneProduct):
         p.check(self.name, metas)
         x = metas["x"]
         assert x is not None
-        y = Meta((*x.shape[:-1], p.n), x.dtype)
+        y = Meta(p.y_shape(x.shape), x.dtype)
         if metas.get("residual") is not None:
             want(self.name, "residual", metas, y.shape, y.dtype)
         outputs = {"y": y} | p.outputs()

@@ -200,7 +200,7 @@ class NormLinear(OneProduct):
         stage = self._stage(spec, metas, needs)
         p, x = stage.product, stage.x
         p.check(self.name, metas)
-        outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs() | stage.outputs()
+        outputs = {"y": Meta(p.y_shape(x.shape), x.dtype)} | p.outputs() | stage.outputs()
         kept = (*stage.kept(), *p.kept())
         grads = (spec.norm.grads(x) if p.needs_x else {}) | p.grads()
         passes = {"residual": "x"} if spec.residual else {}

@@ -126,7 +126,7 @@ class _Stages:
     def between(self) -> dict[str, Meta]:
         """fc1's output without its bias, and the activation's, as matrices."""
         fc1, fc2 = self.fc1, self.fc2
-        return {"h": Meta((fc1.m, fc1.n), fc1.dtype), "act": Meta((fc2.m, fc2.k), fc2.dtype)}
+        return {"h": Meta((fc1.y_rows, fc1.n), fc1.dtype), "act": Meta((fc2.m, fc2.k), fc2.dtype)}
 
     def saved(self) -> dict[str, Meta]:
         """What forward fills for backward."""
@@ -255,7 +255,7 @@ class NormMLP(Products):
         reach = fc1.needs_x or fc1.needs_w or fc1.needs_b
         reach = reach or bool(needs & set(spec.learned))
         by, own = spec.smoothing, spec.fc2
-        fc2 = product_of(inner_product(by, own), fc1.m, fc1.dtype, reach, needs)
+        fc2 = product_of(inner_product(by, own), fc1.y_rows, fc1.dtype, reach, needs)
         return _Stages(first, fc2, not spec.learned, Smoothing(by, own, fc2) if by else None)
 
     def _passes(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> _Passes:
@@ -276,7 +276,7 @@ class NormMLP(Products):
         first.fc1.check(self.name, metas)
         first.fc2.check(self.name, metas)
         learned = want_learned(self.name, spec.activation, metas, x.dtype)
-        outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)}
+        outputs = {"y": Meta(fc2.y_shape(fc1.y_shape(x.shape)), x.dtype)}
         outputs |= first.fc1.outputs() | first.fc2.outputs() | first.norm.outputs()
         kept: tuple[str, ...] = (*st.norm.kept(), *fc1.kept(), *fc2.kept())
         if passes.numbers is None:
@@ -305,7 +305,7 @@ class NormMLP(Products):
             forward |= first.saved()
             backward |= passes.again()
         if st.reach:
-            sums = gradient_workspace(kernels, spec.activation, fc1.m, fc1.n)
+            sums = gradient_workspace(kernels, spec.activation, fc1.y_rows, fc1.n)
             (backward["sums"],) = workspace(sums).values()
             backward |= gradient_scratch(spec.activation, fc1.dtype)
             backward["dact"] = st.between["act"]

@@ -11,16 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast
+from fp8kit.collectives import Collectives
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import DType, int64
 from fp8kit.inspection import Watch
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, WorkingSet
+
+# what an operand extends over, of m rows, n output and k input features, or the lines of it
+_DIMENSIONS = {"x": "mk", "w": "nk", "g": "mn"}
+_DIMENSIONS |= {"x_q": "k", "w_q": "k", "g_q": "n", "w_qt": "n", "g_qt": "m", "x_qt": "m"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class ProductSpec:
     ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
     ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for
     w: ``linear`` alone takes it. ``watch``: what the inspector wants to see of it (``product_watched``).
+
+    ``parallel``: None; or "column" or "row": this is one rank's part of the weight, of its output features or
+    of its input features, and ``group`` the ``collectives`` of all ranks. ``sequence``: the rows of x
+    ("column") or of y ("row") are split over the ranks too. ``label``: what errors of communication call the
+    layer. See ``product_parallel``.
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
     dtype, "float32" or the weights' own: that of the buffers which the frontend hands to ``backward`` under
@@ -54,6 +64,10 @@ class ProductSpec:
     overwrite_grad: bool = False
     input_cached: bool = False
     watch: Watch | None = None
+    parallel: str | None = None
+    group: str = ""
+    sequence: bool = False
+    label: str = ""
 
     @property
     def out_features(self) -> int:
@@ -75,7 +89,10 @@ class Product:
     cast besides, to codes.
     """
 
-    fuses_cast: ClassVar[bool] = False
+    fuses_cast: bool = False
+    # the ranks that share what is multiplied, and which of "m", "n", "k" they have a part of each
+    collectives: Collectives | None = None
+    split = ""
     fprop_reads_x = wgrad_reads_x = reads_g = True
     casts_g = False
 
@@ -122,6 +139,22 @@ class Product:
         self.check_weights(operation, metas)
         for name, (_, n) in self.biases.items():
             want(operation, name, metas, (n,), self.dtype)
+
+    @property
+    def y_rows(self) -> int:
+        """Rows of the output: those of the input, but where ranks have parts of one of them."""
+        return self.m
+
+    def y_shape(self, x: Shape) -> Shape:
+        """Shape of the output for an input of the shape ``x``; ShapeError where ranks cannot split it."""
+        return *x[:-1], self.n
+
+    def share(self, ws: WorkingSet, operand: str, amax: ArrayView | None) -> None:
+        """Make amaxes those of all ranks, where these have parts of what they are of: "x", "w" or "g" as a
+        whole, or the lines of a GEMM's operand, "x_q" or another, along its contraction."""
+        if self.split and self.split in _DIMENSIONS[operand]:
+            assert self.collectives is not None and amax is not None
+            self.collectives.all_reduce(amax, "max", ws.stream, self.spec.label)
 
     @property
     def needs_rng(self) -> bool:

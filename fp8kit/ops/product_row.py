@@ -43,13 +43,14 @@ class RowProduct(QuantizedProduct):
         for side, views, source in zip((f"{operand}_q", f"{operand}_qt"), into, sides, strict=True):
             codes, scale_inv = map(views.get, self.names[side])
             if codes is not None and scale_inv is not None:
-                self._cast_rows(ws, operand, source, codes, scale_inv)
+                self._cast_rows(ws, side, source, codes, scale_inv)
 
     def _cast_rows(
         self, ws: WorkingSet, operand: str, x: ArrayView, codes: ArrayView, scale_inv: ArrayView
     ) -> None:
-        """Cast the rows of x, a matrix of any strides, each by its own scale."""
-        k, name, own = ws.kernels, f"{self.spec.prefix}{operand}_rows", self.quantizers[operand]
+        """Cast the rows of x, a matrix of any strides, each by its own scale: ``operand`` of a GEMM."""
+        source = operand[0]
+        k, name, own = ws.kernels, f"{self.spec.prefix}{source}_rows", self.quantizers[source]
         (rows, columns), (m, n), rule = codes.shape, x.shape, (own.format.max, own.power_2, own.epsilon)
         padded = ws.scratch[name].slice(0, 0, rows * columns).reshape(rows, columns)
         amax, scale = (ws.scratch[f"{name}_scales"].slice(0, start, rows) for start in (0, rows))
@@ -57,6 +58,7 @@ class RowProduct(QuantizedProduct):
             arrays.provider(codes.device).fill_zero(zeros, ws.stream)
         k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
         k.amax(padded, amax, (1, columns), ws.stream)
+        self.share(ws, operand, amax)
         k.scale_from_amax(amax, scale, scale_inv, *rule, float32.max, ws.stream)
         k.quantize(
             padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, 0, None, ws.stream

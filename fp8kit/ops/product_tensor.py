@@ -126,6 +126,7 @@ class TensorProduct(QuantizedProduct):
         cast = self._target(ws, operand, into)
         if self.cast_rules[operand][1] and not amax_known:
             ws.kernels.amax(x, cast.amax, x.shape, ws.stream)
+            self.share(ws, operand, cast.amax)
         space = None if dbias is None else ws.scratch["workspace"]
         ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
@@ -143,6 +144,8 @@ class TensorProduct(QuantizedProduct):
         for name in self.weights if self.cast_rules["w"][1] else ():
             part = ws.inputs[name]
             ws.kernels.amax(part, whole.amax, part.shape, ws.stream)
+        if self.cast_rules["w"][1]:
+            self.share(ws, "w", whole.amax)
         for name, (start, n) in self.weights.items():
             q, q_t = whole.q, whole.q_t
             if len(self.weights) > 1:

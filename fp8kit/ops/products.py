@@ -15,6 +15,7 @@ from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_modelled import ModelledProduct
+from fp8kit.ops.product_parallel import ParallelProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_row import RowProduct
 from fp8kit.ops.product_tensor import TensorProduct
@@ -141,6 +142,11 @@ def product_of(
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
     if spec.fp8 is not None and issubclass(kind, EmulatedProduct):
         _say_emulated(spec.fp8)
+    if spec.parallel is not None:
+        if spec.watch is not None or spec.input_cached:
+            got = "a rank's part of a weight"
+            raise UnsupportedError("inspect", "layer", got, "a layer without tensor parallelism")
+        return ParallelProduct(kind, spec, rows, dtype, needs_x, needs)
     if spec.watch is not None:
         kind = WATCHED[0](kind)
     return kind(spec, rows, dtype, needs_x, needs)

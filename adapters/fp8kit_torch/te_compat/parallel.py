@@ -1,5 +1,5 @@
-"""What programs ask about processes and checkpoints (``transformer_engine.pytorch.distributed``): answered
-for one process, refused for groups of several."""
+"""What programs ask about processes and checkpoints, and what they let processes do together
+(``transformer_engine.pytorch.distributed``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import current
+from fp8kit.collectives import Collectives
+from fp8kit.errors import ShapeError
+from fp8kit.layers.base import spec_object
+from fp8kit.ops.communicate import gather_rows, reduce_rows
+from fp8kit.spec import Operation
 from fp8kit_torch import recompute
-from fp8kit_torch.checks import module, of_one
+from fp8kit_torch.call import apply
+from fp8kit_torch.checks import module
+from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.layer import TorchLayer
+from fp8kit_torch.state import _stream
 from fp8kit_torch.te_compat.dtypes import UserBufferQuantizationMode
+from fp8kit_torch.views import as_view
 
 
 def get_distributed_world_size(group: Any = None) -> int:
@@ -32,44 +41,85 @@ def get_distributed_rank(group: Any = None) -> int:
 def gather_along_first_dim(
     inp: Tensor, process_group: Any, async_op: bool = False, quantizer: Any = None
 ) -> tuple[Tensor, None]:
-    """(``inp``, cast by ``quantizer`` where there is one, None): what one process gathers. UnsupportedError
-    for a group of several."""
-    of_one("gather_along_first_dim", "process_group", process_group)
-    return (inp if quantizer is None else quantizer(inp)), None
+    """(The ranks' ``inp`` one after the other along the first dimension, None: the call is on the stream when
+    this returns). With a ``quantizer`` the whole is cast once it is there, a ``QuantizedTensor``: the layers
+    themselves gather codes."""
+    ranks = _ranks("gather_along_first_dim", "process_group", process_group)
+    whole = inp if ranks is None else _gathered(inp, ranks)
+    return (whole if quantizer is None else quantizer(whole)), None
 
 
 def reduce_scatter_along_first_dim(inp: Tensor, tp_group: Any, async_op: bool = False) -> tuple[Tensor, None]:
-    """(``inp``, None): what is left to one process. UnsupportedError for a group of several."""
-    of_one("reduce_scatter_along_first_dim", "tp_group", tp_group)
-    return inp, None
+    """(This rank's part, along the first dimension, of the sum of the ranks' ``inp``, None). ShapeError where
+    they do not divide it."""
+    ranks = _ranks("reduce_scatter_along_first_dim", "tp_group", tp_group)
+    return (inp if ranks is None else _apply(reduce_rows, inp, ranks)), None
 
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, None]:
-    """(``inp``, None): the sum over one process. UnsupportedError for a group of several."""
-    of_one("allreduce", "tp_group", tp_group)
+    """(The sum of the ranks' ``inp``, in place, None); None: of all processes, where there are several."""
+    if tp_group is None and get_distributed_world_size() > 1:
+        tp_group = torch.distributed.group.WORLD
+    ranks = _ranks("allreduce", "tp_group", tp_group)
+    if ranks is not None:
+        whole = inp if inp.is_contiguous() else inp.contiguous()
+        view = as_view(whole.detach())
+        ranks.all_reduce(view, "sum", _stream(view.device), "allreduce")
+        if whole is not inp:
+            inp.copy_(whole)
     return inp, None
 
 
 def symmetric_all_reduce(
     inp: Tensor, tp_group: Any = None, async_op: bool = False, all_reduce_type: str = "multimem_all_reduce"
 ) -> tuple[Tensor, None]:
-    """(``inp``, None): the sum over one process. UnsupportedError for a group of several."""
-    of_one("symmetric_all_reduce", "tp_group", tp_group)
-    return inp, None
+    """``allreduce``: the same sums, by the process group's own algorithm."""
+    return allreduce(inp, tp_group, async_op)
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, tp_group: Any, new_buffer: bool = False) -> Tensor:
-    """``tensor`` flat, the one process's chunk; a copy with ``new_buffer``. UnsupportedError for a group of
-    several."""
-    of_one("split_tensor_into_1d_equal_chunks", "tp_group", tp_group)
+    """This rank's part of ``tensor``, flat; a copy with ``new_buffer``. ShapeError where ranks do not divide
+    it."""
+    ranks = _ranks("split_tensor_into_1d_equal_chunks", "tp_group", tp_group)
     flat = tensor.reshape(-1)
+    if ranks is not None:
+        if flat.numel() % ranks.size:
+            wanted = f"a number of elements that {ranks.size} divides"
+            raise ShapeError("split_tensor_into_1d_equal_chunks", "tensor", flat.numel(), wanted)
+        flat = flat.tensor_split(ranks.size)[ranks.rank]
     return flat.clone() if new_buffer else flat
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
-    """``tensor``, the only chunk. UnsupportedError for a group of several."""
-    of_one("gather_split_1d_tensor", "tp_group", tp_group)
-    return tensor
+    """The ranks' chunks one after the other, flat."""
+    ranks = _ranks("gather_split_1d_tensor", "tp_group", tp_group)
+    return tensor if ranks is None else _gathered(tensor.reshape(-1), ranks)
+
+
+def reduce_sequence_parallel_gradients(module: torch.nn.Module, tp_group: Any) -> None:
+    """Sum over the ranks the gradients that each has of its own rows alone: those of the parameters that are
+    marked ``sequence_parallel`` (norms, and biases behind a sum of the ranks). Call it after backward;
+    without it these parameters come apart. What Megatron does for the modules it knows."""
+    ranks = _ranks("reduce_sequence_parallel_gradients", "tp_group", tp_group)
+    for parameter in module.parameters() if ranks is not None else ():
+        if getattr(parameter, "sequence_parallel", False):
+            for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
+                if grad is not None:
+                    allreduce(grad, tp_group)
+
+
+def _ranks(operation: str, argument: str, group: Any) -> Collectives | None:
+    """What a group communicates by; None for a group of one, or none."""
+    found = ranks_of(operation, argument, group)
+    return None if found is None or found.size == 1 else found
+
+
+def _apply(operation: Operation, x: Tensor, ranks: Collectives) -> Tensor:
+    return apply(operation, spec_object("GroupSpec", ranks.name, operation.name), {"x": x})["y"]
+
+
+def _gathered(x: Tensor, ranks: Collectives) -> Tensor:
+    return _apply(gather_rows, x, ranks)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
@@ -192,6 +242,7 @@ __all__ = [
     "is_ub_initialized",
     "prepare_te_modules_for_fsdp",
     "reduce_scatter_along_first_dim",
+    "reduce_sequence_parallel_gradients",
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",

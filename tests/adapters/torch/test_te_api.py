@@ -292,7 +292,6 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
             for call in (
-                made.set_tensor_parallel_group,
                 lambda group: made.set_context_parallel_group(group, [0, 1], None),
                 lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group),
             ):

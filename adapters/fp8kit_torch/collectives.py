@@ -1,0 +1,133 @@
+"""``TorchCollectives``: a process group of ``torch.distributed`` as fp8kit's ``Collectives``.
+
+Calls are put on torch's current stream, which operations work on. Where one fails, because a process has
+ended, does not come within the group's timeout or calls something else, each process writes into the group's
+store what it was doing, reads what the others were, and raises one BackendError that says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8kit.arguments import shown
+from fp8kit.arrays import ArrayView
+from fp8kit.collectives import Collectives, Reduction, described, differing
+from fp8kit.errors import ArgumentError, BackendError
+from fp8kit_torch import torch_compat
+from fp8kit_torch.views import dtype_of
+
+_GRACE = 5.0  # seconds that processes which failed wait for what the others have to say
+_OPS = {"sum": "SUM", "max": "MAX"}
+_OF: weakref.WeakKeyDictionary[Any, TorchCollectives] = weakref.WeakKeyDictionary()
+
+
+class TorchCollectives(Collectives):
+    """``group``: a process group with this process. Use ``of``, which makes one for each group."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = weakref.ref(group)  # torch holds it until it is destroyed
+        self.calls = 0
+
+    @property
+    def group(self) -> Any:
+        """The process group. BackendError where it was destroyed."""
+        found = self._group()
+        if found is None:
+            raise BackendError("collectives", "group", "one that was destroyed", "a live process group")
+        return found
+
+    @classmethod
+    def of(cls, group: Any) -> TorchCollectives:
+        """That of a process group, the same one as long as something holds it."""
+        found = _OF.get(group)
+        if found is None:
+            found = _OF[group] = cls(group)
+        return found
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> TorchCollectives:
+        return self
+
+    @contextmanager
+    def _watch(self, what: str) -> Iterator[None]:
+        self.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._diagnosed(f"in call {self.calls}, {what}", error) from error
+
+    def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
+        return self._watch(described(operation, x, label))
+
+    def _diagnosed(self, own: str, error: RuntimeError) -> BackendError:
+        """The error of all processes, of what each wrote into the store."""
+        said = {self.rank: own}
+        try:
+            store = torch_compat.store_of(self.group)
+            store.set(self._key(self.rank), own)
+            end = time.monotonic() + _GRACE
+            while len(said) < self.size and time.monotonic() < end:
+                for rank in range(self.size):
+                    if rank not in said and store.check([self._key(rank)]):
+                        said[rank] = store.get(self._key(rank)).decode()
+                time.sleep(0.05)
+        except RuntimeError:  # the process that keeps the store has ended
+            said.setdefault(-1, "")
+        got = f"{differing(said, self.size)} ({str(error).splitlines()[0][:200]})"
+        return BackendError(
+            "collectives", f"rank {self.rank} of {self.size}", got, "the same call of all ranks"
+        )
+
+    def _key(self, rank: int) -> str:
+        return f"fp8kit_failed/{self.calls}/{rank}"
+
+    def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
+        dist.all_reduce(tensor_of(x), getattr(dist.ReduceOp, _OPS[op]), self.group)
+
+    def _all_gather(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        torch_compat.all_gather_single(tensor_of(target), tensor_of(source), group=self.group)
+
+    def _reduce_scatter(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        torch_compat.reduce_scatter_single(tensor_of(target), tensor_of(source), group=self.group)
+
+    def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        dist.all_to_all_single(tensor_of(target), tensor_of(source), group=self.group)
+
+
+def tensor_of(view: ArrayView) -> Tensor:
+    """The memory of a C-contiguous view as a flat tensor, with no copy; FP8 codes as uint8. The caller keeps
+    the memory."""
+    dtype = dtype_of(view.dtype)
+    if view.device.kind == "cpu":
+        memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ptr)
+        return torch.frombuffer(memory, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+    flat = view.reshape(view.size)
+    return torch.from_dlpack(flat)
+
+
+def is_group(value: object) -> bool:
+    """Whether it is a process group of ``torch.distributed``."""
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)
+
+
+def ranks_of(operation: str, argument: str, group: Any) -> Collectives | None:
+    """What a process group, or a ``Collectives`` itself, communicates by; None for None. ArgumentError for
+    what is neither, and for a group without this process."""
+    if group is None or isinstance(group, Collectives):
+        return group
+    if not is_group(group) or dist.get_world_size(group) < 1:
+        wanted = "None or a process group of torch.distributed with this process"
+        raise ArgumentError(operation, argument, shown(group), wanted)
+    return TorchCollectives.of(group)
+
+
+__all__ = ["TorchCollectives", "is_group", "ranks_of", "tensor_of"]

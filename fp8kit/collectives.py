@@ -1,0 +1,256 @@
+"""Collectives: what the ranks of a group do together, on raw buffers, in the order of a stream.
+
+A frontend registers what its ranks communicate by (process groups of torch.distributed, NCCL, threads); specs
+know it by name, and a plan finds it there. Sums are made in high precision alone: FP8 codes travel as bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8kit.arguments import choice, integer
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import ArgumentError, BackendError
+
+Reduction = Literal["sum", "max"]
+_NAMES = itertools.count(1)
+_KNOWN: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
+
+
+class Collectives:
+    """What one rank calls; every rank of the group makes the same calls in the same order.
+
+    ``rank`` of ``size`` ranks. ``name``: this process's (or thread's) own name of the group, by which specs
+    find it as long as the object lives. Views are C-contiguous and on one device; calls are put on
+    ``stream`` and may return before they are done. BackendError where a rank fails, hangs, or calls something
+    else: it names the ranks, what each did last, and for which layer (``label``).
+
+    A backend derives from this and gives the four methods whose names begin with "_".
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        integer("Collectives", "size", size, 1, 2**31 - 1)
+        integer("Collectives", "rank", rank, 0, size - 1)
+        self.rank, self.size = rank, size
+        self.name = f"group {next(_NAMES)}: rank {rank} of {size}"
+        _KNOWN[self.name] = self
+
+    def all_reduce(self, x: ArrayView, op: Reduction, stream: int, label: str = "") -> None:
+        """x = the sum, or the largest, over the ranks of their x, in place. Each rank gets the same bits."""
+        choice("all_reduce", "op", op, ("sum", "max"), ArgumentError)
+        if self.size > 1:
+            with self._call(f"all_reduce {op}", x, label):
+                self._all_reduce(x, op, stream)
+
+    def all_gather(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
+        """``target`` = the ranks' sources, one after the other: ``size`` times as many elements."""
+        self._want_parts("all_gather", target, source)
+        with self._call("all_gather", source, label):
+            self._all_gather(source, target, stream)
+
+    def reduce_scatter(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
+        """``target`` = this rank's part of the sum over the ranks of their ``source``, which has ``size``
+        times as many elements."""
+        self._want_parts("reduce_scatter", source, target)
+        with self._call("reduce_scatter", source, label):
+            self._reduce_scatter(source, target, stream)
+
+    def all_to_all(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
+        """``target``'s part i of ``size`` equal ones = part ``rank`` of rank i's ``source``."""
+        if source.size != target.size or source.size % self.size:
+            got, wanted = f"{source.size} and {target.size} elements", f"as many, a multiple of {self.size}"
+            raise ArgumentError("all_to_all", "source, target", got, wanted)
+        with self._call("all_to_all", source, label):
+            self._all_to_all(source, target, stream)
+
+    def _want_parts(self, operation: str, whole: ArrayView, part: ArrayView) -> None:
+        if whole.size != self.size * part.size or whole.dtype is not part.dtype:
+            got = f"{whole.size} elements of {whole.dtype.name}, parts of {part.size} of {part.dtype.name}"
+            wanted = f"{self.size} parts of one dtype"
+            raise ArgumentError(operation, "source, target", got, wanted)
+
+    # --- what a backend gives -------------------------------------------------------------------------------
+
+    def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
+        """Around a call: makes a failure of it a BackendError that names the ranks."""
+        return nullcontext()
+
+    def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
+        raise NotImplementedError
+
+    def _all_gather(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        raise NotImplementedError
+
+    def _reduce_scatter(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        raise NotImplementedError
+
+    def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        raise NotImplementedError
+
+
+def named(name: str) -> Collectives:
+    """The group of that name; ArgumentError where it has gone."""
+    found = _KNOWN.get(name)
+    if found is None:
+        raise ArgumentError("collectives", "group", repr(name), "a group of this process that is alive")
+    return found
+
+
+def described(operation: str, x: ArrayView, label: str) -> str:
+    """A call in words, for errors."""
+    return f"{operation} of {x.dtype.name} {x.shape}{f' in {label}' if label else ''}"
+
+
+def differing(said: dict[int, str], size: int) -> str:
+    """What the ranks did last, those that did the same together; ranks that said nothing hang or are gone."""
+    groups: dict[str, list[int]] = {}
+    for rank in range(size):
+        groups.setdefault(said.get(rank, "nothing: it hangs or has ended"), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in groups.items())
+
+
+# --- threads as ranks ---------------------------------------------------------------------------------------
+
+
+class FakeCollectives:
+    """``size`` ranks as threads of this process, on the CPU: for tests, and to try what many ranks compute.
+
+    ``run(function)`` calls ``function(collectives)`` once for each rank and returns the results in their
+    order. Sums are made in float32 (float64 for float64), rank by rank, and rounded once. Where a rank
+    raises, calls something else than the others, or does not come within ``timeout`` seconds, all others end
+    too, and ``run`` raises one error.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        integer("FakeCollectives", "size", size, 1, 1024)
+        self.size, self.timeout = size, timeout
+        self._barrier = threading.Barrier(size)
+        self._posted: list[tuple[str, Any]] = [("", None)] * size
+        self.ranks = [_Thread(self, rank) for rank in range(size)]
+
+    def run(self, function: Callable[[Collectives], Any]) -> list[Any]:
+        """The results of ``function`` of each rank. Raises what the first rank that failed of itself
+        raised."""
+        results: list[Any] = [None] * self.size
+        errors: dict[int, BaseException] = {}
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(self.ranks[rank])
+            except BaseException as error:  # handed to the caller of run
+                errors[rank] = error
+                self._barrier.abort()
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._barrier.reset()
+        self._posted = [("", None)] * self.size
+        own = [error for error in errors.values() if not isinstance(error, _Ended)]
+        for error in own or list(errors.values()):
+            raise error
+        return results
+
+    def exchange(self, rank: int, what: str, array: Any) -> list[Any]:
+        """What every rank posted, by rank; BackendError where one posted another thing or none."""
+        self._posted[rank] = what, array
+        self._wait(rank, what)
+        posted = list(self._posted)
+        if any(other != what for other, _ in posted):
+            said = {i: f"in {other}" for i, (other, _) in enumerate(posted)}
+            self._wait(rank, what)
+            raise BackendError("collectives", "ranks", differing(said, self.size), "the same call of all")
+        return [own for _, own in posted]
+
+    def done(self, rank: int) -> None:
+        """Wait until every rank has read what was posted."""
+        self._wait(rank, self._posted[rank][0])
+
+    def _wait(self, rank: int, what: str) -> None:
+        try:
+            self._barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            said = {i: f"in {other}" for i, (other, _) in enumerate(self._posted) if other}
+            got = differing(said, self.size)
+            raise _Ended("collectives", f"rank {rank}, {what}", got, "all ranks") from None
+
+
+class _Ended(BackendError):
+    """A rank was ended because another one failed or did not come."""
+
+
+class _Thread(Collectives):
+    """One of ``FakeCollectives``' ranks."""
+
+    def __init__(self, group: FakeCollectives, rank: int) -> None:
+        super().__init__(rank, group.size)
+        self._group = group
+        self._what = ""
+
+    def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
+        self._what = described(operation, x, label)
+        return nullcontext()
+
+    def _posted(self, x: ArrayView) -> list[Any]:
+        if x.device.kind != "cpu":
+            raise BackendError("FakeCollectives", "x", f"device {x.device}", "the CPU")
+        return self._group.exchange(self.rank, self._what, x.numpy())
+
+    def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
+        made = _reduced(self._posted(x), op)
+        self._group.done(self.rank)
+        x.numpy()[...] = made
+
+    def _all_gather(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        out = target.numpy().reshape(self.size, -1)
+        for i, part in enumerate(self._posted(source)):
+            out[i] = part.reshape(-1)
+        self._group.done(self.rank)
+
+    def _reduce_scatter(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        parts = [part.reshape(self.size, -1)[self.rank] for part in self._posted(source)]
+        target.numpy().reshape(-1)[...] = _reduced(parts, "sum")
+        self._group.done(self.rank)
+
+    def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        out = target.numpy().reshape(self.size, -1)
+        for i, part in enumerate(self._posted(source)):
+            out[i] = part.reshape(self.size, -1)[self.rank]
+        self._group.done(self.rank)
+
+
+def _reduced(parts: list[Any], op: Reduction) -> Any:
+    """The sum or the largest of arrays, in the order of the ranks, rounded once. NaN wins a maximum."""
+    wide = np.float64 if parts[0].dtype == np.float64 else np.float32
+    out = parts[0].astype(wide)
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            out = out + part.astype(wide) if op == "sum" else np.maximum(out, part.astype(wide))
+        return out.astype(parts[0].dtype)
+
+
+def share(total: int, size: int, operation: str, name: str) -> int:
+    """``total`` / ``size``; ArgumentError where it does not divide."""
+    if total % size:
+        raise ArgumentError(operation, name, total, f"a multiple of {size}, the number of ranks")
+    return total // size
+
+
+def flat(x: ArrayView) -> ArrayView:
+    """The same elements as one dimension."""
+    return x.reshape(math.prod(x.shape))
+
+
+__all__ = ["Collectives", "FakeCollectives", "Reduction", "described", "differing", "flat", "named", "share"]

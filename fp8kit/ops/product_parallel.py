@@ -1,0 +1,335 @@
+"""Products of one rank's part of a weight (tensor and sequence parallelism; Shoeybi et al. 2019,
+arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198). Of P ranks each has ::
+
+    "column"  W (N / P, K)   y (M, N / P) = x W^T          dx = sum over ranks of g W
+    "row"     W (N, K / P)   y = sum over ranks of x W^T   dx (M, K / P) = g W
+
+With ``sequence`` a column's x and dx, and a row's y and g, have M / P rows: x and g are gathered, dx and y
+are sums of which each rank gets its rows.
+
+Ranks share an amax before the cast that it is for, so that they cast as one rank with the whole tensor would.
+What is gathered is cast first, and its codes travel; in high precision it travels where a recipe's casts are
+emulated, where the part's codes would be padded, and for GEMMs that read it in high precision. Sums are made
+in the layer's dtype. Of a gathered input each rank keeps its part, and gathers it once more for wgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from fp8kit import collectives, slowness
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.protocol import Cast
+from fp8kit.errors import ShapeError
+from fp8kit.formats import DType
+from fp8kit.ops.product import Product, ProductSpec
+from fp8kit.ops.product_quantized import ALIGN, QuantizedProduct
+from fp8kit.spec import Meta, Metas, WorkingSet
+
+Arrays = dict[str, Meta]
+
+
+class ParallelProduct(Product):
+    """``Product`` of a spec that is ``parallel``. ``inner``: the products that run here, with all rows;
+    ``part``: those of which this rank casts its rows of x or g, None where nothing is gathered in codes.
+    ``m``: rows of x, as everywhere."""
+
+    def __init__(
+        self,
+        kind: type[Product],
+        spec: ProductSpec,
+        rows: int,
+        dtype: DType,
+        needs_x: bool,
+        needs: Collection[str],
+    ) -> None:
+        super().__init__(spec, rows, dtype, needs_x, needs)
+        self.collectives = comm = collectives.named(spec.group)
+        ranks, self.column = comm.size, spec.parallel == "column"
+        self.gathers_x, self.gathers_g = spec.sequence and self.column, spec.sequence and not self.column
+        self.whole_rows = rows * ranks if self.gathers_x else rows
+        self.part_rows = rows if self.gathers_x else rows // ranks
+        plain = replace(spec, parallel=None, group="", sequence=False)
+        if not self.column and spec.bias == "add" and comm.rank:
+            plain = replace(plain, bias="deferred")  # the sum has the bias once
+        how = dtype, needs_x, needs
+        self.inner = self._made(kind, plain, self.whole_rows, how, "n" if self.column else "k")
+        self.part: Any = None
+        self.whole_wgrad = self.inner.whole_wgrad
+        if spec.sequence and isinstance(self.inner, QuantizedProduct):
+            part = self._made(kind, plain, self.part_rows, how, "m")
+            self.part = part if self._fits(part) else None
+        self.fprop_reads_x = self.inner.fprop_reads_x or (self.gathers_x and self.part is None)
+        self.wgrad_reads_x, self.casts_g = self.inner.wgrad_reads_x, self.inner.casts_g
+        self.reads_g = self.inner.reads_g or (self.gathers_g and self.part is None)
+        # a kernel may write codes where nothing has to be shared or gathered between
+        self.fuses_cast = self.scales_known and self.inner.fuses_cast
+
+    def _made(self, kind: type[Product], spec: ProductSpec, rows: int, how: Any, split: str) -> Product:
+        made = kind(spec, rows, *how)
+        made.collectives, made.split = self.collectives, split
+        return made
+
+    def _fits(self, part: Any) -> bool:
+        """Whether the codes of the ranks' parts are those of the whole, one beside the other."""
+        inner: Any = self.inner
+        if self.gathers_x and (inner.plain & {"fprop", "wgrad"} or inner.decoded):
+            return False
+        if self.gathers_g and self.inner.reads_g:
+            return False
+        names = ("x_q", "x_qt") if self.gathers_x else ("g_q", "g_qt")
+        ranks = self.collectives.size  # type: ignore[union-attr]
+        grain = max(ALIGN, *(max(inner.operands[name][2].tile) for name in names if name in inner.operands))
+        whole, parts = inner._metas(*names), part._metas(*names)
+        fits: bool = self.part_rows % grain == 0
+        for name, meta in whole.items():
+            along = _along(parts[name].shape, meta.shape)
+            fits = fits and (along is None or parts[name].shape[along] * ranks == meta.shape[along])
+        if not fits:
+            slowness.say(
+                f"{self.part_rows} rows of a rank are no multiple of what codes are stored in",
+                "a sequence-parallel input is gathered in high precision, twice the bytes of FP8",
+                f"take a number of rows of each rank that is a multiple of {max(grain, 128)}",
+            )
+        return fits
+
+    # --- what there is --------------------------------------------------------------------------------------
+
+    @property
+    def y_rows(self) -> int:
+        return self.whole_rows if self.column else self.part_rows
+
+    def y_shape(self, x: Shape) -> Shape:
+        if not self.spec.sequence:
+            return *x[:-1], self.n
+        ranks = self.collectives.size  # type: ignore[union-attr]
+        if len(x) < 2 or (self.gathers_g and x[0] % ranks):
+            wanted = f"a first dimension, the sequence's, that {ranks} ranks divide"
+            raise ShapeError("linear", "x", f"shape {x}", wanted)
+        first = x[0] * ranks if self.gathers_x else x[0] // ranks
+        return first, *x[1:-1], self.n
+
+    @property
+    def scales_known(self) -> bool:
+        return self.inner.scales_known and not self.spec.sequence
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.inner.needs_rng
+
+    def takes_amax(self, operand: str) -> bool:
+        gathered = self.part is None and (self.gathers_x if operand == "x" else self.gathers_g)
+        return self.inner.takes_amax(operand) and not gathered
+
+    def check(self, operation: str, metas: Metas) -> None:
+        self.inner.check(operation, metas)
+
+    def check_weights(self, operation: str, metas: Metas) -> None:
+        self.inner.check_weights(operation, metas)
+
+    def outputs(self) -> Arrays:
+        return self.inner.outputs()
+
+    def scalars(self) -> dict[str, str]:
+        return self.inner.scalars()
+
+    def weight_outputs(self) -> Arrays:
+        return self.inner.weight_outputs()
+
+    def saved(self) -> Arrays:
+        return self.part.saved() if self.gathers_x and self.part is not None else self.inner.saved()
+
+    def kept(self) -> tuple[str, ...]:
+        return self.inner.kept()
+
+    def weight_names(self) -> tuple[str, ...]:
+        return self.inner.weight_names()
+
+    def grads(self) -> Arrays:
+        return self.inner.grads()
+
+    def backward_inputs(self) -> Arrays:
+        return self.inner.backward_inputs()
+
+    def scratch(self) -> Arrays:
+        own = self.inner.scratch()
+        if self.gathers_x:
+            own |= self._gathering("x_q") if self.part is not None else self._high("x")
+        if self.gathers_g:
+            own[self._own("sums")] = Meta((self.whole_rows, self.n), self.dtype)
+        return own
+
+    def cast_scratch(self) -> Arrays:
+        return self.inner.cast_scratch()
+
+    def backward_scratch(self) -> Arrays:
+        own = self.inner.backward_scratch()
+        if self.gathers_x:
+            if self.needs_x:
+                own[self._own("sums")] = Meta((self.whole_rows, self.k), self.dtype)
+            if self.needs_w and self.part is not None:
+                whole = self.inner._metas("x_qt")  # type: ignore[attr-defined]
+                own |= {self._own(f"{name}_whole"): whole[name] for name in self._moving("x_qt")}
+                own |= self._gathering("x_qt")
+            elif self.needs_w and self.inner.wgrad_reads_x:
+                own |= self._high("x")
+        if self.gathers_g and self.part is not None:
+            for operand, wanted in (("g_q", self.needs_x), ("g_qt", self.needs_w)):
+                own |= self._gathering(operand) if wanted else {}
+        elif self.gathers_g:
+            own |= self._high("g")
+        return own
+
+    def workspace(self, k: Any) -> int:
+        return max(self.inner.workspace(k), 0 if self.part is None else self.part.workspace(k))
+
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def x_cast(self, ws: WorkingSet) -> Cast:
+        return self.inner.x_cast(ws)
+
+    def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
+        if not self.gathers_x:
+            if amax_known:
+                self.inner.share(ws, "x", ws.outputs[f"{self.spec.prefix}x_amax"])
+            self.inner.cast_x(ws, x, amax_known)
+        elif self.part is None:
+            self.inner.cast_x(ws, self._gather_high(ws, "x", x))
+        else:
+            if amax_known:
+                self.part.share(ws, "x", ws.outputs[f"{self.spec.prefix}x_amax"])
+            self.part.cast_x(self._parts(ws, "x_q"), x, amax_known)
+            self._gather(ws, "x_q", ws.scratch)
+
+    def cast_weight(self, ws: WorkingSet) -> None:
+        self.inner.cast_weight(ws)
+
+    def measure_weight(self, ws: WorkingSet) -> None:
+        self.inner.measure_weight(ws)
+
+    def fprop(
+        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+    ) -> None:
+        comm: Any = self.collectives
+        if self.gathers_x and self.part is None:
+            x = ws.scratch[self._own("x")]
+        if self.column:
+            self.inner.fprop(ws, x, y, addend)
+            return
+        out = ws.scratch[self._own("sums")] if self.gathers_g else y
+        self.inner.fprop(ws, x, out)
+        if self.gathers_g:
+            comm.reduce_scatter(out, y, ws.stream, self.spec.label)
+        else:
+            comm.all_reduce(y, "sum", ws.stream, self.spec.label)
+        if addend is not None:
+            ws.kernels.add(y, addend, y, ws.stream)
+
+    def save_weight(self, ws: WorkingSet) -> None:
+        self.inner.save_weight(ws)
+
+    # --- backward -------------------------------------------------------------------------------------------
+
+    def g_cast(self, ws: WorkingSet) -> Cast:
+        return self.inner.g_cast(ws)
+
+    def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
+        if not self.gathers_g:
+            if amax_known:
+                self.inner.share(ws, "g", ws.outputs[f"{self.spec.prefix}g_amax"])
+            self.inner.cast_g(ws, g, with_bias, amax_known)
+        elif self.part is None:
+            if with_bias and self.needs_b:  # of the rank's rows: whoever reduces gradients adds them
+                Product.cast_g(self, ws, g)
+            self.inner.cast_g(ws, self._gather_high(ws, "g", g), with_bias=False)
+        else:
+            wanted = [name for name, own in (("g_q", self.needs_x), ("g_qt", self.needs_w)) if own]
+            self.part.cast_g(self._parts(ws, *wanted), g, with_bias, amax_known)
+            for operand in wanted:
+                self._gather(ws, operand, ws.scratch)
+
+    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+        comm: Any = self.collectives
+        out = ws.scratch[self._own("sums")] if self.gathers_x else dx
+        self.inner.dgrad(ws, self._whole_g(ws, g), out)
+        if self.gathers_x:
+            comm.reduce_scatter(out, dx, ws.stream, self.spec.label)
+        elif self.column:
+            comm.all_reduce(dx, "sum", ws.stream, self.spec.label)
+
+    def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        if self.gathers_x and self.part is not None:
+            moved = {name: ws.scratch[self._own(f"{name}_whole")] for name in self._moving("x_qt")}
+            for name, meta in self._moving("x_qt").items():
+                self._gather_array(ws, name, meta, ws.saved[name], moved[name])
+            ws = ws._replace(saved={**ws.saved, **moved})
+        elif self.gathers_x and self.inner.wgrad_reads_x:
+            assert x is not None
+            x = self._gather_high(ws, "x", x)
+        self.inner.wgrad(ws, self._whole_g(ws, g), x)
+
+    def _whole_g(self, ws: WorkingSet, g: ArrayView | None) -> ArrayView | None:
+        return ws.scratch[self._own("g")] if self.gathers_g and self.part is None else g
+
+    # --- gathering ------------------------------------------------------------------------------------------
+
+    def _own(self, name: str) -> str:
+        return f"{self.spec.prefix}parallel_{name}"
+
+    def _high(self, operand: str) -> Arrays:
+        """Where x or g is gathered in high precision."""
+        columns = self.k if operand == "x" else self.n
+        return {self._own(operand): Meta((self.whole_rows, columns), self.dtype)}
+
+    def _gather_high(self, ws: WorkingSet, operand: str, x: ArrayView) -> ArrayView:
+        whole: ArrayView = ws.scratch[self._own(operand)]
+        self.collectives.all_gather(x, whole, ws.stream, self.spec.label)  # type: ignore[union-attr]
+        return whole
+
+    def _moving(self, operand: str) -> Arrays:
+        """The arrays of an operand of which each rank has a part, as the rank has them."""
+        whole = self.inner._metas(operand)  # type: ignore[attr-defined]
+        return {n: meta for n, meta in self.part._metas(operand).items() if meta.shape != whole[n].shape}
+
+    def _gathering(self, operand: str) -> Arrays:
+        """The parts of an operand that are made for one pass, and where parts are gathered that do not lie
+        one after the other in the whole."""
+        whole = self.inner._metas(operand)  # type: ignore[attr-defined]
+        own: Arrays = {}
+        for name, meta in self._moving(operand).items():
+            if operand != "x_qt":
+                own[self._own(name)] = meta
+            if _along(meta.shape, whole[name].shape):
+                ranks = self.collectives.size  # type: ignore[union-attr]
+                own[self._own(f"{name}_gathered")] = Meta((ranks, *meta.shape), meta.dtype)
+        return own
+
+    def _parts(self, ws: WorkingSet, *operands: str) -> WorkingSet:
+        """What a cast of this rank's rows works on."""
+        moved = {name: ws.scratch[self._own(name)] for operand in operands for name in self._moving(operand)}
+        return ws._replace(scratch={**ws.scratch, **moved})
+
+    def _gather(self, ws: WorkingSet, operand: str, into: Any) -> None:
+        """The whole operand of the ranks' parts."""
+        for name, meta in self._moving(operand).items():
+            self._gather_array(ws, name, meta, ws.scratch[self._own(name)], into[name])
+
+    def _gather_array(self, ws: WorkingSet, name: str, meta: Meta, part: ArrayView, whole: ArrayView) -> None:
+        comm: Any = self.collectives
+        along = _along(meta.shape, whole.shape)
+        if not along:
+            comm.all_gather(part, whole, ws.stream, self.spec.label)
+            return
+        gathered = ws.scratch[self._own(f"{name}_gathered")]
+        comm.all_gather(part, gathered, ws.stream, self.spec.label)
+        width = meta.shape[along]
+        for rank in range(comm.size):
+            one = gathered.slice(0, rank, 1).reshape(*meta.shape)
+            ws.kernels.copy(one, whole.slice(along, rank * width, width), ws.stream)
+
+
+def _along(part: Shape, whole: Shape) -> int | None:
+    """The dimension in which a part is smaller; None where it is not."""
+    return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)

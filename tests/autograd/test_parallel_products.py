@@ -1,0 +1,180 @@
+"""Products of ranks' parts of a weight are those of one rank with the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit.autograd import apply
+from fp8kit.collectives import FakeCollectives
+from fp8kit.errors import ArgumentError, BackendError, ShapeError
+from fp8kit.ops.linear import LinearSpec, linear, weight_cast
+from fp8kit.ops.product import ProductSpec
+from fp8kit.recipes import NAMED
+from fp8kit.testing.compare import assert_same_bits
+from tests.support.ranks import LAYOUTS, Operands, alone, part, together
+
+# every rule of a scale that ranks share, or need not; the rest in make test-combinations
+USUAL = ("current", "rowwise", "block", "nvfp4_rows", "moss")
+STATELESS = {n: e.recipe.quantization for n, e in NAMED.items() if e.recipe.history is None}
+OWN = Operands(256, 256, 256)
+
+
+def terms(own):
+    """Sums of the magnitudes that y, dx, dW and db are sums of."""
+    x, w, g = np.abs(own.x), np.abs(own.w), np.abs(own.g)
+    return [x @ w.T + np.abs(own.b), g @ w, g.T @ x, g.sum(0)]
+
+
+def check(fp8, own, size):
+    """The same codes and scales: what is left is float32's sums in another order. A code that differed would
+    show by 2^-4 of its term."""
+    wanted = alone(fp8, own)
+    for mode, sequence in LAYOUTS:
+        for got, value, most in zip(
+            together(fp8, own, size, mode, sequence), wanted, terms(own), strict=True
+        ):
+            assert got.shape == value.shape
+            # a sum of k float32 products, each at most twice its operands' after the casts' rounding up
+            assert (np.abs(got - value) <= 256 * 2.0**-24 * 2 * most).all(), (mode, sequence)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.combinations)
+        for name, fp8 in STATELESS.items()
+        if not fp8.needs_rng
+    ],
+)
+def test_two_ranks_multiply_what_one_does(recipe):
+    check(STATELESS[recipe], OWN, 2)
+
+
+def test_high_precision():
+    check(None, OWN, 2)
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("block", marks=pytest.mark.combinations)])
+def test_four_ranks_multiply_what_one_does(recipe):
+    check(STATELESS[recipe], Operands(512, 512, 512), 4)
+
+
+def test_rows_that_codes_are_not_stored_in_are_gathered_in_high_precision(caplog):
+    check(STATELESS["rowwise"], Operands(24, 256, 256), 2)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("recipe", [name for name, fp8 in STATELESS.items() if fp8.needs_rng])
+def test_random_casts_err_no_more_than_those_of_one_rank(recipe):
+    """Draws belong to places in a rank's part, so that codes are others: two independent roundings differ by
+    at most twice the error of one, in the 2-norm."""
+    fp8, exact = STATELESS[recipe], alone(None, OWN)
+    one = alone(fp8, OWN)
+    for mode, sequence in LAYOUTS:
+        for got, value, true in zip(together(fp8, OWN, 2, mode, sequence), one, exact, strict=True):
+            error = np.linalg.norm(value - true)
+            assert np.linalg.norm(got - value) <= 2 * error + 1e-5 * np.linalg.norm(true), (mode, sequence)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_codes_of_a_weights_parts_are_those_of_the_whole(recipe, mode):
+    fp8, dim = STATELESS[recipe], 0 if mode == "column" else 1
+
+    def cast(spec, weight):
+        made = apply(weight_cast, LinearSpec(spec), {"weight0": fk.tensor(weight, device="cpu")})
+        return {name: made[name].numpy() for name in ("w_q", "w_qt")}
+
+    whole = cast(ProductSpec(256, (256,), fp8=fp8), OWN.w)
+
+    def rank(ranks):
+        sizes = (256, (128,)) if mode == "column" else (128, (256,))
+        spec = ProductSpec(*sizes, fp8=fp8, parallel=mode, group=ranks.name)
+        return cast(spec, part(OWN.w, dim, ranks))
+
+    for name, along in (("w_q", dim), ("w_qt", 1 - dim)):
+        parts = FakeCollectives(2).run(lambda ranks: rank(ranks)[name])  # noqa: B023
+        assert_same_bits(name, np.concatenate(parts, along), whole[name])
+
+
+def test_gathered_codes_are_half_the_bytes_of_bfloat16():
+    """What moves for y of a column's x, sequence-parallel, under current scaling: its codes, and an amax."""
+    moved = {}
+
+    def rank(ranks):
+        sizes = []
+        known = ranks._all_gather
+        ranks._all_gather = lambda source, target, stream: (
+            sizes.append(source.nbytes),
+            known(source, target, stream),
+        )
+        how = {"parallel": "column", "group": ranks.name, "sequence": True, "bias": "none"}
+        spec = ProductSpec(256, (128,), fp8=STATELESS["current"], **how)
+        x, w = (fk.tensor(part(a, 0, ranks), dtype="bfloat16", device="cpu") for a in (OWN.x, OWN.w))
+        with fk.no_grad():
+            apply(linear, LinearSpec(spec), {"x": x, "weight0": w})
+        moved[ranks.rank] = sizes
+
+    FakeCollectives(2).run(rank)
+    assert moved == {0: [128 * 256], 1: [128 * 256]}
+
+
+# --- failures -----------------------------------------------------------------------------------------------
+
+
+def parallel(ranks, **more):
+    return LinearSpec(ProductSpec(16, (16,), bias="none", parallel="row", group=ranks.name, **more))
+
+
+def test_ranks_with_other_shapes_all_end_with_one_message():
+    """It names who did what, and for which layer."""
+
+    def rank(ranks):
+        x = fk.tensor(np.ones((16 + 16 * (ranks.rank == 2), 16), np.float32), device="cpu")
+        apply(linear, parallel(ranks, label="Linear fc2"), {"x": x, "weight0": weight()})
+
+    with pytest.raises(BackendError) as caught:
+        FakeCollectives(4, timeout=20).run(rank)
+    text = str(caught.value)
+    assert "rank 0, 1, 3: in all_reduce sum of float32 (16, 16) in Linear fc2" in text
+    assert "rank 2: in all_reduce sum of float32 (32, 16) in Linear fc2" in text
+
+
+def weight():
+    return fk.tensor(np.ones((16, 16), np.float32), device="cpu")
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def rank(ranks):
+        if ranks.rank == 1:
+            raise KeyError("mine")
+        x = fk.tensor(np.ones((16, 16), np.float32), device="cpu")
+        apply(linear, parallel(ranks), {"x": x, "weight0": weight()})
+
+    with pytest.raises(KeyError, match="mine"):
+        FakeCollectives(2, timeout=20).run(rank)
+
+
+def test_a_rank_that_hangs_is_named():
+    def rank(ranks):
+        if ranks.rank:
+            x = fk.tensor(np.ones((16, 16), np.float32), device="cpu")
+            apply(linear, parallel(ranks), {"x": x, "weight0": weight()})
+
+    with pytest.raises(BackendError, match=r"rank 0: nothing: it hangs or has ended"):
+        FakeCollectives(2, timeout=0.2).run(rank)
+
+
+def test_what_ranks_cannot_split_is_refused():
+    def rank(ranks):
+        spec = parallel(ranks, sequence=True)
+        x = fk.tensor(np.ones((15, 16), np.float32), device="cpu")
+        with pytest.raises(ShapeError, match="a first dimension, the sequence's, that 2 ranks divide"):
+            apply(linear, spec, {"x": x, "weight0": weight()})
+
+    FakeCollectives(2).run(rank)
+    x = fk.tensor(np.ones((16, 16), np.float32), device="cpu")
+    with pytest.raises(ArgumentError, match="a group of this process that is alive"):
+        apply(linear, LinearSpec(ProductSpec(16, (16,), parallel="row", group="none")), {"x": x})
