@@ -36,7 +36,8 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not hasattr(cls, "layer_name"):  # a class of a user's own
+        own = cls.__module__.partition(".")[0] != "fp8kit_torch"  # a user's
+        if own and not hasattr(cls, "layer_name"):
             cls.layer_name = cls.__name__
 
     def __init__(self) -> None:
