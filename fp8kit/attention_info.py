@@ -220,7 +220,7 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         usable, _ = dispatch.candidates("attention_fwd", device)
         if not usable or usable[0].engine != "cuda":
             return _implementations(device)
-    if about.spec.packed and _lies(about, spec):
+    if about.spec.packed and _lies(about):
         how = "which reads and writes the sequences where they lie"
         none = f"no usable CUDA device; on one flash would be asked, {how}"
         word, why = ("missing", none) if device is None else ("runs", f"flash, {how}")
@@ -243,16 +243,12 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
     return rows
 
 
-def _lies(about: Question, spec: AttentionSpec) -> bool:
+def _lies(about: Question) -> bool:
     """Whether packed sequences, all of the longest length, are read and written where they lie."""
-    from fp8kit.backends.cuda.packed_attention import packed_attention_workspace
+    from fp8kit.backends.cuda.packed_attention import in_place
 
     q, k, v = ((shape[0] * shape[1], *shape[2:]) for shape in (about.q, about.k, about.v))
-    sizes = about.q[0], about.q[1], about.k[1]
-    return all(
-        packed_attention_workspace(q, k, v, sizes, about.dtype, spec, backward, ())
-        for backward in (False, True)
-    )
+    return in_place(q, k, v, (about.q[0], about.q[1], about.k[1]), about.dtype, about.spec)
 
 
 def _fp8(

@@ -5,9 +5,8 @@ Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped qu
 2023; the gradients recompute the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022,
 appendix B).
 
-Sequences that lie one after the other ("thd") are read and written where they lie, by engines that can
-(``fp8kit.ops.attention_packed``). Others know padded batches only: sequences are unpacked before and packed
-after them.
+Sequences that lie one after the other ("thd") have kernels of their own (``fp8kit.ops.attention_packed``).
+Those of quantised operands know padded batches only: sequences are unpacked before and packed after them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_native import quantized_call
-from fp8kit.ops.attention_packed import PackedCall, packed_call
+from fp8kit.ops.attention_packed import PackedCall
 from fp8kit.ops.attention_quantized import QuantizedCall
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
@@ -156,15 +155,11 @@ class Attention(Operation):
             return Plan(spec, signature, kernels, sums if size else {})
         if spec.quantized is not None:
             return self._quantized_plan(spec, signature, dense, metas, kernels)
-        call, lse = (
-            packed_call(spec, metas, dense, signature, kernels),
-            Meta(lse_shape(dense), formats.float32),
-        )
-        if call is not None:
-            scratch = call.scratch(kernels, signature, False)
-            if not signature.saved:
-                return Plan(spec, signature, kernels, scratch | {"lse": lse}, {}, call)
-            backward = call.scratch(kernels, signature, True)
+        lse = {} if signature.saved else {"lse": Meta(lse_shape(dense), formats.float32)}
+        if spec.packed:
+            call = PackedCall(spec, metas, dense, kind)
+            scratch = call.scratch(kernels, signature, False) | lse
+            backward = call.scratch(kernels, signature, True) if signature.saved else {}
             return Plan(spec, signature, kernels, scratch, backward, call)
         shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
 
@@ -172,16 +167,13 @@ class Attention(Operation):
             settings = dbias, kind, dense.spec, backward, spec.deterministic, strides
             return {"workspace": Meta((kernels.attention_workspace(*shapes, *settings),), formats.uint8)}
 
-        # the padded form of inputs and output, and of their gradients; gradients that nobody wants
-        whole = dense.shapes | {"o": dense.o}
-        padded = {f"dense_{name}": Meta(shape, kind) for name, shape in whole.items() if spec.packed}
-        scratch = space(False) | padded
         if not signature.saved:
-            return Plan(spec, signature, kernels, scratch | {"lse": lse}, {}, dense)
-        bias, own = signature.grads.get("bias"), () if spec.packed else ("o", *signature.grads)
-        backward = space(True, None if bias is None else bias.shape) | padded
-        backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in whole.items() if name not in own}
-        return Plan(spec, signature, kernels, scratch, backward, dense)
+            return Plan(spec, signature, kernels, space(False) | lse, {}, dense)
+        bias = signature.grads.get("bias")
+        backward = space(True, None if bias is None else bias.shape)
+        unwanted = {name: shape for name, shape in dense.shapes.items() if name not in signature.grads}
+        backward |= {f"unwanted_d{name}": Meta(shape, kind) for name, shape in unwanted.items()}
+        return Plan(spec, signature, kernels, space(False), backward, dense)
 
     def _quantized_plan(
         self, spec: AttentionSpec, signature: Signature, dense: Dense, metas: Metas, kernels: Any
@@ -212,20 +204,19 @@ class Attention(Operation):
                 sums = ws.scratch["nothing"], out.reshape(out.size), ws.scratch["workspace"]
                 ws.kernels.sum_rows(*sums, ws.stream)
             return
+        lse = (ws.saved if plan.signature.saved else ws.scratch)["lse"]
         if isinstance(dense, PackedCall):
-            dense.forward(ws, (ws.saved if plan.signature.saved else ws.scratch)["lse"])
+            dense.forward(ws, lse)
             return
-        o = ws.scratch["dense_o"] if spec.packed else out
-        quantized = isinstance(dense, QuantizedCall)
-        whole: Dense = dense.dense if quantized else dense
-        o_and_lse = heads_apart(o, whole), (ws.saved if plan.signature.saved else ws.scratch)["lse"]
-        if quantized:
-            dense.forward(ws, self._parts(spec, whole, ws), *o_and_lse, extras_of(spec, ws.inputs))
+        if isinstance(dense, QuantizedCall):
+            o, whole = ws.scratch["dense_o"] if spec.packed else out, dense.dense
+            apart, parts = heads_apart(o, whole), self._parts(spec, whole, ws)
+            dense.forward(ws, parts, apart, lse, extras_of(spec, ws.inputs))
             pack(spec, ws, o, "o")
             return
         settings = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
-        ws.kernels.attention_fwd(*self._parts(spec, dense, ws), *o_and_lse, *settings, ws.stream)
-        pack(spec, ws, o, "o")
+        layers = *parts_of(dense, ws.inputs), heads_apart(out, dense), lse
+        ws.kernels.attention_fwd(*layers, *settings, ws.stream)
 
     def _parts(self, spec: AttentionSpec, dense: Dense, ws: WorkingSet) -> list[ArrayView]:
         """q, k and v as the kernels take them."""
@@ -244,16 +235,12 @@ class Attention(Operation):
                 self._quantized_backward(plan, ws, cotangents)
                 return
             dense = dense.dense
-        parts = self._parts(spec, dense, ws)
-        o = heads_apart(unpacked(spec, ws, ws.inputs["o"], "o"), dense)
-        do = heads_apart(unpacked(spec, ws, cotangents["o"], "do"), dense)
-        whole = {name: ws.scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
+        o, do = heads_apart(ws.inputs["o"], dense), heads_apart(cotangents["o"], dense)
+        whole = {name: ws.scratch.get(f"unwanted_d{name}") or grads[name] for name in dense.shapes}
         gradients = *parts_of(dense, whole), grads.get("bias"), grads.get("softmax_offset")
         settings = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
-        ws.kernels.attention_bwd(do, *parts, o, ws.saved["lse"], *gradients, *settings, ws.stream)
-        for name in dense.shapes:
-            if name in plan.signature.grads:
-                pack(spec, ws, whole[name], name)
+        layers = do, *parts_of(dense, ws.inputs), o, ws.saved["lse"]
+        ws.kernels.attention_bwd(*layers, *gradients, *settings, ws.stream)
 
     def _quantized_backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         spec, call, wanted = plan.spec, plan.extra, plan.signature.grads

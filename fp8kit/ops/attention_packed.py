@@ -1,4 +1,4 @@
-"""Attention over sequences that lie one after the other, by engines that read them where they lie."""
+"""Attention over sequences that lie one after the other, which the kernels take as they lie."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8kit.spec import Meta, Metas, Signature, Views, WorkingSet
 
 
 class PackedCall:
-    """A call of ``Attention`` whose inputs are the kernels'. ``dense``: its padded form, for the sizes."""
+    """A call of ``Attention``. ``dense``: its padded form, for the sizes."""
 
     def __init__(self, spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> None:
         leading = {name: meta_of(metas, name).shape[:1] for name in LAYOUTS[spec.layout]}
@@ -21,31 +21,32 @@ class PackedCall:
         self.spec, self.kind, self.rules = spec, kind, dense.spec
         self.sizes = lse_shape(dense)[0], spec.max_seqlen_q, spec.max_seqlen_kv
 
-    def workspace(self, kernels: Any, backward: bool) -> int:
-        """Bytes that a direction's kernel needs; 0 where the engine does not take it."""
-        shapes, strides = zip(*((part.shape, part.strides) for part in self.parts.values()), strict=True)
-        asked = self.sizes, self.kind, self.rules, backward, strides
-        return int(kernels.packed_attention_workspace(*shapes, *asked))
-
     def scratch(self, kernels: Any, signature: Signature, backward: bool) -> dict[str, Meta]:
         """What a direction needs: its workspace, and gradients that nobody wants."""
-        made = {"workspace": Meta((self.workspace(kernels, backward),), uint8)}
+        shapes, strides = zip(*((part.shape, part.strides) for part in self.parts.values()), strict=True)
+        bias = signature.grads.get("bias") if backward else None
+        dbias = None if bias is None else bias.shape
+        rules = dbias, self.kind, self.rules, backward, self.spec.deterministic, strides
+        nbytes = int(kernels.packed_attention_workspace(*shapes, self.sizes, *rules))
+        made = {"workspace": Meta((nbytes,), uint8)}
         if backward:
             unwanted = {name: shape for name, shape in self.shapes.items() if name not in signature.grads}
-            made |= {f"dense_d{name}": Meta(shape, self.kind) for name, shape in unwanted.items()}
+            made |= {f"unwanted_d{name}": Meta(shape, self.kind) for name, shape in unwanted.items()}
         return made
 
     def forward(self, ws: WorkingSet, lse: ArrayView) -> None:
         """Fill o and lse."""
-        o = self._heads_apart(ws.outputs["o"])
-        ws.kernels.packed_attention_fwd(*self._layers(ws.inputs), o, lse, *self._settings(ws))
+        arrays = *self._layers(ws.inputs), self._heads_apart(ws.outputs["o"]), lse
+        ws.kernels.packed_attention_fwd(*arrays, *self._about(ws), ws.scratch["workspace"], ws.stream)
 
     def backward(self, ws: WorkingSet, cotangents: Views) -> None:
-        """Fill the gradients of the inputs."""
+        """Fill the gradients that are wanted."""
         o, do = self._heads_apart(ws.inputs["o"]), self._heads_apart(cotangents["o"])
-        whole = {name: ws.outputs.get(name) or ws.scratch[f"dense_d{name}"] for name in self.shapes}
-        arrays = do, *self._layers(ws.inputs), o, ws.saved["lse"], *self._layers(whole)
-        ws.kernels.packed_attention_bwd(*arrays, *self._settings(ws))
+        whole = {name: ws.outputs.get(name) or ws.scratch[f"unwanted_d{name}"] for name in self.shapes}
+        further = ws.outputs.get("bias"), ws.outputs.get("softmax_offset")
+        arrays = do, *self._layers(ws.inputs), o, ws.saved["lse"], *self._layers(whole), *further
+        settings = self.spec.deterministic, ws.scratch["workspace"], ws.stream
+        ws.kernels.packed_attention_bwd(*arrays, *self._about(ws), *settings)
 
     def _layers(self, views: Views) -> list[ArrayView]:
         """q, k and v inside the inputs, or their gradients."""
@@ -54,20 +55,9 @@ class PackedCall:
     def _heads_apart(self, o: ArrayView) -> ArrayView:
         return o.reshape(o.shape[0], self.spec.num_heads, self.spec.head_dim_v)
 
-    def _settings(self, ws: WorkingSet) -> tuple[Any, ...]:
+    def _about(self, ws: WorkingSet) -> tuple[Any, ...]:
+        """Where the sequences lie, what comes beside them, and the rules."""
         _, longest_q, longest_kv = self.sizes
         starts_q, starts_kv = (places_of(ws.inputs, side)[1] for side in ("q", "kv"))
-        lying, extras = Lying(starts_q, starts_kv, longest_q, longest_kv), extras_of(self.spec, ws.inputs)
-        return lying, extras, self.rules, ws.scratch["workspace"], ws.stream
-
-
-def packed_call(
-    spec: AttentionSpec, metas: Metas, dense: Dense, signature: Signature, kernels: Any
-) -> PackedCall | None:
-    """The call where the engine takes it, in both directions where both are wanted; None where it goes by
-    padded batches. The gradients of a bias and of softmax_offset are made there only."""
-    if not spec.packed or {"bias", "softmax_offset"} & signature.grads.keys():
-        return None
-    call = PackedCall(spec, metas, dense, signature.outputs["o"].dtype)
-    directions = (False, True) if signature.saved else (False,)
-    return call if all(call.workspace(kernels, backward) for backward in directions) else None
+        lying = Lying(starts_q, starts_kv, longest_q, longest_kv)
+        return lying, extras_of(self.spec, ws.inputs), self.rules

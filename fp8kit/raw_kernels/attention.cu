@@ -1,8 +1,9 @@
-// functions: attention_softmax (attention_fwd), attention_softmax_bwd (attention_bwd)
-// functions: attention_dbias (attention_bwd, quantized_attention_bwd)
-// functions: attention_doffset_partial (attention_bwd, quantized_attention_bwd)
-// functions: attention_doffset (attention_bwd, quantized_attention_bwd)
-// functions: attention_store (attention_bwd, quantized_attention_bwd)
+// functions: attention_softmax (attention_fwd, packed_attention_fwd)
+// functions: attention_softmax_bwd (attention_bwd, packed_attention_bwd)
+// functions: attention_dbias (attention_bwd, packed_attention_bwd, quantized_attention_bwd)
+// functions: attention_doffset_partial (attention_bwd, packed_attention_bwd, quantized_attention_bwd)
+// functions: attention_doffset (attention_bwd, packed_attention_bwd, quantized_attention_bwd)
+// functions: attention_store (attention_bwd, packed_attention_bwd, quantized_attention_bwd)
 // variants: T=f32,bf16,f16
 //
 // What stands between the matrix products of the unfused attention. T is the dtype of q, k, v, o.

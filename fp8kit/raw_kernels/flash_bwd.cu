@@ -6,7 +6,9 @@
 // P' is P after dropout. One kernel takes keys past all rows that see them, for dk and dv; another takes rows
 // past all their keys, for dq. Nothing is added to memory, so the same input gives the same bits.
 //
-// functions: flash_bwd_dot (attention_bwd), flash_bwd_keys (attention_bwd), flash_bwd_queries (attention_bwd)
+// functions: flash_bwd_dot (attention_bwd, packed_attention_bwd)
+// functions: flash_bwd_keys (attention_bwd, packed_attention_bwd)
+// functions: flash_bwd_queries (attention_bwd, packed_attention_bwd)
 // variants: T=bf16,f16; D=64; DV=64; KIND=0,1,2
 // variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2

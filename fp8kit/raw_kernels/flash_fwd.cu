@@ -2,7 +2,7 @@
 // each row the greatest score so far, the sum of exponentials and the output, which are corrected whenever
 // a greater score comes (Dao et al., FlashAttention, 2022; FlashAttention-2, 2023).
 //
-// functions: flash_fwd (attention_fwd)
+// functions: flash_fwd (attention_fwd, packed_attention_fwd)
 // variants: T=bf16,f16; D=64; DV=64; KIND=0,1,2
 // variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2

@@ -7,11 +7,12 @@ A source says so itself, in comments at its head::
     // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 
 Behind a function stand the operations of the kernel contract that launch it; without any it is the operation
-of its name. Each ``variants`` line is the product of its lists; several lines are a union. A source without
-one has the single empty set of defines. ``spills: N`` allows a thread so many bytes of spilled registers,
-where accumulators fill them; without it none. Kernels are ``extern "C" __global__`` functions (their names
-stay as written) with parameters of four kinds only, so that the host can pack arguments without knowing more:
-pointers, ``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
+of its name; a list goes on in a comment line that begins with three blanks. Each ``variants`` line is the
+product of its lists; several lines are a union. A source without one has the single empty set of defines.
+``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them; without it
+none. Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four
+kinds only, so that the host can pack arguments without knowing more: pointers, ``i64`` (or ``u64``), ``f64``,
+and at most one structure by value, the last parameter.
 
 ``uses`` answers the other way round: which functions an operation launches. A text from elsewhere that takes
 the place of one of these sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
@@ -210,7 +211,8 @@ def defines(**values: str) -> Defines:
 
 
 def _comments(content: str, key: str) -> list[str]:
-    return re.findall(rf"^//\s*{key}:\s*(.*)$", content, re.M)
+    found = re.findall(rf"^// {key}:\s*(.*(?:\n//   .*)*)$", content, re.M)
+    return [re.sub(r"\n//\s*", " ", line) for line in found]
 
 
 def _split(line: str, separator: str) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from fp8kit import arrays, formats
 from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import packed_attention
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.spec import Meta, WorkingSet
@@ -223,18 +224,28 @@ def test_packed_sequences_give_the_bits_of_a_padded_batch() -> None:
         assert_same_bits(what, one[what].reshape(-1, heads, 8), case.place(batch, side))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("thd")])
-def test_sequences_where_they_lie_give_the_bits_of_unpacked_ones(
-    name: str, gaps: bool, device: str, monkeypatch: pytest.MonkeyPatch
+def test_sequences_where_they_lie_give_the_bits_of_padded_batches(
+    name: str, gaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = dataclasses.replace(CASES[name], head_dim_v=CASES[name].head_dim_v * 2)
+    spec, device = dataclasses.replace(CASES[name], head_dim_v=16), arrays.device("cuda")
     case = Case(spec, "bfloat16", gaps)
-    call = spec, case.inputs(), case.place(case.do, "q"), frozenset(LAYOUTS[spec.layout])
-    lying = run(*call, arrays.device(device))
-    monkeypatch.setattr("fp8kit.ops.attention.packed_call", lambda *asked: None)
-    for what, unpacked in run(*call, arrays.device(device)).items():
-        assert_same_bits(what, lying[what], unpacked)
+    call = spec, case.inputs(), case.place(case.do, "q"), frozenset(LAYOUTS[spec.layout]), device
+    places = []
+
+    def lies(self: Any, gradients: bool) -> bool:
+        places.append(own(self, gradients))
+        return places[-1]
+
+    own = packed_attention._Call.in_place
+    monkeypatch.setattr(packed_attention._Call, "in_place", lies)
+    lying = run(*call)
+    assert all(places)  # the workspaces', and the calls'
+    monkeypatch.setattr(packed_attention._Call, "in_place", lambda *asked: False)
+    for what, padded in run(*call).items():
+        assert_same_bits(what, lying[what], padded)
 
 
 def test_one_qkv_input_of_packed_sequences() -> None:

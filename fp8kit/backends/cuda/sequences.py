@@ -47,6 +47,18 @@ def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Array
     _move("pack_sequences", x, y, lengths, starts, tokens=y.shape[0], batch=x, stream=stream)
 
 
+def unpack_heads(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
+    """``unpack_sequences`` of tokens (t, heads, d), which may be strided, to a batch (b, s, heads, d)."""
+    rows = y.reshape(*y.shape[:2], -1)
+    _move("unpack_sequences", x, rows, lengths, starts, tokens=x.shape[0], batch=rows, stream=stream)
+
+
+def pack_heads(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
+    """``pack_sequences`` of a batch (b, s, heads, d) to tokens (t, heads, d), which may be strided."""
+    rows = x.reshape(*x.shape[:2], -1)
+    _move("pack_sequences", rows, y, lengths, starts, tokens=y.shape[0], batch=rows, stream=stream)
+
+
 def _move(
     function: str,
     x: ArrayView,
@@ -57,11 +69,16 @@ def _move(
     batch: ArrayView,
     stream: int,
 ) -> None:
-    """A block for each row of y, in the widest words that rows and addresses allow."""
-    row = x.shape[-1] * x.dtype.itemsize
-    kernel, word = in_words("sequences.cu", function, x, y, row)
-    words = row // word
+    """A block for each row of y, in the widest words that rows and addresses allow. Tokens may have their
+    heads apart."""
+    given, item = (x if batch is y else y), x.dtype.itemsize
+    row, part, head = (item * size for size in (batch.shape[-1], given.shape[-1], given.shape[-1]))
+    token = item * given.strides[0]
+    if given.ndim == 3:
+        head = item * given.strides[1]
+    kernel, word = in_words("sequences.cu", function, x, y, row, part, token, head)
     batches, longest, _ = batch.shape
     grid = grid_of(batches * longest if batch is y else tokens)
-    args = (x.ptr, y.ptr, lengths.ptr, starts.ptr, tokens, batches, longest, words)
-    launch.launch(kernel, grid, whole_warps(words), args, stream)
+    sizes = (size // word for size in (row, part, token, head))
+    args = (x.ptr, y.ptr, lengths.ptr, starts.ptr, tokens, batches, longest, *sizes)
+    launch.launch(kernel, grid, whole_warps(row // word), args, stream)

@@ -25,7 +25,9 @@ def _workspace(backward: bool) -> Callable[[Any, Any], int]:
     def measure(kernels: Any, a: Any) -> int:
         shapes, strides = ([getattr(x, name) for x in (a.q, a.k, a.v)] for name in ("shape", "strides"))
         sizes = a.lying.starts_q.shape[0] - 1, a.lying.longest_q, a.lying.longest_kv
-        asked = (*shapes, sizes, a.q.dtype, a.spec, backward, strides)
+        dbias = a.dbias.shape if backward and a.dbias is not None else None
+        deterministic = not backward or a.deterministic
+        asked = (*shapes, sizes, dbias, a.q.dtype, a.spec, backward, deterministic, strides)
         return int(kernels.packed_attention_workspace(*asked))
 
     return measure
@@ -45,9 +47,8 @@ def _flops(products: int) -> Callable[[Any], float]:
 
 class PackedAttentions(Protocol):
     """Attention over sequences one after the other. ``spec.padded`` is true, and ``spec.qkv_format`` has no
-    meaning. What lies between the sequences is padding: it is never read, and is 0 in what is written.
-
-    An engine that has these is asked; one that has ``attention_fwd`` alone gets padded batches."""
+    meaning. What lies between the sequences is padding: it is never read, and is 0 in what is written. An
+    engine that brings ``attention_fwd`` and not these is not asked about packed sequences."""
 
     @kernel(writes="o lse", workspace=_workspace(backward=False), flops=_flops(2))
     def packed_attention_fwd(
@@ -67,7 +68,9 @@ class PackedAttentions(Protocol):
         (t_q, h, d), k: h (t_kv, h_kv, d) and v: h (t_kv, h_kv, d_v), which may be strided, last stride 1; o:
         h (t_q, h, d_v), likewise, as ``pack_sequences`` makes it. lse: float32 (b, h, longest_q)."""
 
-    @kernel(writes="dq dk dv", ordered=True, workspace=_workspace(backward=True), flops=_flops(5))
+    @kernel(
+        writes="dq dk dv dbias doffset", ordered=True, workspace=_workspace(backward=True), flops=_flops(5)
+    )
     def packed_attention_bwd(
         self,
         do: ArrayView,
@@ -79,14 +82,17 @@ class PackedAttentions(Protocol):
         dq: ArrayView,
         dk: ArrayView,
         dv: ArrayView,
+        dbias: ArrayView | None,
+        doffset: ArrayView | None,
         lying: Lying,
         extras: AttentionExtras,
         spec: AttentionSpec,
+        deterministic: bool,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """Gradients of ``packed_attention_fwd``, as ``attention_bwd`` makes them; of bias and softmax_offset
-        it makes none. do like o; dq, dk, dv like q, k, v, may be strided."""
+        """Gradients of ``packed_attention_fwd``, as ``attention_bwd`` makes them. do like o; dq, dk, dv like
+        q, k, v, may be strided."""
 
     @workspace_of("packed_attention_fwd", "packed_attention_bwd")
     def packed_attention_workspace(
@@ -95,11 +101,12 @@ class PackedAttentions(Protocol):
         k: Shape,
         v: Shape,
         sizes: tuple[int, int, int],
+        dbias: Shape | None,
         dtype: DType,
         spec: AttentionSpec,
         backward: bool,
+        deterministic: bool,
         strides: Sequence[Shape],
     ) -> int:
-        """Bytes of workspace, at least 1, for q, k and v of these shapes and strides; ``sizes``: sequences,
-        longest_q, longest_kv. 0 where the engine does not take the call, or is slower than by padded batches:
-        ``attention_fwd`` and ``attention_bwd`` then do."""
+        """Bytes of workspace, as ``attention_workspace`` has it; ``sizes``: sequences, longest_q,
+        longest_kv."""

@@ -2,8 +2,8 @@
 engines are measured by.
 
 ``IMPLEMENTATIONS`` has every kernel of the contract by name, from the module of its family, and for
-workspaces that the module does not measure a function that says that none is needed; ``register`` puts them
-into a registry. Importing this package loads Numba.
+workspaces a function that says that none is needed; ``register`` puts them into a registry. Importing this
+package loads Numba.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
 
 def _implementation(name: str) -> Callable[..., Any]:
-    module = importlib.import_module(f"{__name__}.{SPECS[name].family}")
-    if SPECS[name].launches or hasattr(module, name):
+    if SPECS[name].launches:
+        module = importlib.import_module(f"{__name__}.{SPECS[name].family}")
         return getattr(module, name)  # type: ignore[no-any-return]
 
     def no_workspace(*sizes: Any, **named: Any) -> int:

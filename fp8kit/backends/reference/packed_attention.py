@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Shape, as_view
+from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec, Lying
 from fp8kit.backends.reference.attention import attention_bwd, attention_fwd
 from fp8kit.backends.reference.sequences import pack_sequences, unpack_sequences
-from fp8kit.formats import DType
 
 
 class _Call:
@@ -79,9 +77,12 @@ def packed_attention_bwd(
     dq: ArrayView,
     dk: ArrayView,
     dv: ArrayView,
+    dbias: ArrayView | None,
+    doffset: ArrayView | None,
     lying: Lying,
     extras: AttentionExtras,
     spec: AttentionSpec,
+    deterministic: bool,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
@@ -98,28 +99,14 @@ def packed_attention_bwd(
         dense_dq,
         dense_dk,
         dense_dv,
-        None,
-        None,
+        dbias,
+        doffset,
         extras,
         call.spec,
-        True,
+        deterministic,
         None,
         stream,
     )
     call.pack(dense_dq, dq, "q")
     call.pack(dense_dk, dk, "kv")
     call.pack(dense_dv, dv, "kv")
-
-
-def packed_attention_workspace(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    sizes: tuple[int, int, int],
-    dtype: DType,
-    spec: AttentionSpec,
-    backward: bool,
-    strides: Sequence[Shape],
-) -> int:
-    """See ``protocol.Kernels.packed_attention_workspace``: nothing is needed."""
-    return 1

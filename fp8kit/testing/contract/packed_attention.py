@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,11 +68,15 @@ def packed_attention_fwd(
     }
 
 
-def _places(a: Any, name: str) -> Any:
-    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient."""
+def _places(a: Any, name: str) -> Iterator[tuple[int, int, int]]:
+    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient; of running sums
+    that are none what lies within."""
     side = "kv" if name in ("k", "v", "dk", "dv") else "q"
     lengths, starts = getattr(a.extras, f"cu_seqlens_{side}"), getattr(a.lying, f"starts_{side}")
-    return [(b, starts[b], starts[b] + length) for b, length in enumerate(np.diff(lengths))]
+    tokens, longest = getattr(a, name).shape[0], getattr(a.lying, f"longest_{side}")
+    for b, length in enumerate(np.diff(lengths.astype(np.int64))):
+        start = int(np.clip(starts[b], 0, tokens))
+        yield b, start, start + int(np.clip(length, 0, min(longest, tokens - start)))
 
 
 def _dense(a: Any) -> Any:
@@ -79,9 +84,9 @@ def _dense(a: Any) -> Any:
     found = vars(a) | {}
     for name in {"q", "k", "v", "o", "do"} & found.keys():
         longest = a.lying.longest_kv if name in ("k", "v") else a.lying.longest_q
-        x, places = getattr(a, name), _places(a, name)
-        found[name] = np.zeros((len(places), longest, *x.shape[1:]), x.dtype)
-        for b, start, end in places:
+        x = getattr(a, name)
+        found[name] = np.zeros((a.lse.shape[0], longest, *x.shape[1:]), x.dtype)
+        for b, start, end in _places(a, name):
             found[name][b, : end - start] = x[start:end]
     return SimpleNamespace(**found)
 
@@ -113,16 +118,23 @@ def packed_attention_bwd(s: Sampler, m: int, n: int, forward: bool = False, **op
         exact = padded.oracle(_dense(a), False)
         o = _packed(a, "o", padded.placed(exact.o_given, a.spec))
         made |= {"o": s.put(o), "lse": s.put(exact.lse_given)}
-    return {**made, **{f"d{name}": s.output(*made[name].shape) for name in "qkv"}}
+    bias, offset = made["extras"].bias, made["extras"].softmax_offset
+    return {
+        **made,
+        **{f"d{name}": s.output(*made[name].shape) for name in "qkv"},
+        "dbias": None if bias is None else s.output(*bias.shape),
+        "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
+        "deterministic": True,
+    }
 
 
 def packed_attention_bwd_oracle(a: Any) -> Results:
     """Of the padded batches."""
     found = padded.attention_bwd_oracle(_dense(a))
-    return {
-        name: (_packed(a, name, found[name][0]), _packed(a, name, found[name][1]))
-        for name in ("dq", "dk", "dv")
-    }
+    for name in ("dq", "dk", "dv"):
+        value, slack = found[name]
+        found[name] = _packed(a, name, value), _packed(a, name, slack)
+    return found
 
 
 _CAUSAL: Options = {"window": (-1, 0)}
@@ -145,7 +157,7 @@ _FORMS: dict[str, Options] = {
     "window-both": {**_CROSS, "window": (3, 4), "bottom_right": True},
     "alibi": {**_SELF, **_APART, "bias": "alibi", **_CAUSAL},
     "off-by-one": {**_SELF, "softmax_type": "off-by-one", **_CAUSAL},
-    "learnable": {**_SELF, **_APART, "softmax_type": "learnable"},
+    "learnable": {**_SELF, "h": 3, **_APART, "softmax_type": "learnable"},
     "parts": {**_SELF, "parts": {"q": (1, 0, 4), "k": (1, 2, 2), "v": (1, 4, 0)}, **_CAUSAL},
     "one-token": {"lengths_q": (1,), "h": 1, "d": 8},
     "deep": {**_SELF, "d": 192, "d_v": 128},
