@@ -15,7 +15,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, flash, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import ALIGN, Problem, problem
-from fp8kit.backends.protocol import AttentionExtras
+from fp8kit.backends.protocol import AttentionExtras, Lying
 from fp8kit.errors import BackendError
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.raw_kernels import manifest
@@ -379,6 +379,7 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
         "pre_scale_bias",
         "learnable",
         placed=True,
+        tokens=(31, 41),
     )
 
     def view(ptr: int, *shape: int) -> ArrayView:
@@ -394,12 +395,13 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
         view(7, 6),
         view(8, 3),
     )
-    words = np.frombuffer(attention_rules.pack(about, extras), np.int64)
+    lying = Lying(view(9, 3), view(10, 3), 40, 72)
+    words = np.frombuffer(attention_rules.pack(about, extras, lying), np.int64)
     doubles = words.view(np.float64)
     assert words[:10].tolist() == [1, 2, 4, 40 * 72, 0, 72, 5, 0, 72, 0]
     assert words[11:18].tolist() == [6, 6, 7, 1, 7, 0, 1]
     assert words[19:21].tolist() == [3, 2**31]
-    assert words[22:].tolist() == [8, 6, 40, 72]
+    assert words[22:].tolist() == [8, 6, 40, 72, 9, 10, 31, 41]
     assert [doubles[i] for i in (10, 18, 21)] == [0.125, 0.125, 2.0]
     header = (manifest.FOLDER / "attention.cuh").read_text().partition("struct Rules {")[2].partition("};")[0]
     declared = ",".join(line.partition("//")[0].strip(" ;") for line in header.splitlines())
@@ -407,7 +409,7 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
     assert " ".join(names) == (
         "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes "
         "slopes_batch offset sink left right bottom_right scale rng threshold inverse_keep dropout_place "
-        "heads s_q s_kv"
+        "heads s_q s_kv starts_q starts_kv tokens_q tokens_kv"
     )
 
 
@@ -541,7 +543,7 @@ def test_flash_reads_the_problem_as_its_sources_declare_it(monkeypatch: pytest.M
             True,
             "bias 'pre_scale_bias' with a gradient: only the unfused path makes it",
         ),
-        ({"columns": 2**28}, False, f"a sequence of {2**28}: less than 2^28"),
+        ({"columns": 2**28}, False, f"a sequence of {2**28}, or so many tokens: less than 2^28"),
         (
             {"strides": ((512, 64, 1024, 1), (512, 64, 1028, 1), (512, 64, 1024, 1))},
             False,
