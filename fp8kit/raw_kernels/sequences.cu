@@ -3,8 +3,8 @@
 // variants: W=u16,u32,u64,uint4
 //
 // Between sequences that lie one after the other (t, n) and a padded batch (b, s, n). A row is moved in
-// `words` words of type W; among the tokens it may be in parts, heads, of `part` words each, `head` words apart,
-// and tokens lie `token_step` words apart. Grids are one-dimensional, a block a row.
+// `words` words of type W; among the tokens it may be in parts, heads, of `part` words each, `head` words
+// apart, and tokens lie `token_step` words apart. Grids are one-dimensional, a block a row.
 
 #include "sequences.cuh"
 
@@ -24,7 +24,8 @@ extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths
     const bool there = i < length_of(lengths, batch) && token >= 0 && token < tokens;
     const W* from = x + token * token_step;
     W* to = y + row * words;
-    for (i64 n = threadIdx.x; n < words; n += blockDim.x) to[n] = there ? from[n / part * head + n % part] : W{};
+    for (i64 n = threadIdx.x; n < words; n += blockDim.x)
+      to[n] = there ? from[n / part * head + n % part] : W{};
   }
 }
 
