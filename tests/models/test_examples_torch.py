@@ -33,6 +33,7 @@ def test_linear(printed):
     assert "the same bits True" in text
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_fine_tune(printed):
@@ -44,6 +45,7 @@ def test_fine_tune(printed):
     assert abs(losses[-1] - losses[-2]) < 0.2 * losses[0]
 
 
+@pytest.mark.programs
 def test_packed_text(printed):
     text = printed("torch_packed_text", "25")
     losses, tokens = numbers(r"loss ([\d.]+)", text), numbers(r"(\d+) tokens", text)

@@ -9,6 +9,7 @@ import pytest
 from fp8kit.arrays import CPU
 from studies import cases, corpus, files
 from studies.training import run
+from tests.support.combinations import combinations
 
 # what has bf16's first loss: forward is in high precision
 MOMENTS = [name for name, case in cases.CASES.items() if case.states != "fp32"]
@@ -19,6 +20,7 @@ def nothing(line):
 
 
 YARDSTICKS = [name for name, case in cases.CASES.items() if case.against in ("", name)]
+TRAINED = [name for name in cases.CASES if name not in YARDSTICKS]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def yardsticks(text, size):
     return {name: run(cases.CASES[name], size, text, CPU, 0, nothing) for name in YARDSTICKS}
 
 
-@pytest.mark.parametrize("name", [name for name in cases.CASES if name not in YARDSTICKS])
+@combinations({"name": TRAINED}, usual=TRAINED[::3])
 def test_every_case_trains(name, text, size, yardsticks):
     case = cases.CASES[name]
     found = run(case, size, text, CPU, 0, nothing)

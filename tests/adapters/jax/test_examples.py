@@ -52,6 +52,7 @@ def test_flax_decode(capsys, monkeypatch):
     assert "cache: cache_index, cached_key, cached_value\n" in text
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_benchmark_checks_its_results(device):
     setting = setting_for(arrays.device(device), sizes=SMALL, rounds=1, calls=1, warmups=1)

@@ -166,6 +166,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.programs
 def test_two_ranks(tmp_path):
     """Two micro-batches on each of two ranks are one tensor: the deviation is that of the concatenation."""
     meeting = str(tmp_path / "meeting")
@@ -328,6 +329,7 @@ def test_other_names(capsys, caplog):
     assert caplog.text.count("LAYER=fc1: once") == 1
 
 
+@pytest.mark.programs
 def test_reached_as_transformer_engines_users_reach_it():
     code = (
         "import fp8kit_torch; fp8kit_torch.as_transformer_engine()\n"

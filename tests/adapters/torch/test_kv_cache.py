@@ -112,7 +112,7 @@ def test_eager_and_compiled_steps_take_turns(device):
 
 def test_what_compiled_steps_refuse(device):
     layer = layer_of("bshd", device)
-    function = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    function = torch.compile(layer, fullgraph=True, backend="eager")
     cache = ft.InferenceParams(2, 20, qkv_format="bshd", device=device)
     cache.pre_step({"a": 3})
     x = torch.randn(1, 3, WIDTH, device=device)
