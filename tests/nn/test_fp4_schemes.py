@@ -14,7 +14,7 @@ from fp8kit.arrays import CPU
 from fp8kit.formats import E2M1, E4M3
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED
-from fp8kit.testing.contract.blocks import signs
+from fp8kit.testing.contract.rotations import signs
 
 M, N, K, SEED = 64, 96, 160, 7
 STEPS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -20,7 +20,7 @@ from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp8kit.quantization import OPERANDS, ROTATIONS, SIGNS, TILES, Gemm, Quantization, Quantizer
 from fp8kit.recipe import DataRecipe
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
-from fp8kit.testing.contract.blocks import signs
+from fp8kit.testing.contract.rotations import signs
 from tests.support.draws import attempt, examples
 
 M, K, N = 34, 144, 20

@@ -14,8 +14,8 @@ from fp8kit import blocks, codec, formats
 from fp8kit.errors import Fp8kitError
 from fp8kit.formats import Format
 from fp8kit.quantization import MX_RULES, ROTATIONS, SIGNS, TILES
-from fp8kit.testing.contract.blocks import rotated
 from fp8kit.testing.contract.dropout import philox
+from fp8kit.testing.contract.rotations import rotated
 
 Array = np.ndarray[Any, Any]
 NAMED = list(formats.FORMATS.values())
