@@ -60,10 +60,10 @@ class autocast(_autocast):
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
         else:
-            known = is_group(amax_reduction_group) or isinstance(amax_reduction_group, Collectives)
-            if amax_reduction_group is not None and not known:
-                group, wanted = repr(amax_reduction_group), "None or a process group of torch.distributed"
-                raise RecipeError("autocast", "amax_reduction_group", group, wanted)
+            group = amax_reduction_group
+            if group is not None and not (is_group(group) or isinstance(group, Collectives)):
+                wanted = "None or a process group of torch.distributed"
+                raise RecipeError("autocast", "amax_reduction_group", repr(group), wanted)
             super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None

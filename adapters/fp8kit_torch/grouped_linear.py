@@ -164,7 +164,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if self.sizes_on_device is not None or not sizes.is_cuda:
             return bool(self.sizes_on_device)
         state = traced_state() if torch.compiler.is_compiling() else current()
-        own = None if state is None else state.recipe.for_layer(self.layer_name, self.name or "")
+        off = state is None or not state.enabled
+        own = None if off else state.recipe.for_layer(self.layer_name, self.name or "")
         why = self._wants_sizes(is_first_microbatch)
         if why is None and own is not None and own.history is not None:
             why = "delayed scaling"

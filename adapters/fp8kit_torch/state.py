@@ -136,7 +136,8 @@ def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) ->
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
     several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
-    several = several or any(isinstance(state.group, Collectives) for state in states)
+    for state in states:
+        several = several or (state.group is not None and isinstance(state.group, Collectives))
     if several and history is not None and history.reduce:
         _reduce(states)
     scaling.update(history, states, forward, _stream)

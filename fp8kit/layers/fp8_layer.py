@@ -102,6 +102,8 @@ class FP8Layer(Layer):
     # further fields of the spec while calibrating
     calibration_options: ClassVar[dict[str, Any]] = {}
     fuse_wgrad_accumulation = False
+    # whether each rank of a group has a part of them (``ParallelLayer``)
+    splits_weights = False
     # whether a weight that is cast depends on the input, so that none is kept
     casts_weights_anew = False
     # what the user calls it
@@ -223,8 +225,14 @@ class FP8Layer(Layer):
         """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
         have."""
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
+        if self.splits_weights:
+            self.check_split(fp8_output, fp8_grad)
         if fp8_output or fp8_grad:
             self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
+
+    def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
+        """Fp8kitError kinds for a call of a layer of which ranks have parts."""
+        raise NotImplementedError
 
     def run(
         self,

@@ -60,7 +60,7 @@ class LinearBase(ParallelLayer):
             arguments, "in_features out_features return_bias fuse_wgrad_accumulation name parallel_mode"
         )
         self.take_parallel(arguments, {"": self.parallel_mode})
-        column, row = (self.modes[""] == mode for mode in ("column", "row"))
+        column, row = (self.modes.get("") == mode for mode in ("column", "row"))
         if column:
             self.out_features = self.part_of(self.out_features, "out_features")
         if row:

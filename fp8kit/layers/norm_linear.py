@@ -62,7 +62,7 @@ class LayerNormLinear(LinearBase):
         self.keep(arguments, "return_layernorm_output return_layernorm_output_gathered")
         norm = add_norm(self, "layer_norm_", arguments.in_features, normalization, arguments)
         self.set_spec(NormLinearSpec(norm, self.add_linear(arguments)))
-        if self.modes[""] == "row":
+        if self.modes.get("") == "row":
             wanted = "'column' or None: the norm is over all features"
             raise ArgumentError(self.layer_name, "parallel_mode", "'row'", wanted)
         self.mark_norm(norm)

@@ -115,7 +115,7 @@ class LayerNormMLP(ParallelLayer):
             arguments, {"fc1_": "column", "fc2_": "row"} if arguments.set_parallel_mode else {}
         )
         numbers = activation_numbers(self.layer_name, activation, activation_params)
-        split = any(self.modes.values())
+        split = self.splits_weights
         ffn = self.part_of(self.ffn_hidden_size, "ffn_hidden_size") if split else self.ffn_hidden_size
         hidden, self.use_bias = self.hidden_size, arguments.bias
         kind = ALL[activation]

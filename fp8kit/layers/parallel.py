@@ -24,6 +24,8 @@ class Grouped(Layer):
     def take_group(self, arguments: SimpleNamespace) -> None:
         """Keep ``tp_group`` and ``tp_size`` of the constructor's arguments: the group's size, or without a
         group the number that it will have."""
+        if arguments.tp_group is None and arguments.tp_size == 1:
+            return
         self.ranks = self.ranks_of("tp_group", arguments.tp_group)
         self.tp_size = arguments.tp_size if self.ranks is None else self.ranks.size
         if self.ranks is not None and arguments.tp_size not in (1, self.tp_size):
@@ -62,9 +64,9 @@ class ParallelLayer(Grouped, FP8Layer):
     def take_parallel(self, arguments: SimpleNamespace, modes: Mapping[str, str | None]) -> None:
         """Keep how the ranks share this layer's products: before its parameters are made."""
         self.take_group(arguments)
-        split = self.tp_size > 1
-        self.modes = {name: mode if split else None for name, mode in modes.items()}
-        self.sequence_parallel = bool(arguments.sequence_parallel) and any(self.modes.values())
+        if self.tp_size > 1 and any(modes.values()):
+            self.modes, self.splits_weights = modes, True
+            self.sequence_parallel = bool(arguments.sequence_parallel)
 
     def part_of(self, total: int, argument: str) -> int:
         """This rank's part of a number of features; ArgumentError where ranks do not divide it."""
@@ -75,7 +77,7 @@ class ParallelLayer(Grouped, FP8Layer):
         super().set_spec(self._of_ranks(spec))
 
     def _of_ranks(self, spec: Any) -> Any:
-        if not any(self.modes.values()) or self.ranks is None:
+        if not self.splits_weights or self.ranks is None:
             return spec
         changes = {}
         for name, product in vars(spec).items():
@@ -90,16 +92,12 @@ class ParallelLayer(Grouped, FP8Layer):
         self.set_spec(self._spec)
         self._forget()
 
-    def run(self, *args: Any, **options: Any) -> dict[str, Any]:
-        if self.ranks is None and any(self.modes.values()):
+    def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
+        if self.ranks is None:
             wanted = f"a group of {self.tp_size} ranks: set_tensor_parallel_group, or tp_group"
             raise ArgumentError(self.layer_name, "tp_group", None, wanted)
-        return super().run(*args, **options)
-
-    def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-        super().check_options(is_first_microbatch, fp8_output, fp8_grad)
         for name, asked in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
-            if asked and any(self.modes.values()):
+            if asked:
                 wanted = "False with tensor parallelism: ranks sum in high precision"
                 raise UnsupportedError(self.layer_name, name, True, wanted)
 

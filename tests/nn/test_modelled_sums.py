@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn, recipe
+from fp8kit import arrays, nn, recipe
 from fp8kit.autograd import apply, tensor
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E2M1, E2M3, E4M3, E5M2
@@ -20,7 +20,8 @@ from fp8kit.ops.product_modelled import ModelledProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED
-from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from fp8kit.testing import assert_close, assert_same_bits
+from fp8kit.testing.contract.gemm import fp8_slack
 from tests.support.combinations import combinations
 from tests.support.operands import cut, named
 
@@ -114,7 +115,8 @@ def test_exact_sums_of_every_recipe(name: str, dtype: str, device: str) -> None:
     sizes = np.abs(X) @ np.abs(W).T + np.abs(BIAS), np.abs(G) @ np.abs(W), np.abs(G).T @ np.abs(X)
     # a cast at most doubles a value
     for what, got, want, size, terms in zip("ywd", found[1], found[0], sizes, (K, N, M), strict=True):
-        slack = sum_slack(8 * size.astype(np.float64), terms) + np.abs(want) * np.finfo(dtype).eps
+        slack = fp8_slack(8 * size.astype(np.float64), terms, True, arrays.device(device))
+        slack = slack + np.abs(want) * np.finfo(dtype).eps
         assert_close(what, got, want.astype(np.float64), dtype, slack)
 
 

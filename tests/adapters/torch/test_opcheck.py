@@ -13,26 +13,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fp8kit as fk
+from fp8kit.collectives import FakeCollectives
 from fp8kit.execution.codec import encode
 from fp8kit.formats import float32
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec, RotateSpec
+from fp8kit.ops.communicate import GroupSpec
 from fp8kit.ops.cross_entropy import CrossEntropySpec
 from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
+from fp8kit.ops.expert_linear import ExpertLinearSpec
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec
 from fp8kit.ops.grouped_linear import GroupedLinearSpec
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec
-from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec
+from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.ops.rope import RopeSpec
+from fp8kit.ops.router import AuxLossSpec, RouterSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
+from fp8kit.ops.scale_rows import ScaleRowsSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
 from fp8kit.quantization import Quantizer
@@ -40,6 +45,9 @@ from fp8kit.recipe import DelayedScaling
 from fp8kit.spec import Operation
 
 from .twins import same
+
+ONE = FakeCollectives(1)
+COMMUNICATING = ("gather_rows", "reduce_rows", "reduce_all")  # by threads, and so on the CPU
 
 
 def _operands(device):
@@ -111,6 +119,27 @@ def _operands(device):
         ),
         "permute": (PermuteSpec(True), {"x": r(4, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
         "unpermute": (UnpermuteSpec(4), {"x": r(6, 16), "row_map": places, "probs": r(4, 2)}, "x probs", ()),
+        "expert_rows": (ExpertRowsSpec(4, 12), {"routing": places.clamp(min=0)}, "", ()),
+        "expert_linear": (
+            ExpertLinearSpec(3, 16, 24),
+            {
+                "x": r(6, 16),
+                "group_sizes": torch.tensor([2, 0, 3], device=device).int(),
+                "weight": r(3, 24, 16),
+                "bias": r(3, 24),
+            },
+            "x weight bias",
+            (),
+        ),
+        "router": (RouterSpec(8, 2), {"logits": r(6, 8)}, "logits", ()),
+        "moe_aux_loss": (
+            AuxLossSpec(0.1),
+            {"probs": r(6, 8), "counts": torch.arange(8, device=device).int()},
+            "probs",
+            (),
+        ),
+        "scale_rows": (ScaleRowsSpec(16), {"x": r(6, 16), "probs": r(6)}, "x probs", ()),
+        **{name: (GroupSpec(ONE.ranks[0].name), {"x": r(6, 16)}, "x", ()) for name in COMMUNICATING},
         "embedding": (
             EmbeddingSpec(10, 4, float32),
             {"ids": torch.arange(6, device=device), "table": r(10, 4)},
@@ -142,8 +171,12 @@ def _operands(device):
 SHIPPED = {name: op for name, op in OPERATIONS.items() if type(op).__module__.startswith("fp8kit.")}
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name in SHIPPED])
+@pytest.mark.parametrize("name", [name for name in OPS if name in SHIPPED and name not in COMMUNICATING])
 def test_opcheck(device, name):
+    check(device, name)
+
+
+def check(device, name):
     spec, inputs, wanted, gemms = _operands(device)[name]
     needs = tuple(wanted.split())
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
@@ -177,8 +210,18 @@ class _Calls(TorchDispatchMode):
 DIFFERENTIABLE = [name for name, (_, _, wanted, _) in _operands("cpu").items() if wanted]
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name not in COMMUNICATING])
 def test_opcheck_of_backward(device, name):
+    check_backward(device, name)
+
+
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_opcheck_of_communication(name):
+    check("cpu", name)
+    check_backward("cpu", name)
+
+
+def check_backward(device, name):
     """The arguments are those that autograd gives."""
     spec, inputs, wanted, gemms = _operands(device)[name]
     needs = tuple(wanted.split())
