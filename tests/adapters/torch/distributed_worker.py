@@ -6,6 +6,7 @@ Every case checks its own numbers; a process that finds one wrong ends with an e
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 
@@ -13,7 +14,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fp8kit_torch import DelayedScaling, Linear, TransformerLayer, autocast, checkpoint, quantized_model_init
+from fp8kit_torch import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Linear,
+    TransformerLayer,
+    autocast,
+    checkpoint,
+    quantized_model_init,
+)
 from fp8kit_torch.optimizers import FusedAdam
 from fp8kit_torch.te_compat.dtypes import DType
 from fp8kit_torch.te_compat.saved_tensors import cast_master_weights_to_fp8, post_all_gather_processing
@@ -26,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8kit.testing.compare import assert_same_bits, relative_error
+from fp8kit.testing.compare import ROUNDOFF, assert_same_bits, relative_error
 
 K, ROWS, STEPS = 32, 16, 3
 PLACE = torch.device("cpu")  # of this process; ``main`` says
@@ -217,6 +227,41 @@ def groups(rank, world):
         assert_same_bits("scale of x", bits(net[0].fp8_meta["scaling_fwd"].scale[0]), wanted)
 
 
+def tensor_parallel(rank, world):
+    """Two Linear layers, split as "column" and "row", the rows between split too: y and gradients are one
+    rank's, but for the order of float32's sums."""
+    features, group = (64, 128, 64), dist.group.WORLD
+    torch.manual_seed(0)
+    x, g = torch.randn(64, 4, features[0], device=PLACE), torch.randn(64, 4, features[2], device=PLACE)
+    for recipe in (Float8CurrentScaling(), DelayedScaling(), Float8BlockScaling()):
+        one = [Linear(*sizes, device=PLACE) for sizes in itertools.pairwise(features)]
+        split = [
+            Linear(*sizes, device=PLACE, parallel_mode=mode, tp_group=group, sequence_parallel=True)
+            for sizes, mode in zip(itertools.pairwise(features), ("column", "row"), strict=True)
+        ]
+        for whole, part, dim in zip(one, split, (0, 1), strict=True):
+            for parameter in whole.parameters():
+                dist.broadcast(parameter.detach(), 0)
+            with torch.no_grad():
+                part.weight.copy_(whole.weight.chunk(world, dim)[rank])
+                part.bias.copy_(whole.bias if dim else whole.bias.chunk(world)[rank])
+        own = x.detach().chunk(world)[rank].clone().requires_grad_()
+        with autocast(recipe=recipe):
+            y = split[1](split[0](own))
+            want = one[1](one[0](x.requires_grad_()))
+        y.backward(g.chunk(world)[rank])
+        x.grad = None
+        want.backward(g)
+        for what, got, wanted in (
+            ("y", y, want.chunk(world)[rank]),
+            ("dx", own.grad, x.grad.chunk(world)[rank]),
+            ("dw column", split[0].weight.grad, one[0].weight.grad.chunk(world)[rank]),
+            ("dw row", split[1].weight.grad, one[1].weight.grad.chunk(world, 1)[rank]),
+        ):
+            error = relative_error(bits(got), bits(wanted))
+            assert error <= features[1] * ROUNDOFF, (what, type(recipe).__name__, error)
+
+
 def sharded(rank, world):
     """fully_shard: the weights that DistributedDataParallel arrives at, from shards; and the same FP8
     state."""
@@ -288,6 +333,7 @@ def main(rank, world, folder, place):
             single,
             ddp_recompute,
             groups,
+            tensor_parallel,
             sharded,
             sharded_parts,
             held_in_fp8,

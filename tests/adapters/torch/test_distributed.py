@@ -19,6 +19,7 @@ CASES = [
     "single",
     "ddp_recompute",
     "groups",
+    "tensor_parallel",
     "sharded",
     "sharded_parts",
     "held_in_fp8",
