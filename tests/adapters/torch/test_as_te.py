@@ -149,7 +149,6 @@ PARTS = {
             ("transformer_engine.pytorch", "initialize_ub", "no tensor parallelism"),
             ("transformer_engine.pytorch.ops", "AllReduce", "no tensor parallelism"),
             ("transformer_engine.pytorch.ops.fused", "ForwardLinearBiasAdd", "as they are written"),
-            ("transformer_engine.pytorch.router", "fused_topk_with_score_function", "router"),
             ("transformer_engine.pytorch.optimizers", "multi_tensor_adam_fp8", "master_weights=True"),
             ("transformer_engine.pytorch.jit", "warmup_jit_bias_gelu", "inner part"),
             ("transformer_engine_torch", "fused_attn_fwd", "C++ library"),
