@@ -36,8 +36,14 @@ def check(fp8, own, size):
             together(fp8, own, size, mode, sequence), wanted, terms(own), strict=True
         ):
             assert got.shape == value.shape
-            # a sum of k float32 products, each at most twice its operands' after the casts' rounding up
-            assert (np.abs(got - value) <= 256 * 2.0**-24 * 2 * most).all(), (mode, sequence)
+            # a sum of k float32 products, each at most twice its operands' after the casts' rounding up; of a
+            # recipe that asks for a chip's sums, those keep 13 bits below the largest of 32 products
+            step = 256 // 32 * 2.0**-13 if summed_as_chips_do(fp8) else 256 * 2.0**-24
+            assert (np.abs(got - value) <= step * 2 * most).all(), (mode, sequence)
+
+
+def summed_as_chips_do(fp8):
+    return fp8 is not None and any(not isinstance(gemm.how, bool) for gemm in fp8.gemms.values())
 
 
 @pytest.mark.parametrize(
