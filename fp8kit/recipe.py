@@ -84,7 +84,8 @@ class Recipe(Strict):
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field, as Transformer Engine's programs do: checked as when the recipe is made, and it counts
         from the next ``autocast`` on. RecipeError, and nothing is changed, for what is wrong."""
-        cls, known = type(self).__name__, [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
+        cls = type(self).__name__
+        known = [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
         if name not in known:
             wanted = f"one of {', '.join(known)}{meant(name, known)}"
             raise RecipeError(cls, "field", repr(name), wanted)

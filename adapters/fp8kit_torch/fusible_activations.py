@@ -191,4 +191,4 @@ class ScaledClampedQGeGLU(_Scaled):
     ) -> None:
         super().__init__()
         numbers = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
-        self.inner = ClampedSwiGLU(**numbers, glu_interleave_size=glu_interleave_size)  # type: ignore[arg-type]
+        self.inner = ClampedSwiGLU(**numbers, glu_interleave_size=glu_interleave_size)

@@ -141,7 +141,7 @@ class GroupedLinear(_Products, grouped_linear.GroupedLinear):
         self.num_groups = self.num_gemms
         self.num_extra_inputs = 2 if self.scale_bias else 1
 
-    def forward(self, inp: Tensor, split_sizes: Any, scales: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, inp: Tensor, split_sizes: Any, scales: Tensor | None = None) -> Any:
         """``inp``: (..., K); ``split_sizes``: integer (groups,), the numbers of its rows; ``scales``: with
         ``scale_bias``, floating, one a row. Returns (..., M)."""
         if not self.scale_bias:

@@ -71,7 +71,7 @@ def save_fp8_pretrained(
 
 def _fits(layer: nn.Module, weight: Tensor | None) -> bool:
     own = isinstance(weight, Tensor) and weight is not None and weight.ndim == 2
-    return bool(own and weight.dtype.itemsize > 1 and not any(size % BLOCK for size in weight.shape))  # type: ignore[union-attr]
+    return bool(own and weight.dtype.itemsize > 1 and not any(size % BLOCK for size in weight.shape))
 
 
 @torch.no_grad()

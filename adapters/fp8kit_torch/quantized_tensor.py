@@ -139,7 +139,7 @@ class QuantizedTensor(torch.Tensor):
         """Parts like this tensor's, of other values: theirs where they are held alike, else cast."""
         held = isinstance(values, QuantizedTensor)
         alike = held and type(values) is type(self) and values._how == self._how  # type: ignore[attr-defined]
-        if alike and values.shape == self.shape and values._parts.keys() >= self._parts.keys():  # type: ignore[attr-defined]
+        if alike and values.shape == self.shape and values._parts.keys() >= self._parts.keys():
             return values._parts  # type: ignore[attr-defined,no-any-return]
         plain = values._values() if held else values  # type: ignore[attr-defined]
         wide = plain if plain.dtype in FLOATS else plain.float()

@@ -20,6 +20,7 @@ from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Arena, Scratch
 from fp8kit.execution.refusals import refuse_no_inputs, want_call, want_spec
 from fp8kit.formats import float32, int64, uint8
+from fp8kit.ops.dropout_add import AddSpec, add
 from fp8kit.spec import Meta, Operation
 
 Inputs = Mapping[str, Tensor | ArrayView | None]
@@ -329,3 +330,11 @@ def _tell(probe: tape.Probe, name: str, inputs: Inputs, owner: object) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
             probe.wanted = True
             probe.used.append(unchanged(name, argument, value, owner))
+
+
+def _plus(a: Tensor, b: Tensor | ArrayView) -> Tensor:
+    return apply(add, _ADD, {"a": a, "b": b})["y"]
+
+
+_ADD = AddSpec()
+Tensor._plus = _plus

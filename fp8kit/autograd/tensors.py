@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from fp8kit.backends import dispatch
 from fp8kit.captured import capturing
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.formats import DType
-from fp8kit.ops.dropout_add import AddSpec, add
 from fp8kit.printing import view_text
 
 Hook = Callable[[ArrayView], ArrayView | None]
@@ -268,16 +267,17 @@ class Tensor:
         view, before = self.view.reshape(*shape), self.shape
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
-    def __add__(self, other: Any) -> Tensor:
-        from fp8kit.autograd.call import apply
+    # a + b as an operation of the tape; ``call``, which runs operations, defines it
+    _plus: ClassVar[Callable[[Tensor, Tensor | ArrayView], Tensor]]
 
+    def __add__(self, other: Any) -> Tensor:
         if isinstance(other, complex):
             return NotImplemented
         if isinstance(other, int | float | np.integer | np.floating):
             other = self._number(other)
         elif not isinstance(other, Tensor):
             other = arrays.as_view(other, "add", "other")
-        return apply(add, _ADD, {"a": self, "b": other})["y"]
+        return self._plus(other)
 
     def _number(self, value: Any) -> ArrayView:
         """A number as an array () of this dtype, on this device; Inf where the dtype does not reach."""
@@ -362,7 +362,6 @@ class Tensor:
         return f"fp8kit.Tensor({values}, shape={self.shape}, {self.dtype.name}, {self.device}{grad})"
 
 
-_ADD = AddSpec()
 fresh = arrays.duplicate
 
 

@@ -81,7 +81,8 @@ class ParallelLayer(Grouped, FP8Layer):
             return spec
         changes = {}
         for name, product in vars(spec).items():
-            if (mode := self.modes.get(getattr(product, "prefix", None))) is not None:  # type: ignore[arg-type]
+            prefix = getattr(product, "prefix", None)  # of other fields than products there is none
+            if prefix is not None and (mode := self.modes.get(prefix)) is not None:
                 how = {"parallel": mode, "group": self.ranks.name, "sequence": self.sequence_parallel}
                 label = " ".join(filter(None, (self.layer_name, self.name, product.prefix.rstrip("_"))))
                 changes[name] = replace(product, **how, label=label)

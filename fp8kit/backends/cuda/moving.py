@@ -118,7 +118,10 @@ class Moving(Again):
     def _do(self, addresses: Sequence[int | None]) -> None:
         others = self.place(addresses)
         for i, (again, work, begin, end) in enumerate(self._steps):
-            status = again() if again is not None else work(*others[begin:end], self.stream)  # type: ignore[misc]
+            if again is not None:
+                status = again()
+            else:
+                status = work(*others[begin:end], self.stream)  # type: ignore[misc]
             if status:
                 self.check(i, status)
 
