@@ -6,10 +6,8 @@ the outermost active autocast ends, every touched state is handed back once, gro
 ``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward`` instead, so that
 a step that never finished leaves no trace in the history.
 
-An autocast holds for its thread or asyncio task, as the blocks of ``scoped``. torch.compile cannot read a
-ContextVar, but it can read, and guard, a ``threading.local``: there stands a copy of what the thread's last
-autocast to begin or end has left in force (``traced_state``). Where tasks take turns it may be another
-task's: ``apart`` says so, and the torch frontend refuses.
+An autocast holds for its thread or asyncio task, as the blocks of ``scoped``. torch.compile cannot call a
+ContextVar, but it reads, and guards, what a property gives whose getter is a builtin: ``_Task.innermost``.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class _Entered:
     """One autocast that was entered. ``stack``: it, and what is around it, from the outermost one on.
     ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be updated:
     by the identity of a recipe, whose hash takes time, (recipe, states by their identity). ``traced``: the
-    stack of the compiled function's own autocast that is around it."""
+    stack of the compiled function's own autocasts that are around it, None where none is."""
 
     __slots__ = ("above", "active", "ended", "root", "stack", "touched", "traced", "value")
     above: _Entered | None
@@ -79,11 +77,13 @@ class _Entered:
         self.root: _Entered | None = root
         self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
         _INNERMOST.set(self)
+        self.traced: list[tuple[autocast | resumed, AutocastState]] | None = None
         before = _thread.stack
-        self.traced = before if before and before[-1][0].tracing else None
-        if self.traced is not None:  # entered by what a compiled function left untraced
+        if before:  # entered by what a compiled function left untraced
+            outermost = above is None or before[-1][0].tracing
+            self.traced = before if outermost else above.traced  # type: ignore[union-attr]
             self.stack = [*before, (scope, state)]
-        _thread.stack, _thread.active = self.stack, root is not None
+            _thread.stack = self.stack
 
     def live_root(self) -> _Entered | None:
         """``root``; where that one ended before what is in it, the outermost active one that is left."""
@@ -98,13 +98,26 @@ class _Entered:
 
 
 class _Thread(threading.local):
+    """The autocasts that a compiled function has opened itself while it runs, with those around them."""
+
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
-        self.active = False  # whether one of them is
 
 
 _thread = _Thread()
 _INNERMOST: ContextVar[_Entered | None] = ContextVar("fp8kit_autocast", default=None)  # perhaps ended
+
+
+class _Task:
+    """What torch.compile reads: ``innermost`` is the entry of ``_INNERMOST``, or this object where there is
+    none, which looks like one that says nothing."""
+
+    innermost: Any = property(_INNERMOST.get)
+    ended = active = False
+    value = above = None
+
+
+_task = _Task()
 
 
 def _innermost() -> _Entered | None:
@@ -120,17 +133,13 @@ def _left(own: _Entered) -> None:
     found = _innermost()
     _INNERMOST.set(found)
     if own.traced is not None:
-        _thread.stack, _thread.active = own.traced, found is not None and found.live_root() is not None
-    elif found is None:
-        _thread.stack, _thread.active = [], False
-    else:
-        _thread.stack, _thread.active = found.stack, found.live_root() is not None
+        _thread.stack = found.stack if found is not None and found.traced is own.traced else own.traced
 
 
 def current() -> AutocastState | None:
     """The innermost autocast of this thread or task, None outside of any."""
     stack = _thread.stack
-    if stack and stack[-1][0].tracing:
+    if stack:
         return stack[-1][1]
     found = _INNERMOST.get()
     if found is not None and found.ended:
@@ -141,7 +150,7 @@ def current() -> AutocastState | None:
 def entered() -> list[tuple[Any, AutocastState]]:
     """Every autocast of this thread or task with its state, from the outermost one on."""
     stack = _thread.stack
-    if stack and stack[-1][0].tracing:
+    if stack:
         return stack
     found = _INNERMOST.get()
     if found is not None and found.ended:
@@ -152,7 +161,22 @@ def entered() -> list[tuple[Any, AutocastState]]:
 def traced_state() -> AutocastState | None:
     """``current()`` for code that torch.compile traces."""
     stack = _thread.stack
-    return stack[-1][1] if stack else None
+    if stack:
+        return stack[-1][1]
+    found = _task.innermost
+    while found is not None and found.ended:
+        found = found.above
+    return None if found is None else found.value
+
+
+def traced_active() -> bool:
+    """For code that torch.compile traces: whether an autocast is around it that will update states."""
+    found = _task.innermost
+    while found is not None:
+        if found.active and not found.ended:
+            return True
+        found = found.above
+    return False
 
 
 def checking_finite() -> bool:
@@ -161,18 +185,6 @@ def checking_finite() -> bool:
     if found is not None and found.ended:
         found = _innermost()
     return found is not None and found.value.check_finite
-
-
-def apart() -> bool:
-    """Whether ``traced_state()`` says something else than ``current()``: another task's autocast."""
-    here, there = current(), traced_state()
-    return here is not there and _asked(here) != _asked(there)
-
-
-def _asked(state: AutocastState | None) -> tuple[bool, Recipe] | None:
-    return (
-        None if state is None or not (state.enabled or state.calibrating) else (state.enabled, state.recipe)
-    )
 
 
 def leave_all() -> None:
@@ -296,7 +308,6 @@ class autocast(ContextDecorator):
         own.ended = True
         if usual and own.above is None and own.traced is None:  # the same in fewer calls
             _INNERMOST.set(None)
-            _thread.stack, _thread.active = [], False
         else:
             _left(own)
         if not own.touched:

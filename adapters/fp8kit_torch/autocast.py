@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.autocast import AutocastState, _thread, entered
+from fp8kit.autocast import AutocastState, _thread, entered, traced_active
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
@@ -78,7 +78,7 @@ class autocast(_autocast):
         stack = _thread.stack
         outer = stack[-1][0] if stack else None
         inherited = outer.traced if isinstance(outer, autocast) else None
-        self.owner = not _thread.active and inherited is None and (self.enabled or self.calibrating)
+        self.owner = inherited is None and (self.enabled or self.calibrating) and not traced_active()
         self.traced = [] if self.owner else inherited
         self.tracing = True
         stack.append(

@@ -20,19 +20,17 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.autocast import apart as autocast_apart
 from fp8kit.autocast import current, touch_forward
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import (
     SelectionPolicy,
-    apart,
     get_policy,
     policy_context,
     policy_from_text,
     process_policy,
     traced_policy,
 )
-from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, RecipeError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
 from fp8kit.execution.refusals import signature_of, want_spec
@@ -43,7 +41,6 @@ from fp8kit.quantization import AmaxHistory
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
-from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
 from fp8kit_torch.constants import constant_result
@@ -94,26 +91,10 @@ class StaticCall:
         kinds, kernels = [*map(_kind, tensors)], self._kernels(place_of(tensors[0].device))
         return bind(self.operation, self.spec, self.needs, self.names, kinds, self.scales, kernels)
 
-    def refuse_autocast(self) -> None:
-        """RecipeError where the program was traced by the autocast of another task than the caller's."""
-        if torch_compat.current_backward() == -1:
-            got = "a call while another asyncio task's autocast has begun or ended since this task's own"
-            wanted = "autocast within the compiled function or, in each task, around it without an await"
-            raise RecipeError(self.operation.name, "autocast", got, f"{wanted}: torch.compile sees no tasks")
-
     def _kernels(self, place: Device) -> Any:
-        """The kernels of the call's own policy. BackendError where that is not what the caller's task has in
-        force."""
-        policy = get_policy()
-        if policy is self.policy:
+        """The kernels of the call's own policy: backward has another thread's in force."""
+        if get_policy() is self.policy:
             return dispatch.kernels(place)
-        if apart() and torch_compat.current_backward() == -1:
-            got = (
-                f"the policy {policy.text} of a block within an asyncio task (or of a context copied into "
-                "this thread)"
-            )
-            wanted = "a block around the event loop: torch.compile reads no other"
-            raise BackendError(self.operation.name, "policy", got, wanted)
         with policy_context(self.policy):
             return dispatch.kernels(place)
 
@@ -209,8 +190,6 @@ def define(operation: Operation) -> None:
     @custom_op(f"fp8kit::{name}", mutates_args=())
     def forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, tensors = call_by(call), _contiguous(inputs)
-        if autocast_apart():
-            found.refuse_autocast()
         op = found.bind(tensors)
         rows, binding = [], NO_STATE
         if state:

@@ -4,16 +4,13 @@ A policy is read when an operation's plan is made and travels with it from forwa
 backward pass that runs on another thread makes the same choice.
 
 A block holds for its thread, or, within asyncio, for its task: the policy in force is a ``ContextVar``.
-``torch.compile`` cannot read one within a compiled function, but it can read, and guard, a
-``threading.local``. So the policy of blocks that were entered outside of tasks also stands there:
-``traced_policy`` reads it. Where a task's own block says something else, ``apart`` is true, and the torch
-frontend refuses.
+``torch.compile`` cannot call one, but it reads, and guards, what a property gives whose getter is a builtin:
+``traced_policy``.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import uuid
 import weakref
@@ -223,16 +220,17 @@ def policy_from_text(text: str) -> SelectionPolicy:
 # --- the policy in force ------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    # in each thread; Dynamo (2.11) takes a default that stands in the class for the value
-    def __init__(self) -> None:
-        # of the innermost block that was entered outside of asyncio's tasks
-        self.policy: SelectionPolicy | None = None
-
-
 # of the innermost block
 _CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", default=None)
-_THREAD = _Thread()
+
+
+class _Task:
+    """What torch.compile reads: ``policy`` is that of ``_CURRENT``, or this object where there is none."""
+
+    policy: Any = property(_CURRENT.get)
+
+
+_task = _Task()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
 # a policy that was forgotten is another object when it comes again, and is resolved again
 _INTERNED_LIMIT = 256
@@ -286,16 +284,10 @@ def process_policy() -> SelectionPolicy:
 
 
 def traced_policy() -> SelectionPolicy | None:
-    """The policy that code under ``torch.compile`` reads: the innermost block's outside of tasks, else the
-    process's (None where nobody has asked for it yet)."""
-    policy = _THREAD.policy
-    return _GLOBAL if policy is None else policy
-
-
-def apart() -> bool:
-    """Whether a block of this task, or of a context that was copied into this thread, hides from
-    ``traced_policy``."""
-    return _CURRENT.get() is not _THREAD.policy
+    """The policy in force for code under ``torch.compile``; None where it is the process's and nobody has
+    asked for that yet."""
+    policy = _task.policy
+    return policy if isinstance(policy, SelectionPolicy) else _GLOBAL
 
 
 def set_global_policy(policy: SelectionPolicy) -> None:
@@ -309,23 +301,15 @@ def reset_global_policy() -> None:
     set_global_policy(policy_from_env())
 
 
-def _put(policy: SelectionPolicy | None) -> None:
-    """Let ``policy`` be the block's from here on; None: no block."""
-    _CURRENT.set(policy)
-    events = sys.modules.get("asyncio.events")  # without it no task runs
-    if events is None or events._get_running_loop() is None:
-        _THREAD.policy = policy
-
-
 @contextmanager
 def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """Put ``policy`` in force for a block, on this thread or in this asyncio task."""
     before, inside = _CURRENT.get(), _intern(policy)
-    _put(inside)
+    _CURRENT.set(inside)
     try:
         yield inside
     finally:
-        _put(before)
+        _CURRENT.set(before)
 
 
 def _changed(**changes: Any) -> AbstractContextManager[SelectionPolicy]:
@@ -376,7 +360,7 @@ class Switch:
         self._blocks: list[SelectionPolicy | None] = []
         self._outside = _CURRENT.get()
         if self._outside is not None:
-            _put(self._policy)
+            _CURRENT.set(self._policy)
         else:
             _PENDING[self._thread] = self._policy
 
@@ -389,7 +373,7 @@ class Switch:
         elif self._outside is None and _GLOBAL is self._policy:
             set_global_policy(self._before)  # asked for in between, but for a block after all
         self._blocks.append(self._outside)
-        _put(self._policy)
+        _CURRENT.set(self._policy)
 
     def __exit__(self, *exc: object) -> None:
-        _put(self._blocks.pop())
+        _CURRENT.set(self._blocks.pop())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp8kit.autocast import current
-from fp8kit.errors import RecipeError
 
 
 def test_eager_layers_of_tasks_compute_as_their_own_autocast_says():
@@ -47,39 +46,84 @@ def test_eager_layers_of_tasks_compute_as_their_own_autocast_says():
     assert all(layer.fp8_meta["scaling_fwd"].scale[0] > 1 for layer in layers)
 
 
-def test_compiled_code_sees_the_autocast_of_its_task_or_refuses():
+@pytest.fixture
+def compiled():
+    """(layer, the layer compiled, input, output under ``RECIPE``, output in high precision)"""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    recipe = te.Float8CurrentScaling()
-    with te.autocast(recipe=recipe):
+    with te.autocast(recipe=RECIPE):
         fp8 = layer(x).detach()
-    high = layer(x).detach()
+    return layer, call, x, fp8, layer(x).detach()
 
-    async def alone():
-        assert torch.equal(call(x), high)
-        with te.autocast(recipe=recipe):
-            assert torch.equal(call(x), fp8)
-            await asyncio.sleep(0)
-            assert torch.equal(call(x), fp8)
-        assert torch.equal(call(x), high)
 
-    asyncio.run(alone())
+RECIPE = te.Float8CurrentScaling()
+
+
+def test_compiled_code_sees_the_autocast_of_its_task(compiled):
+    """While tasks take turns."""
+    _, call, x, fp8, high = compiled
 
     async def within():
-        with te.autocast(recipe=recipe):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        with te.autocast(recipe=RECIPE):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert torch.equal(call(x), fp8)
+        assert torch.equal(call(x), high)
 
     async def without():
-        await asyncio.sleep(0)
-        with pytest.raises(RecipeError, match="linear: autocast: got a call while another asyncio task's"):
-            call(x)
-        assert torch.equal(layer(x), high)
+        for _ in range(6):
+            await asyncio.sleep(0)
+            assert torch.equal(call(x), high)
 
     async def both():
         await asyncio.gather(within(), without())
 
     asyncio.run(both())
     assert torch.equal(call(x), high)
+
+
+def test_compiled_code_in_another_thread_sees_the_autocast_that_was_brought_there(compiled):
+    """``asyncio.to_thread`` runs a function in its task's context; threads of the pool are used again."""
+    layer, call, x, fp8, high = compiled
+
+    async def main():
+        with te.autocast(recipe=RECIPE):
+            assert torch.equal(await asyncio.to_thread(call, x), fp8)
+            assert torch.equal(await asyncio.to_thread(layer, x), fp8)
+        assert torch.equal(await asyncio.to_thread(call, x), high)
+
+    asyncio.run(main())
+
+
+def test_compiled_code_sees_what_is_left_when_blocks_end_out_of_order(compiled):
+    _, call, x, fp8, high = compiled
+    outer, inner = te.autocast(recipe=te.DelayedScaling()), te.autocast(recipe=RECIPE)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert torch.equal(call(x), fp8)
+    inner.__exit__(None, None, None)
+    assert torch.equal(call(x), high)
+    assert current() is None
+
+
+def test_an_autocast_within_compiled_code_ends_there(compiled):
+    """Around it stands one of its task; states are updated by whichever is outermost."""
+    layer, _, x, fp8, high = compiled
+
+    @torch.compile(backend="aot_eager")
+    def own(x):
+        with te.autocast(recipe=RECIPE):
+            return layer(x)
+
+    async def main():
+        with te.autocast(enabled=False):
+            assert torch.equal(await asyncio.to_thread(own, x), fp8)
+            assert torch.equal(own(x), fp8)
+            assert torch.equal(layer(x), high)
+        assert torch.equal(own(x), fp8)
+
+    asyncio.run(main())
+    assert current() is None
