@@ -23,6 +23,7 @@ from fp8kit.ops.registry import register_operation
 from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
+from fp8kit_jax.exporting import export
 from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
 from fp8kit_jax.functional import (
     drop_path,
@@ -69,6 +70,7 @@ __all__ = [
     "drop_path",
     "dropout_add",
     "dropout_seed",
+    "export",
     "fused_cross_entropy",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",

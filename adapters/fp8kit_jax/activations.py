@@ -10,7 +10,7 @@ from fp8kit.backends.activation import ALL
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.activation import ActivationSpec, activation_numbers
 from fp8kit.ops.activation import activation as activation_operation
-from fp8kit_jax.arguments import as_array, want_alike
+from fp8kit_jax.arguments import as_array, in_dtype_of
 from fp8kit_jax.rules import apply
 
 # Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of
@@ -70,15 +70,14 @@ def activation(
 
 
 def alphas_of(operation: str, name: str, alphas: Sequence[Any] | None, x: Any) -> dict[str, Any]:
-    """The learned numbers of the activation ``name`` by their names; ShapeError for too many or too few,
-    FormatError for another dtype than x's."""
+    """The learned numbers of the activation ``name`` by their names, in x's dtype; ShapeError for too many or
+    too few."""
     learned, given = tuple(ALL[name].learned), tuple(() if alphas is None else alphas)
     if len(given) != len(learned):
         wanted = ", ".join(learned) if learned else f"None for {name}"
         raise ShapeError(operation, "alphas", f"{len(given)} arrays", wanted)
-    found = {key: as_array(operation, key, value) for key, value in zip(learned, given, strict=True)}
-    want_alike(operation, x, **found)
-    return found
+    made = [as_array(operation, key, value) for key, value in zip(learned, given, strict=True)]
+    return dict(zip(learned, in_dtype_of(x, *made), strict=True))
 
 
 def activation_of(

@@ -52,14 +52,17 @@ def meta_of(operation: str, argument: str, value: Any) -> Meta:
     return Meta(tuple(value.shape), formats.dtype(dtype, operation, argument))
 
 
-def want_alike(operation: str, x: Any, **parameters: Any) -> None:
-    """FormatError, about ``x``, where the parameters by name, None where there is none, all have one other
-    dtype. Those that are not alike among themselves, and other kinds of dtypes, the operation refuses by
-    their own names."""
-    dtypes = {value.dtype: name for name, value in reversed(parameters.items()) if hasattr(value, "dtype")}
-    if len(dtypes) == 1 and x.dtype not in dtypes and jnp.issubdtype(x.dtype, jnp.floating):
-        ((dtype, name),) = dtypes.items()
-        raise FormatError(operation, "x", x.dtype.name, f"{dtype.name} as {name}")
+def in_dtype_of(x: Any, *parameters: Any) -> list[Any]:
+    """The parameters, None among them, in x's dtype where both are float32, bfloat16 or float16; as they are
+    elsewhere, for the operation to refuse by name. Gradients come back in the parameters' own dtypes."""
+
+    def high(array: Any) -> bool:
+        return getattr(array, "dtype", None) in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+    def cast(value: Any) -> Any:
+        return jnp.asarray(value, x.dtype) if high(x) and high(value) else value
+
+    return [cast(value) for value in parameters]
 
 
 def check_fused(operation: str, fused: bool, what: str = "join_residual", **asked: bool) -> None:

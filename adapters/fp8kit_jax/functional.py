@@ -20,7 +20,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, in_dtype_of
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
@@ -41,7 +41,7 @@ def layernorm(
     ``zero_centered_gamma``: the factor is 1 + gamma. Returns h like x.
     """
     x = as_rows("layernorm", "x", x)
-    want_alike("layernorm", x, gamma=gamma, beta=beta)
+    gamma, beta = in_dtype_of(x, gamma, beta)
     spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma, beta)
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
-from fp8kit_jax.arguments import as_array, as_rows, want_alike
+from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of
 from fp8kit_jax.checks import dtype
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
@@ -36,7 +36,8 @@ def grouped_dense(
     0.
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or, with ``contracting_dims`` ((1,),
-      (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16, the same for all.
+      (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16; parameters of another h
+      than x's are rounded to it first.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
       count.
     * ``preferred_element_type``: y's dtype, an h, rounded from x's; None is x's.
@@ -63,15 +64,17 @@ def grouped_dense(
     if kernel.ndim != 3 or x.ndim != 2:
         got = f"{x.shape} and {kernel.shape}"
         raise ShapeError(op, "x and kernel", got, "(rows, in) and (experts, in, out)")
-    want_alike(op, x, kernel=kernel, bias=bias)
+    kernel, bias = in_dtype_of(x, kernel, bias)
     sizes = as_array(op, "group_sizes", group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise FormatError(op, "group_sizes", sizes.dtype.name, "integers")
     experts, *sides = kernel.shape
     n = sides[1] if layout == "io" else sides[0]
-    fp8 = fp8_of(resolve(op, quantizer_set))
+    found = resolve(op, quantizer_set)
+    fp8 = fp8_of(found)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
-    y = apply(expert_linear, ExpertLinearSpec(experts, x.shape[1], n, layout, fp8), inputs)["y"]
+    spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
+    y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 

@@ -23,7 +23,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
 from fp8kit_jax.activations import activation_of, alphas_of
-from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, want_alike
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, in_dtype_of
 from fp8kit_jax.inspection import named, watched
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
@@ -48,8 +48,8 @@ def dense(
 ) -> Any:
     """y = x kernel + bias (+ residual).
 
-    * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or
-      float16.
+    * ``x``: h (..., K); ``kernel``: h (K, N); ``bias``: h (N,) or None. h is float32, bfloat16 or float16;
+      parameters of another h than x's are rounded to it first, and their gradients have their own dtypes.
     * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be;
       those that are left come out in order, x's first. The last of x, with the first of kernel or the second
       of a matrix (N, K), cost no transposition.
@@ -69,7 +69,7 @@ def dense(
     deferred = flag("dense", "return_bias", return_bias)
     residual = None if residual is None else as_array("dense", "residual", residual)
     check_fused("dense", residual is not None, "a residual", return_bias=deferred)
-    want_alike("dense", x, kernel=kernel, bias=bias, residual=residual)
+    kernel, bias = in_dtype_of(x, kernel, bias)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = named(resolve("dense", quantizer_set), "dense", name)
     features = shape[matrix.ndim - 1 :] or (1,)
@@ -86,7 +86,14 @@ def dense(
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
     flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
     y = apply(
-        linear, LinearSpec(product), inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views
+        linear,
+        LinearSpec(product),
+        inputs,
+        found.slots(""),
+        history_of(found.recipe),
+        flat=flat,
+        views=views,
+        kept_as=found.kept_as,
     )["y"].reshape(shape)
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if deferred else y
 
@@ -123,7 +130,7 @@ def layernorm_dense(
     op = "layernorm_dense"
     beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
-    want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
+    kernel, gamma, beta, bias = in_dtype_of(x, kernel, gamma, beta, bias)
     found = named(resolve(op, quantizer_set), op, name)
     io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
     if kernel.ndim < 2:
@@ -145,7 +152,16 @@ def layernorm_dense(
     }
     inputs |= drawn(op, found)
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
-    out = apply(norm_linear, spec, inputs, found.slots(""), history_of(found.recipe), flat=flat, views=views)
+    out = apply(
+        norm_linear,
+        spec,
+        inputs,
+        found.slots(""),
+        history_of(found.recipe),
+        flat=flat,
+        views=views,
+        kept_as=found.kept_as,
+    )
     y = out["y"].reshape(*x.shape[:-1], *features)
     return (y, *(out[name] for name in beside)) if beside else y
 
@@ -199,9 +215,8 @@ def layernorm_mlp(
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ShapeError(op, argument, shown(pair), "two, one for each product")
-    pair = {f"kernels[{i}]": as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)}
-    (k1, k2), (b1, b2) = pair.values(), biases
-    want_alike(op, x, gamma=gamma, beta=beta, **pair, **{"biases[0]": b1, "biases[1]": b2})
+    k1, k2 = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels))
+    gamma, beta, k1, k2, b1, b2 = in_dtype_of(x, gamma, beta, k1, k2, *biases)
     act, numbers = activation_of(op, activation_type, activation_params)
     learned = alphas_of(op, act, alphas, x)
     smooth = "" if smooth_swiglu is None else choice(op, "smooth_swiglu", smooth_swiglu, LINES)
@@ -252,6 +267,7 @@ def layernorm_mlp(
         history_of(first.recipe),
         flat=flat,
         views=views,
+        kept_as=first.kept_as,
     )
     more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if deferred else [])]
     return (out["y"], *more) if more else out["y"]

@@ -24,13 +24,16 @@ from fp8kit_jax.state import Slot
 class QuantizerSet:
     """A pytree. ``x``, ``kernel``, ``grad``: slots of the input, the weight and the output gradient with
     delayed scaling, else None; ``recipe``: static, None for high precision; ``layer``: static, the product's
-    name for the inspector, "" for none. The cotangent of a set is the set after the step."""
+    name for the inspector, "" for none; ``kept_as``: static, the name of what the product keeps for backward
+    (operands' codes, say), for the policies of ``jax.checkpoint``, "" for none. The cotangent of a set is the
+    set after the step."""
 
     x: Slot | None = None
     kernel: Slot | None = None
     grad: Slot | None = None
     recipe: Recipe | None = field(default=None, metadata={"static": True})
     layer: str = field(default="", metadata={"static": True})
+    kept_as: str = field(default="", metadata={"static": True})
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """The slots by their name in an operation."""
@@ -48,9 +51,11 @@ def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
     }
 
 
-def from_variables(recipe: Recipe | None, values: Sequence[Any], layer: str = "") -> QuantizerSet:
+def from_variables(
+    recipe: Recipe | None, values: Sequence[Any], layer: str = "", kept_as: str = ""
+) -> QuantizerSet:
     """A set of ``state_variables``'s arrays."""
-    return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe, layer)
+    return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe, layer, kept_as)
 
 
 noop_quantizer_set = QuantizerSet()

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8kit.arguments import shown
@@ -45,6 +46,7 @@ class _Static:
     axes: tuple[str, ...]  # manual mesh axes over which amaxes are reduced
     views: tuple[tuple[str, tuple[int, ...]], ...] = ()  # shapes in JAX of what the operation has flattened
     flat: tuple[tuple[str, tuple[int, ...]], ...] = ()  # and the operation's shapes of those that are inputs
+    kept_as: str = ""  # name of what is kept for backward, for the policies of jax.checkpoint
 
 
 _STATIC: Any = {"static": True}
@@ -72,6 +74,7 @@ def apply(
     pairs: tuple[str, ...] = ("rng",),
     flat: Mapping[str, tuple[int, ...]] | None = None,
     views: Mapping[str, tuple[int, ...]] | None = None,
+    kept_as: str = "",
 ) -> Arrays:
     """Run an operation, a registered one of your own too; its outputs by name, amaxes left out.
 
@@ -83,6 +86,8 @@ def apply(
     * ``flat``: the operation's own shapes of inputs that come with more dimensions (a kernel (K, 3, N) as (K,
       3 N)); ``views``: the shapes that outputs and saved arrays have in JAX, where not the operation's. So
       devices can split what the operation has flattened.
+    * ``kept_as``: the name, for the policies of ``jax.checkpoint``, of what forward computes and backward
+      reads (codes, statistics); "" for none.
 
     Raises what ``infer`` raises, when it is traced; ShapeError for an input that is missing, ArgumentError
     for one that the operation does not have and for a spec of another class, FormatError for one that is no
@@ -100,7 +105,8 @@ def apply(
         name: shape for name, shape in (flat or {}).items() if name in arrays and arrays[name].shape != shape
     }
     seen = {name: arrays[name].shape for name in own} | dict(views or {})
-    static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
+    views = tuple(seen.items())
+    static = _Static(operation.name, spec, pairs, scaling, axes, views, tuple(own.items()), kept_as)
     run = functools.partial(_run, static)
     # a shard_map outside of jit refuses rules with symbolic zeros
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -197,6 +203,10 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
     own, everything = program.interface, results | arguments
     read = {name: everything[name] for name in (*own.kept, *own.signature.saved)}
     amaxes = {name: results[name] for name in own.amaxes if state}
+    if static.kept_as:
+        made = {name: value for name, value in read.items() if name not in arguments}
+        read |= checkpoint_name(made, static.kept_as)
+        amaxes = checkpoint_name(amaxes, static.kept_as)
     kept = _Kept(read, amaxes, slots, program, tuple(inputs), refused)
     return {name: results[name] for name in own.results}, kept
 

@@ -15,6 +15,7 @@ from flax import linen as nn
 from fp8kit.arguments import Rule, check, shown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.recipe import Recipe
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
@@ -29,7 +30,6 @@ _SCORES = "scores are changed by bias, mask, window and ALiBi"
 # fields and arguments of Transformer Engine's modules that there are for their one value: name -> (value, why
 # no other)
 FIXED: dict[str, tuple[Any, str]] = {
-    "quantization_checkpoint_name": (None, "quantised operands and the product come out of one call"),
     "ffn1_ckpt_name": ("ffn1", "what lies between the products does not leave their one call"),
     "enable_sequence_parallel": (False, "rows are split along their first dimension, not along the sequence"),
     "context_parallel_axis": ("", _ONE),
@@ -146,25 +146,35 @@ _ENDINGS = {"": "", "_0": ".fc1", "_1": ".fc2"}
 # --- parameters and state -----------------------------------------------------------------------------------
 
 
-def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
-    """The set of one product by the autocast in force; with delayed scaling its slots are the module's
-    variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and ``grad``
-    (Transformer Engine's names), in the collection that they are found in."""
-    path = ".".join(map(str, module.path))
-    recipe, layer = recipe_in_force(type(module).__name__, path), f"{path}{_ENDINGS[postfix]}"
+def quantizer_set(
+    module: nn.Module,
+    postfix: str = "",
+    recipe: Recipe | None = None,
+    collection: str | None = None,
+    kept_as: str | None = None,
+) -> QuantizerSet:
+    """The set of one product by ``recipe``, None: by the autocast in force; with delayed scaling its slots
+    are the module's variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and
+    ``grad`` (Transformer Engine's names), in ``collection``; None: FP8_COLLECTION_NAME, or the former one
+    where they are there. ``kept_as``: see ``QuantizerSet``; None is the module's
+    ``quantization_checkpoint_name``."""
+    kind, path = type(module).__name__, ".".join(map(str, module.path))
+    layer = f"{path}{_ENDINGS.get(postfix, f'.{postfix}')}"
+    kept_as = kept_as or getattr(module, "quantization_checkpoint_name", None) or ""
+    recipe = recipe_in_force(kind, path) if recipe is None else recipe.for_layer(kind, path)
     history = history_of(recipe)
     if history is None:
-        return QuantizerSet(recipe=recipe, layer=layer)
-    names, first = (FP8_COLLECTION_NAME, FORMER_COLLECTION_NAME), f"x{postfix}_scale"
-    collection = next((name for name in names if module.has_variable(name, first)), None)
-    if collection is None:
-        collection = FP8_COLLECTION_NAME
-        if not module.is_initializing() and not module.is_mutable_collection(collection):
+        return QuantizerSet(recipe=recipe, layer=layer, kept_as=kept_as)
+    names = (FP8_COLLECTION_NAME, FORMER_COLLECTION_NAME) if collection is None else (collection,)
+    found = next((name for name in names if module.has_variable(name, f"x{postfix}_scale")), None)
+    if found is None:
+        found = names[0]
+        if not module.is_initializing() and not module.is_mutable_collection(found):
             wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
-            raise RecipeError(type(module).__name__, collection, "none of this layer", wanted)
+            raise RecipeError(kind, found, "none of this layer", wanted)
     variables = state_variables(history, postfix).items()
-    values = [module.variable(collection, name, lambda v=v: v).value for name, v in variables]
-    return from_variables(recipe, values, layer)
+    values = [module.variable(found, name, lambda v=v: v).value for name, v in variables]
+    return from_variables(recipe, values, layer, kept_as)
 
 
 def fan_in(features: int) -> Any:

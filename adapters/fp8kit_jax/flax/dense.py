@@ -132,6 +132,8 @@ class DenseGeneral(nn.Module):
     * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
     * ``residual`` of the call: added to y, by the product where there is no adaptation; not with
       ``return_bias``.
+    * ``quantization_checkpoint_name``: what the product keeps for backward has that name for the policies of
+      ``jax.checkpoint``.
     * Variables of the collection ``FP8_COLLECTION_NAME`` with delayed scaling. Fields of ``common.FIXED``
       have one value.
     """

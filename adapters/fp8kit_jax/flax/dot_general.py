@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax import layers as functions
 from fp8kit_jax.flax.common import quantizer_set, want_array
-from fp8kit_jax.scopes import autocast
 
 
 class DotGeneral(nn.Module):
@@ -43,9 +41,8 @@ class DotGeneral(nn.Module):
         lhs, rhs = want_array(self, "lhs", lhs), want_array(self, "rhs", rhs)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         dims = tuple(summed[0]), tuple(summed[1])
-        with nullcontext() if self.recipe is None else autocast(enabled=True, recipe=self.recipe):
-            own = quantizer_set(self)
-            y = functions.dense(lhs.astype(dtype), rhs.astype(dtype), None, dims, own)
+        own = quantizer_set(self, recipe=None if self.recipe is None else self.recipe.fixed)
+        y = functions.dense(lhs.astype(dtype), rhs.astype(dtype), None, dims, own)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 

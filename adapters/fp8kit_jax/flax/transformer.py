@@ -9,13 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.arguments import optional
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit_jax.checks import RULES
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 
 _AXES = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}  # of norms alone
+_RULES = RULES | {"head_dim": optional(RULES["head_dim"])}
 _POST = "apply_residual_connection_post_layernorm"
 
 
@@ -39,8 +42,9 @@ class TransformerLayer(nn.Module):
     the norms behind the branches, children ``attention_norm`` (a decoder's: ``self_attention_norm``,
     ``encoder_decoder_attention_norm``) and ``mlp_norm``, their factors at ``norm_gain`` (1) first, as
     ``fp8kit.nn.TransformerLayer`` has it. ``float32_attention_logits``: scores are float32 either way.
-    Parameters carry Transformer Engine's logical axes, in Flax's boxes. The rest: as the children; fields of
-    ``common.FIXED`` have one value.
+    ``head_dim``: features of a head, None: hidden_size / num_attention_heads. Parameters carry Transformer
+    Engine's logical axes, in Flax's boxes. The rest: as the children; fields of ``common.FIXED`` have one
+    value.
     """
 
     hidden_size: int = 512
@@ -95,6 +99,7 @@ class TransformerLayer(nn.Module):
     norm_position: str = "before"
     norm_gain: float | None = None
     smooth_swiglu: str | None = None
+    head_dim: int | None = None
 
     @nn.compact
     def __call__(
@@ -114,15 +119,17 @@ class TransformerLayer(nn.Module):
         ``encoder_decoder_mask``: a decoder's alone, likewise. Masks: True masks out, see
         ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
         ``max_decode_length``: its length, None as it was made."""
-        check_fields(self, fixed)
+        check_fields(self, fixed, rules=_RULES)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
         inputs = want_array(self, "inputs", inputs)
         for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
             if not decoder and value is not None:
                 raise ArgumentError(op, name, "an array", "None, for an encoder")
-        if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
-            wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
-            raise ShapeError(op, "inputs", f"shape {inputs.shape}", wanted)
+        if inputs.shape[-1] != self.hidden_size:
+            raise ShapeError(op, "inputs", f"shape {inputs.shape}", f"a last dimension of {self.hidden_size}")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            wanted = f"a multiple of {self.num_attention_heads} heads, or a head_dim"
+            raise ShapeError(op, "hidden_size", self.hidden_size, wanted)
         if decoder and encoded is None:
             raise ShapeError(op, "encoded", None, "an array, for a decoder")
         encoded = want_array(self, "encoded", encoded) if decoder else None
@@ -170,8 +177,8 @@ class TransformerLayer(nn.Module):
                 if after
                 else ask
             )
-            head_dim = self.hidden_size // self.num_attention_heads
-            layer = MultiHeadAttention(head_dim, **shared_fields(self, MultiHeadAttention, options))
+            options["head_dim"] = self.head_dim or self.hidden_size // self.num_attention_heads
+            layer = MultiHeadAttention(**shared_fields(self, MultiHeadAttention, options))
             call: dict[str, Any] = {"deterministic": deterministic}
             if first:
                 call |= {"decode": decode, "sequence_descriptor": sequence_descriptor}

@@ -63,6 +63,31 @@ def load(path):
     print(digest(deserialize_and_load(*pickle.loads(Path(path).read_bytes()))(*jax.tree.leaves(args))))
 
 
+def write(path):
+    """Write a Flax layer's inference, in FP8 and by its state, as an exported program with its arguments."""
+    from fp8kit_jax import flax
+
+    layer, x = flax.LayerNormMLP(48, intermediate_dropout_rate=0.0), example()[1][2]
+
+    @jax.jit
+    def infer(variables, x):
+        with fj.autocast(True, DelayedScaling(amax_history_len=4)):
+            return layer.apply(variables, x)[0]
+
+    with fj.autocast(True, DelayedScaling(amax_history_len=4)):
+        variables = layer.init(jax.random.key(0), x)
+    variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)
+    args = jax.tree.map(np.asarray, (variables, x))
+    Path(path).write_bytes(pickle.dumps((bytes(fj.export(infer)(*args).serialize()), args)))
+    print(digest(infer(*args)))
+
+
+def read(path):
+    """Run an exported program that this process has never traced."""
+    program, args = pickle.loads(Path(path).read_bytes())
+    print(digest(jax.export.deserialize(bytearray(program)).call(*args)))
+
+
 def leave(path):
     """End while calls are in flight on all devices."""
     x, w = jnp.ones((256, 512)), jnp.ones((512, 512))
@@ -127,5 +152,5 @@ def fail(path):
 
 
 if __name__ == "__main__":
-    programs = (run, save, load, leave, leave_slow, leave_held, leave_in_a_thread, fail)
+    programs = (run, save, load, write, read, leave, leave_slow, leave_held, leave_in_a_thread, fail)
     {f.__name__: f for f in programs}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

@@ -16,7 +16,7 @@ from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, BackendError
+from fp8kit.errors import ArgumentError, AutogradError, BackendError
 from fp8kit.lru import LRU
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
@@ -192,9 +192,7 @@ def test_an_exported_mlp_runs_with_its_text(join):
         )
         return y, back(y)[0]
 
-    exported = jax.export.export(
-        jax.jit(step), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(calls.TARGET)]
-    )(x)
+    exported = fj.export(jax.jit(step))(x)
     for got, want in zip(jax.jit(exported.call)(x), jax.jit(step)(x), strict=True):
         assert_same_bits("exported", np.asarray(got), np.asarray(want))
 
@@ -237,6 +235,20 @@ def test_the_persistent_cache_serves_another_process(tmp_path):
 def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
     path = str(tmp_path / "step")
     assert child("save", path, XLA_FLAGS="") == child("load", path, XLA_FLAGS="")
+
+
+@pytest.mark.programs
+def test_an_exported_model_in_another_process(tmp_path):
+    path = tmp_path / "exported"
+    assert child("write", path, XLA_FLAGS="") == child("read", path, XLA_FLAGS="")
+
+
+def test_what_cannot_be_exported():
+    x = jnp.ones((4, 8))
+    with pytest.raises(ArgumentError, match=r"export: function: got .*, expected what jax\.jit returns"):
+        fj.export(fj.dense)
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
+        jax.export.export(jax.jit(fj.dense))(x, x.T)
 
 
 @pytest.mark.programs

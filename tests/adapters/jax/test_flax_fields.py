@@ -147,7 +147,6 @@ def test_input_axes_constrain():
 
 
 REFUSED = {
-    "quantization_checkpoint_name": lambda: modules.DenseGeneral(8, quantization_checkpoint_name="q"),
     "axis": lambda: modules.LayerNormDenseGeneral(8, axis=(0, 1)),
     "ffn1_ckpt_name": lambda: modules.LayerNormMLP(8, ffn1_ckpt_name="mine"),
     "low_rank_adaptation_scope": lambda: modules.TransformerLayer(

@@ -319,17 +319,8 @@ def test_refusals_name_operation_and_argument():
         fj.layernorm(x, draw(1, 40))
     with pytest.raises(Fp8kitError, match=r"dense: kernel"):
         jax.jit(fj.dense)(x, draw(1, 41, 8))
-    with pytest.raises(Fp8kitError, match=r"dense: x: got float32, expected bfloat16 as kernel"):
-        jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.bfloat16))
-    with pytest.raises(Fp8kitError, match=r"layernorm: x: got float16, expected float32 as gamma"):
-        fj.layernorm(x.astype(jnp.float16), draw(1, 40), draw(2, 40))
-    with pytest.raises(Fp8kitError, match=r"layernorm_mlp: x: got bfloat16, expected float32 as gamma"):
-        fj.layernorm_mlp(
-            x.astype(jnp.bfloat16), draw(1, 40), draw(2, 40), (draw(3, 40, 1, 8), draw(4, 8, 40))
-        )
-    # the kernel is as the input
-    with pytest.raises(Fp8kitError, match=r"linear: bias0: got bfloat16, expected float32"):
-        fj.dense(x, draw(1, 40, 8), draw(2, 8).astype(jnp.bfloat16))
+    with pytest.raises(Fp8kitError, match=r"linear: weight0: got int32, expected float32"):
+        jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.int32))
     with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
         fj.autocast(enabled=True, recipe="delayed")
     with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):

@@ -110,12 +110,11 @@ def flax_layer(x, bias, encoded=None, **options):
     return function, traverse_util.flatten_dict(shapes, sep="/")
 
 
-def nnx_layer(x, bias):
+def nnx_layer(x, bias, **options):
     """Likewise."""
+    fields = {"epsilon": EPSILON, "dtype": x.dtype, "use_bias": bias} | options
     made = nnx.eval_shape(
-        lambda: nnx_modules.TransformerLayer(
-            WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), epsilon=EPSILON, dtype=x.dtype, use_bias=bias
-        )
+        lambda: nnx_modules.TransformerLayer(WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), **fields)
     )
     layer, state = nnx.split(made)
     leaves, kind = jax.tree_util.tree_flatten_with_path(state)
@@ -128,6 +127,7 @@ def nnx_layer(x, bias):
     return function, {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
 
+NATIVE = {"head_dim": "kv_channels"}  # of arguments whose names differ
 FRONTENDS = {"flax": flax_layer, "nnx": nnx_layer}
 DTYPES = ("float32", "bfloat16")
 CASES = [
@@ -159,6 +159,12 @@ def test_a_transformer_layer_without_fp8(frontend, dtype, bias):
 @pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
 def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_heads_that_are_wider_than_the_layer(frontend, device):
+    """Three heads of 24 features in a layer of 48."""
+    same_layer(frontend, "delayed", "bfloat16", True, device, head_dim=24)
 
 
 ACROSS = "inter_attention.layernorm_query"
@@ -283,7 +289,8 @@ def test_dropout_by_the_same_keys(dtype, device):
 def same_layer(frontend, recipe, dtype, bias, device, **options):
     """Three steps of a layer through all frontends."""
     torch.manual_seed(1234)
-    ours, native = twins("TransformerLayer", device, dtype, **OPTIONS | options, bias=bias)
+    given = {NATIVE.get(name, name): value for name, value in options.items()}
+    ours, native = twins("TransformerLayer", device, dtype, **OPTIONS | given, bias=bias)
     which, recipe = list(FRONTENDS).index(frontend), RECIPES[recipe]
     kernels = max(SUMS[device], 0.0 if dtype == "float32" else epsilon(dtype))
     parameters = {
