@@ -19,7 +19,7 @@ import numpy as np
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import choice, integer, shown
 from fp8kit.errors import RecipeError
-from fp8kit.formats import E2M1, Format
+from fp8kit.formats import E2M1, Format, float32
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
@@ -224,6 +224,12 @@ class Quantizer:
     def power_2(self) -> bool:
         """Whether scales are rounded down to powers of two."""
         return self.scale_rule == "power_2"
+
+    @property
+    def scale_limits(self) -> tuple[float, bool, float, float]:
+        """What a kernel that makes a scale of an amax is told: the largest value that the scale maps it to,
+        whether scales are powers of two, the least amax that counts, and the scale where 1 / amax is Inf."""
+        return self.format.max, self.power_2, self.epsilon, float32.max
 
     def with_amax(self) -> Quantizer:
         """The same with the amax as an input, where it takes it itself."""

@@ -380,6 +380,14 @@ class FP8Layer(Layer):
         self._specs[key] = spec, fp8  # fp8 is held, so that its id stays its own
         return self._specs[key]
 
+    def _weight_spec(self, fp8: Quantization, bias: str, i: int) -> Any:
+        """The spec of the ``i``-th GEMM's cast of its weights."""
+        asked = "weight_cast", id(fp8), bias, i
+        if asked not in self._specs:
+            products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
+            self._keep_spec(asked, LinearSpec(products[i]), fp8)
+        return self._specs[asked][0]
+
     def _cached(
         self, fp8: Quantization, first: bool, bias: str, inputs: dict[str, Any], binding: Any
     ) -> dict[str, Any]:
@@ -390,10 +398,6 @@ class FP8Layer(Layer):
             made: dict[str, Any] = {}
             for i, prefix in enumerate(self.gemms):
                 own = {name: inputs[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                asked = "weight_cast", id(fp8), bias, i
-                if asked not in self._specs:
-                    products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
-                    self._keep_spec(asked, LinearSpec(products[i]), fp8)
-                made |= self.cast_weight(self._specs[asked][0], own, prefix, binding)
+                made |= self.cast_weight(self._weight_spec(fp8, bias, i), own, prefix, binding)
             self._weights = WeightCache(key, made)
         return self._weights.arrays

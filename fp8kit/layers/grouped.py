@@ -12,10 +12,9 @@ from fp8kit.arguments import integer, listed
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ShapeError
 from fp8kit.layers.base import Init, Layer, child_name
-from fp8kit.layers.fp8_layer import FP8Layer, WeightCache, layer_products, layer_spec
+from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
-from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.scale_rows import scale_rows
 from fp8kit.quantization import Quantization
@@ -85,11 +84,8 @@ class GroupedLinearBase(FP8Layer):
         for i, prefix in enumerate(self.gemms):
             if not self._splits[i] or f"{prefix}w_q" in made:
                 continue
-            asked, name = ("weight_cast", id(fp8), i), f"{prefix}weight0"
-            if asked not in self._specs:
-                products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
-                self._keep_spec(asked, LinearSpec(products[i]), fp8)
-            made |= self.cast_weight(self._specs[asked][0], {name: inputs[name]}, prefix, binding)
+            own = {f"{prefix}weight0": inputs[f"{prefix}weight0"]}
+            made |= self.cast_weight(self._weight_spec(fp8, bias, i), own, prefix, binding)
         self._weights = WeightCache(self.cache_key(fp8), made)
         return made
 

@@ -104,8 +104,7 @@ class NativeCall(QuantizedCall):
                 wide = ws.scratch[f"wide_{name}"]
                 self._gather(ws, name, layers[name], wide)
                 k.amax(wide, amax, wide.shape, stream)
-            rule = own.format.max, own.power_2, own.epsilon, float32.max
-            k.scale_from_amax(amax, scale, ws.scratch["scales"].slice(0, 2, 1), *rule, stream)
+            k.scale_from_amax(amax, scale, ws.scratch["scales"].slice(0, 2, 1), *own.scale_limits, stream)
             for name in group:
                 wide, codes = ws.scratch[f"wide_{name}"], ws.scratch[f"codes_{name}"]
                 inverse = ws.scratch["inverses"].slice(0, names.index(name), 1)

@@ -192,8 +192,7 @@ class QuantizedCall:
         self._clear(ws, amax)
         for source, _ in pairs:
             k.amax(source, amax, tile or source.shape, stream)
-        rule = own.format.max, own.power_2, own.epsilon, float32.max
-        k.scale_from_amax(amax, scale, inverse, *rule, stream)
+        k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
         for source, into in pairs:
             codes = ws.scratch["codes"].slice(0, 0, source.size).reshape(*source.shape)
             how = own.format, tile or source.shape

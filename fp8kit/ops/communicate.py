@@ -6,6 +6,7 @@ way round; of a sum that all get, the sum of all gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,9 +23,14 @@ class GroupSpec:
     label: str = ""
 
 
-class _Communication(Operation):
-    """x h (n, ...) -> y."""
+Move = Callable[[Plan, WorkingSet, Any, Any], None]
 
+
+class _Communication(Operation):
+    """x h (n, ...) -> y, which ``move`` fills; ``move_back`` takes y's gradient to x's."""
+
+    move: Move
+    move_back: Move
     results: ClassVar[tuple[str, ...]] = ("y",)
 
     def communicates(self, spec: GroupSpec) -> bool:
@@ -44,16 +50,10 @@ class _Communication(Operation):
         return Plan(spec, self.infer(spec, metas, needs), kernels, extra=found)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
-        self._move(plan, ws, ws.inputs["x"], ws.outputs["y"])
+        self.move(plan, ws, ws.inputs["x"], ws.outputs["y"])
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
-        self._move_back(plan, ws, cotangents["y"], ws.outputs["x"])
-
-    def _move(self, plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
-        raise NotImplementedError
-
-    def _move_back(self, plan: Plan, ws: WorkingSet, g: Any, dx: Any) -> None:
-        raise NotImplementedError
+        self.move_back(plan, ws, cotangents["y"], ws.outputs["x"])
 
 
 def _gather(plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
@@ -77,11 +77,7 @@ class GatherRows(_Communication):
     def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         return ranks * shape[0], *shape[1:]
 
-    def _move(self, plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
-        _gather(plan, ws, x, y)
-
-    def _move_back(self, plan: Plan, ws: WorkingSet, g: Any, dx: Any) -> None:
-        _scatter(plan, ws, g, dx)
+    move, move_back = staticmethod(_gather), staticmethod(_scatter)
 
 
 class ReduceRows(_Communication):
@@ -95,11 +91,7 @@ class ReduceRows(_Communication):
             raise ShapeError(self.name, "x", f"shape {shape}", f"a first dimension that {ranks} divides")
         return shape[0] // ranks, *shape[1:]
 
-    def _move(self, plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
-        _scatter(plan, ws, x, y)
-
-    def _move_back(self, plan: Plan, ws: WorkingSet, g: Any, dx: Any) -> None:
-        _gather(plan, ws, g, dx)
+    move, move_back = staticmethod(_scatter), staticmethod(_gather)
 
 
 class ReduceAll(_Communication):
@@ -107,11 +99,7 @@ class ReduceAll(_Communication):
 
     name = "reduce_all"
 
-    def _move(self, plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
-        _sum(plan, ws, x, y)
-
-    def _move_back(self, plan: Plan, ws: WorkingSet, g: Any, dx: Any) -> None:
-        _sum(plan, ws, g, dx)
+    move = move_back = staticmethod(_sum)
 
 
 gather_rows, reduce_rows, reduce_all = GatherRows(), ReduceRows(), ReduceAll()

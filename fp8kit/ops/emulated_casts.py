@@ -258,7 +258,7 @@ def scale_lines_of(
         k.amax(x, amax, tile, stream)
         if share is not None:
             share(amax)
-        rule = own.format.max, own.power_2, own.epsilon, float32.max
+        rule = own.scale_limits
     k.scale_from_amax(amax, scale, inverse, *rule, stream)
 
 

@@ -114,7 +114,7 @@ class _Operand(NamedTuple):
             part, codes = (each.slice(0, i * height, height) for each in (matrix, q))
             own = [each.slice(0, i * count, count) for each in (amax, scale, inv)]
             k.amax(part, own[0], self.tile, stream)
-            k.scale_from_amax(*own, rule.format.max, rule.power_2, rule.epsilon, float32.max, stream)
+            k.scale_from_amax(*own, *rule.scale_limits, stream)
             k.quantize(part, codes, own[1], own[2], None, rule.format, self.tile, True, 0, 0, None, stream)
         return q.reshape(*x.shape), inv
 

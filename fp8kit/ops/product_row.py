@@ -51,7 +51,7 @@ class RowProduct(QuantizedProduct):
         """Cast the rows of x, a matrix of any strides, each by its own scale: ``operand`` of a GEMM."""
         source = operand[0]
         k, name, own = ws.kernels, f"{self.spec.prefix}{source}_rows", self.quantizers[source]
-        (rows, columns), (m, n), rule = codes.shape, x.shape, (own.format.max, own.power_2, own.epsilon)
+        (rows, columns), (m, n) = codes.shape, x.shape
         padded = ws.scratch[name].slice(0, 0, rows * columns).reshape(rows, columns)
         amax, scale = (ws.scratch[f"{name}_scales"].slice(0, start, rows) for start in (0, rows))
         for zeros in (padded, amax):
@@ -59,7 +59,7 @@ class RowProduct(QuantizedProduct):
         k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
         k.amax(padded, amax, (1, columns), ws.stream)
         self.share(ws, operand, amax)
-        k.scale_from_amax(amax, scale, scale_inv, *rule, float32.max, ws.stream)
+        k.scale_from_amax(amax, scale, scale_inv, *own.scale_limits, ws.stream)
         k.quantize(
             padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, 0, None, ws.stream
         )

@@ -27,7 +27,7 @@ from typing import Any
 
 from fp8kit.backends.cuda import cudnn_sdpa, launch
 from fp8kit.backends.cuda.attention_problem import Problem, Strides
-from fp8kit.backends.cuda.cudnn_sdpa import Key
+from fp8kit.backends.cuda.cudnn_sdpa import Key, size
 from fp8kit.errors import BackendError
 
 _OLDEST = 90700
@@ -67,12 +67,6 @@ def key_of(
     """The key of a call, all of whose arrays are C-contiguous (b, h, s, d)."""
     strides = tuple(_strides(problem, name) for name in _ARRAYS[backward])
     return Key(problem, device, backward, deterministic or not backward, strides, formats)
-
-
-def size(problem: Problem, name: str) -> tuple[int, int, int, int]:
-    """(b, h, s, d) of an array, or of the one that it is the gradient of."""
-    heads, length = (problem.heads, problem.rows) if name[-1] in "qo" else (problem.groups, problem.columns)
-    return problem.batch, heads, length, problem.dim if name[-1] in "qk" else problem.dim_v
 
 
 def _strides(problem: Problem, name: str) -> Strides:

@@ -259,7 +259,7 @@ def _run(
                 to,
                 _contiguous(problem, name),
                 name in ("q", "d_o"),
-                _size(problem, name),
+                size(problem, name),
             )
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
@@ -451,7 +451,7 @@ def describe(key: Key, handle: Any) -> Any:
     names = _BACKWARD if key.backward else _FORWARD
     # of each array its sizes, strides and type
     about: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
-        name: (_size(problem, name), strides, kind) for name, strides in zip(names, key.strides, strict=True)
+        name: (size(problem, name), strides, kind) for name, strides in zip(names, key.strides, strict=True)
     }
     b, h, rows = problem.batch, problem.heads, problem.rows
     about["stats"] = (b, h, rows, 1), (h * rows, rows, 1, 1), kinds.FLOAT
@@ -502,14 +502,14 @@ def describe(key: Key, handle: Any) -> Any:
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-def _size(problem: Problem, name: str) -> tuple[int, int, int, int]:
+def size(problem: Problem, name: str) -> tuple[int, int, int, int]:
     """(b, h, s, d) of an array, or of the one that it is the gradient of."""
     heads, length = (problem.heads, problem.rows) if name[-1] in "qo" else (problem.groups, problem.columns)
     return problem.batch, heads, length, problem.dim if name[-1] in "qk" else problem.dim_v
 
 
 def _contiguous(problem: Problem, name: str) -> Strides:
-    return contiguous_bhsd(problem, *_size(problem, name)[1:])
+    return contiguous_bhsd(problem, *size(problem, name)[1:])
 
 
 def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
@@ -524,7 +524,7 @@ def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
     sizes = {"lengths": 8 * problem.batch} if problem.padded else {}
     if problem.padded and backward:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows
-    sizes |= {name: _ITEM * math.prod(_size(problem, name)) for name in _cleaned(problem, backward)}
+    sizes |= {name: _ITEM * math.prod(size(problem, name)) for name in _cleaned(problem, backward)}
     return arranged(sizes)
 
 

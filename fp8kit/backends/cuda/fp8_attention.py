@@ -63,7 +63,7 @@ def _layout(about: Problem, backward: bool) -> dict[str, int]:
     """Where parts of the workspace lie; cuDNN's own starts at "end"."""
 
     def codes(name: str) -> int:
-        b, h, s, d = cudnn_fp8.size(about, name)
+        b, h, s, d = cudnn_sdpa.size(about, name)
         return b * h * s * d
 
     found = {name: codes(name) for name in (("o", *_GRADIENTS) if backward else ("o",))}
@@ -112,7 +112,7 @@ class _Call:
 
     def codes(self, name: str) -> ArrayView:
         """Codes in the workspace, as a matrix."""
-        b, h, s, d = cudnn_fp8.size(self.about, name)
+        b, h, s, d = cudnn_sdpa.size(self.about, name)
         return ArrayView(self.at(name), (b * h * s, d), uint8, self.device)
 
     def clear(self, first: int, count: int) -> None:

@@ -84,8 +84,7 @@ class _Call(unfused.Call):
         amax, scale, inverse = (
             ArrayView(self.at(name), (1,), float32, self.like.device) for name in _STATISTICS
         )
-        rule = ds.format.max, ds.power_2, ds.epsilon, float32.max
-        scales.scale_from_amax(amax, scale, inverse, *rule, self.stream)
+        scales.scale_from_amax(amax, scale, inverse, *ds.scale_limits, self.stream)
 
 
 def clear_padding_(x: ArrayView, cu_seqlens: ArrayView, stream: int) -> None:
@@ -113,7 +112,7 @@ def quantized_attention_fwd(
     call = _Call(about, _layout(about, False), q, extras, _roundings(p, None), workspace, stream)
     for tile in unfused.tiles(about, call.cut):
         scores = call.scores("scores", tile)
-        call.product("nt", call.queries(q, tile), call.keys(k, tile), scores, tile)
+        call.multiply(q, k, scores, tile)
         call.on_rows("quantized_softmax", tile, (scores.ptr, call.at("inverse"), lse.ptr))
         out = call.queries(o, tile)
         call.product("nn", scores, call.keys(v, tile), out, tile)
@@ -154,8 +153,8 @@ def quantized_attention_bwd(
 
     def scores_and_slopes(tile: unfused.Tile, rounds: bool) -> tuple[unfused.Matrices, unfused.Matrices]:
         scores, slopes = (call.scores(name, tile) for name in ("scores", "dweights"))
-        call.product("nt", call.queries(q, tile), call.keys(k, tile), scores, tile)
-        call.product("nt", call.queries(do, tile), call.keys(v, tile), slopes, tile)
+        call.multiply(q, k, scores, tile)
+        call.multiply(do, v, slopes, tile)
         scale = call.at("scale"), call.at("scale_inv") if rounds else 0
         pointers = scores.ptr, slopes.ptr, lse.ptr, o.ptr, do.ptr, call.at("amax"), *scale
         call.on_rows("quantized_softmax_bwd", tile, (*pointers, *strides, about.dim_v))

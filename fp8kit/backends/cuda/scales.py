@@ -9,6 +9,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import ceil_div, kernel
 from fp8kit.backends.cuda.structures import Packer, Structure
+from fp8kit.backends.protocol.statistics import tile_within
 
 _THREADS = 256
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
@@ -19,7 +20,7 @@ _STATE = Packer("3Piifi")  # one of them (scales.cu)
 def tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
     """Rows and columns of a tile, no larger than ``x`` (at least 1), and the number of tiles."""
     rows, columns = x.shape
-    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+    height, width = tile_within(tile, rows, columns)
     return height, width, max(ceil_div(rows, height) * ceil_div(columns, width), 1)
 
 

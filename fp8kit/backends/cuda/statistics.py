@@ -16,6 +16,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, TYPE_CODES, address, ceil_div, kernel
 from fp8kit.backends.protocol import Rule
+from fp8kit.backends.protocol.statistics import tile_within
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
@@ -65,7 +66,7 @@ def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stre
     if not x.size:
         return
     rows, columns = x.shape
-    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+    height, width = tile_within(tile, rows, columns)
     jobs, each = ceil_div(rows, height) * ceil_div(columns, width), _THREADS if width == 1 else _THREADS // 32
     grid = min(BLOCKS, ceil_div(jobs, each))
     arguments = (x.ptr, ratios.ptr, rows, columns, launch.row_stride(x), height, width)
@@ -93,7 +94,7 @@ def cast_statistics(
     """See ``backends.protocol``. BackendError for a missing workspace."""
     space, grid = _space("cast_statistics", workspace), _grid(max(x.size, scale_inv.size))
     rows, columns = x.shape
-    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+    height, width = tile_within(tile, rows, columns)
     sizes: tuple[int, ...] = (rows, columns, launch.row_stride(x), launch.row_stride(q))
     if height >= rows and width >= columns:
         sizes = _flat(x, q)

@@ -153,7 +153,7 @@ def forward(
     call = Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
     for tile in tiles(problem, call.cut):
         scores, weights = (call.scores(name, tile) for name in ("scores", "weights"))
-        call.product("nt", call.queries(q, tile), call.keys(k, tile), scores, tile)
+        call.multiply(q, k, scores, tile)
         call.launch("attention_softmax", tile, (scores.ptr, weights.ptr, lse.ptr))
         values = call.without_padding("values", call.keys(v, tile), tile)
         call.product("nn", weights, values, call.queries(o, tile), tile)
@@ -299,6 +299,10 @@ class Call(Padding):
         """The float32 sums of dk or dv."""
         columns = self.problem.columns
         return Matrices(self.at(name), float32, columns, dim, dim, columns * dim)
+
+    def multiply(self, rows: ArrayView, columns: ArrayView, out: Matrices, tile: Tile) -> None:
+        """out = the tile's rows of q or do, times those of k or v."""
+        self.product("nt", self.queries(rows, tile), self.keys(columns, tile), out, tile)
 
     def product(
         self,

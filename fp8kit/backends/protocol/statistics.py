@@ -20,6 +20,11 @@ BRIEF_COUNTS = 4  # elements, NaN, Inf, -Inf
 OVERFLOW_SLACK = 2.0**-22
 
 
+def tile_within(tile: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
+    """(rows, columns) of a tile that is no larger than its matrix, at least 1."""
+    return max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+
+
 class Statistics(Protocol):
     """Statistics. Counts are int64 and added to what is there; sums are float64, in a fixed order. x is h (M,
     N), rows may be strided. Exponents are those of float32: bin e, 0 to 255, counts the numbers with the

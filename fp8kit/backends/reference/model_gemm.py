@@ -133,22 +133,32 @@ def _fields_of_scales(scales: Array) -> tuple[Array, Array]:
 
 
 @njit
-def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
-    """The accumulator after one instruction. ``f``: fraction bits of a product's significand."""
+def _parts(c: Any) -> Any:
+    """(fraction, exponent) of |c|, a float32: fraction * 2^(exponent - FLOAT32_BITS)."""
     fraction, exponent = np.int64(0), np.int64(LOWEST)
     if c != 0.0:
         pattern = np.int64(np.float32(abs(c)).view(np.uint32))
-        field = max(pattern >> FLOAT32_BITS, np.int64(1))
-        exponent = field - 127
+        exponent = max(pattern >> FLOAT32_BITS, np.int64(1)) - 127
         fraction = (pattern & 0x7FFFFF) | (np.int64(pattern >= 0x800000) << FLOAT32_BITS)
+    return fraction, exponent
+
+
+@njit
+def _shifted(fraction: Any, shift: Any, negative: Any) -> Any:
+    """fraction / 2^shift without what lies below 1, with a sign."""
+    total = fraction >> min(shift, 63) if shift >= 0 else fraction << -shift
+    return -total if negative else total
+
+
+@njit
+def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
+    """The accumulator after one instruction. ``f``: fraction bits of a product's significand."""
+    fraction, exponent = _parts(c)
     most = exponent
     for k in range(sa.size):
         most = max(most, np.int64(ea[k]) + np.int64(eb[k]))
     # the accumulator in units of 2^(most - bits)
-    shift = most - exponent + FLOAT32_BITS - bits
-    total = fraction >> min(shift, 63) if shift >= 0 else fraction << -shift
-    if c < 0:
-        total = -total
+    total = _shifted(fraction, most - exponent + FLOAT32_BITS - bits, c < 0)
     up, down = max(bits - f, 0), max(f - bits, 0)
     for k in range(sa.size):
         p = np.int64(sa[k]) * np.int64(sb[k])
@@ -179,12 +189,7 @@ def _scaled_step(
     """The accumulator after one instruction whose terms are scaled groups. p, ep, q, eq: the scales of the
     blocks of both rows; ``first``: the index of its first product."""
     bits, f, lowest, block, group = how
-    fraction, exponent = np.int64(0), np.int64(LOWEST)
-    if c != 0.0:
-        pattern = np.int64(np.float32(abs(c)).view(np.uint32))
-        field = max(pattern >> FLOAT32_BITS, np.int64(1))
-        exponent = field - 127
-        fraction = (pattern & 0x7FFFFF) | (np.int64(pattern >= 0x800000) << FLOAT32_BITS)
+    fraction, exponent = _parts(c)
     count = -(-sa.size // group)
     terms, exponents = np.zeros(count, np.int64), np.zeros(count, np.int64)
     most = exponent
@@ -203,10 +208,7 @@ def _scaled_step(
         exponents[t] = own
         if terms[t] != 0:
             most = max(most, own)
-    shift = most - exponent + FLOAT32_BITS - bits
-    total = fraction >> min(shift, 63) if shift >= 0 else fraction << -shift
-    if c < 0:
-        total = -total
+    total = _shifted(fraction, most - exponent + FLOAT32_BITS - bits, c < 0)
     unit = -f if group == 1 else lowest  # the exponent of a term's last bit, the scales' aside
     for t in range(count):
         up = unit - 2 * SCALE_BITS + bits - (most - exponents[t])

@@ -15,6 +15,7 @@ from fp8kit.backends.protocol.statistics import (
     EXPONENTS,
     OVERFLOW_SLACK,
     TENSOR_COUNTS,
+    tile_within,
 )
 from fp8kit.backends.reference._numpy import blocks, f32, quiet
 from fp8kit.backends.reference.cast_rows import bits, float32_bits
@@ -139,7 +140,7 @@ def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stre
     """See ``Kernels.tile_statistics``."""
     if x.size:
         rows, columns = x.shape
-        height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+        height, width = tile_within(tile, rows, columns)
         found = np.zeros((-(-rows // height), 2))
         _tiles(bits(x), height, width, found)
         total = ratios.numpy()
@@ -203,7 +204,7 @@ def cast_statistics(
     if not x.size:
         return
     rows, columns = x.shape
-    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+    height, width = tile_within(tile, rows, columns)
     grid = scales.reshape(*tiles((rows, columns), (height, width)))
     parts = _parts(x.size)
     own, found = np.zeros((parts, CAST_COUNTS), np.int64), np.zeros((parts, 2))

@@ -9,8 +9,8 @@ import numpy as np
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, current_stream
-from fp8kit.backends.protocol import SPECS, AttentionExtras
-from fp8kit.formats import float32, int32
+from fp8kit.backends.protocol import SPECS, AttentionExtras, KernelSpec
+from fp8kit.formats import DType, float32, int32
 from fp8kit.testing.attention import ORDERS, Oracle, Rules, Sizes
 from fp8kit.testing.contract import (
     Arguments,
@@ -25,6 +25,7 @@ from fp8kit.testing.contract import (
 )
 from fp8kit.testing.contract.dropout import factors_of
 from fp8kit.testing.contract.running_sums import BATCH, GOOD, LENGTH, bad_cases, running
+from fp8kit.testing.quantized_attention import QuantizedOracle
 
 _SIZES = {field.name for field in dataclasses.fields(Sizes)}
 PLACE = (2**20, 5, 11)  # from element 2^32 on already for some 400 scores
@@ -152,6 +153,13 @@ def attention_fwd_oracle(a: Any) -> Results:
     }
 
 
+def run(s: Sampler, spec: KernelSpec, made: Arguments) -> None:
+    """Fill the outputs among a kernel's arguments by calling it."""
+    call = spec.complete(made, current_stream(s.device))
+    call["workspace"] = s.workspace(spec.workspace_bytes(s.kernels, call))
+    spec.call(s.kernels, call)
+
+
 def attention_bwd(
     s: Sampler, m: int, n: int, forward: bool = False, deterministic: bool = True, **options: Any
 ) -> Arguments:
@@ -159,25 +167,30 @@ def attention_bwd(
     made = attention_fwd(s, m, n, **options)
     rules, spec = made["spec"], SPECS["attention_fwd"]
     if forward:
-        call = spec.complete(made, current_stream(s.device))
-        call["workspace"] = s.workspace(spec.workspace_bytes(s.kernels, call))
-        spec.call(s.kernels, call)
+        run(s, spec, made)
     else:
         exact = oracle(snapshot(made, s.device), False)
         made |= {"o": s.put(placed(exact.o_given, rules)), "lse": s.put(exact.lse_given)}
+    return {**made, **gradients(s, made), "deterministic": deterministic}
+
+
+def gradients(s: Sampler, made: Arguments, dtype: DType | None = None) -> Arguments:
+    """Arrays for all gradients of a call of forward, of ``dtype`` or the sampler's."""
     bias, offset = made["extras"].bias, made["extras"].softmax_offset
     return {
-        **made,
-        **{f"d{name}": s.output(*made[name].shape) for name in "qkv"},
-        "dbias": None if bias is None else s.output(*bias.shape),
+        **{f"d{name}": s.output(*made[name].shape, dtype=dtype) for name in "qkv"},
+        "dbias": None if bias is None else s.output(*bias.shape, dtype=dtype),
         "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
-        "deterministic": deterministic,
     }
 
 
 def attention_bwd_oracle(a: Any) -> Results:
     """See ``Oracle``."""
-    found = oracle(a, True)
+    return results_of(oracle(a, True), a)
+
+
+def results_of(found: Oracle | QuantizedOracle, a: Any) -> Results:
+    """An oracle's gradients with their slacks, those of q, k and v as they lie."""
     return {
         name: (placed(grad, a.spec), placed(found.slacks[name], a.spec))
         if name[1:] in ("q", "k", "v")
@@ -326,12 +339,19 @@ _CASES = {
     **typed({**ALL_CASES, **_padded(_POISONED)}),
     **typed({**FLOAT32_CASES, **_padded(_POISONED_FLOAT32)}, (float32,)),
 }
-_BACKWARD = {
-    name: {**own, "parts": {**own["parts"], **{f"d{x}": place for x, place in own["parts"].items()}}}
-    if "parts" in own
-    else own
-    for name, own in _CASES.items()
-}
+
+
+def backward_of(cases: dict[str, Options]) -> dict[str, Options]:
+    """The cases of backward: gradients lie where what they are of does."""
+    return {
+        name: {**own, "parts": {**own["parts"], **{f"d{x}": place for x, place in own["parts"].items()}}}
+        if "parts" in own
+        else own
+        for name, own in cases.items()
+    }
+
+
+_BACKWARD = backward_of(_CASES)
 _SMALL: Options = {"b": BATCH, **_square(LENGTH), "d": 8, "padded": True, "sums_q": GOOD, "sums_kv": GOOD}
 
 

@@ -31,6 +31,7 @@ from fp8kit.testing.contract import (
 )
 from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.gemm import fp8_slack, joined, product_results, sizes
+from fp8kit.testing.contract.rotations import narrow, put_special
 from fp8kit.testing.contract.scales import Tile, each, grid, tile_amax
 
 LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
@@ -50,9 +51,8 @@ def blocks(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
         elif kind == 1:
             part *= 2.0**-100
         elif kind == 2 and part.size:
-            part[tuple(s.random.integers(0, part.shape))] = s.random.choice([np.inf, -np.inf, np.nan])
-    with np.errstate(over="ignore"):
-        return x.astype(np.float32).astype(dtype.numpy)
+            put_special(s, part)
+    return narrow(x, dtype)
 
 
 def operand(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.formats import E4M3, DType, bfloat16, float16, float32, int16, int64
+from fp8kit.formats import E4M3, DType, bfloat16, float16, float32, int16
 from fp8kit.moments import PRESETS, MomentFormat, StateFormats, bias_correction
 from fp8kit.testing.contract import (
     ROUNDOFF,
@@ -26,11 +26,11 @@ from fp8kit.testing.contract import (
     typed,
     wide,
 )
-from fp8kit.testing.contract.optim import Shapes
+from fp8kit.testing.contract.optim import Shapes, numbers
 
 SHAPES: Shapes = ((17, 33), (1,), (5, 3, 7), (0,), (300,), (70, 200))
 MIXED = (bfloat16, float32, float16)
-_LR, _CLOSE = 1e-2, 2.0**-18
+_CLOSE = 2.0**-18
 _HALF = MomentFormat("float16", power_2=True)
 _F = np.float32
 
@@ -90,14 +90,10 @@ def encoded_adam_(
         **found,
         "formats": formats,
         "decoupled": decoupled,
-        "lr": s.full(_LR, 1) if on_device else _LR,
         "beta1": 0.9,
         "beta2": 0.95,
         "epsilon": 1e-8,
-        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(len(own))],
-        "step": s.full(step, 1, dtype=int64) if on_device else step,
-        "inv_scale": s.full(1 / scale, 1) if on_device else None,
-        "found_inf": s.full(float(skipped), 1) if on_device or skipped else None,
+        **numbers(s, len(own), step, scale, on_device, skipped),
     }
 
 

@@ -32,7 +32,7 @@ from fp8kit.testing.contract import (
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((17, 33), (1,), (5, 3, 7), (0,), (300,), (70, 1000))
 MIXED = (bfloat16, float32, float16)
-_LR = 1e-2
+LR = 1e-2
 
 
 def _tensors(
@@ -61,8 +61,15 @@ def _lists(
         "grads": [s.normal(*shape, dtype=dtype, scale=0.3 * scale) for shape, dtype in kinds],
         moment: [s.normal(*shape, dtype=float32, scale=0.1) for shape, _ in kinds],
         "masters": [None if dtype is float32 else s.normal(*shape, dtype=float32) for shape, dtype in kinds],
-        "lr": s.full(_LR, 1) if on_device else _LR,
-        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(len(kinds))],
+        **numbers(s, len(kinds), step, scale, on_device, skipped),
+    }
+
+
+def numbers(s: Sampler, count: int, step: int, scale: float, on_device: bool, skipped: bool) -> Arguments:
+    """What a step over ``count`` tensors is given beside them. ``scale``: the gradients' factor."""
+    return {
+        "lr": s.full(LR, 1) if on_device else LR,
+        "weight_decays": [0.0 if i % 2 else 0.1 for i in range(count)],
         "step": s.full(step, 1, dtype=int64) if on_device else step,
         "inv_scale": s.full(1 / scale, 1) if on_device else None,
         "found_inf": s.full(float(skipped), 1) if on_device or skipped else None,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import current_stream
 from fp8kit.backends.protocol import SPECS, Lying
 from fp8kit.formats import float32
 from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, snapshot, typed
@@ -110,22 +109,13 @@ def packed_attention_bwd(s: Sampler, m: int, n: int, forward: bool = False, **op
     """o and lse are the oracle's, rounded, or with ``forward`` those of the kernel."""
     made, spec = packed_attention_fwd(s, m, n, **options), SPECS["packed_attention_fwd"]
     if forward:
-        call = spec.complete(made, current_stream(s.device))
-        call["workspace"] = s.workspace(spec.workspace_bytes(s.kernels, call))
-        spec.call(s.kernels, call)
+        padded.run(s, spec, made)
     else:
         a = snapshot(made, s.device)
         exact = padded.oracle(_dense(a), False)
         o = _packed(a, "o", padded.placed(exact.o_given, a.spec))
         made |= {"o": s.put(o), "lse": s.put(exact.lse_given)}
-    bias, offset = made["extras"].bias, made["extras"].softmax_offset
-    return {
-        **made,
-        **{f"d{name}": s.output(*made[name].shape) for name in "qkv"},
-        "dbias": None if bias is None else s.output(*bias.shape),
-        "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
-        "deterministic": True,
-    }
+    return {**made, **padded.gradients(s, made), "deterministic": True}
 
 
 def packed_attention_bwd_oracle(a: Any) -> Results:
@@ -167,12 +157,7 @@ _FLOAT32: dict[str, Options] = {
     "post-bias": {**_CROSS, "over": (1, 2, 33), "bias": "post_scale_bias", **_APART},
 }
 _CASES = {**typed(_FORMS), **typed(_FLOAT32, (float32,))}
-_BACKWARD = {
-    name: {**own, "parts": {**own["parts"], **{f"d{x}": place for x, place in own["parts"].items()}}}
-    if "parts" in own
-    else own
-    for name, own in _CASES.items()
-}
+_BACKWARD = padded.backward_of(_CASES)
 _LENGTHS = tuple(int(n) for n in np.diff(GOOD))
 assert len(_LENGTHS) == BATCH
 _SMALL: Options = {"lengths_q": _LENGTHS, "rest": 4, "s_q": LENGTH, "s_kv": LENGTH, "h": 2, "d": 8}

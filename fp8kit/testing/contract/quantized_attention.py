@@ -89,26 +89,12 @@ def quantized_attention_bwd(s: Sampler, m: int, n: int, ds: Quantizer = _DS, **o
     exact = _oracle(host, False)
     made |= {"o": s.put(plain.placed(exact.o_given, host.spec)), "lse": s.put(exact.lse_given)}
     rows = {f"{name}_rows": s.put(_narrow(getattr(host, name), 0.3)) for name in ("do", "q", "k")}
-    bias, offset = made["extras"].bias, made["extras"].softmax_offset
-    return {
-        **made,
-        **rows,
-        **{f"d{name}": s.output(*made[name].shape, dtype=float32) for name in "qkv"},
-        "dbias": None if bias is None else s.output(*bias.shape, dtype=float32),
-        "doffset": None if offset is None else s.output(*offset.shape, dtype=float32),
-        "ds": ds,
-    }
+    return {**made, **rows, **plain.gradients(s, made, float32), "ds": ds}
 
 
 def quantized_attention_bwd_oracle(a: Any) -> Results:
     """See ``QuantizedOracle``."""
-    found = _oracle(a, True)
-    return {
-        name: (plain.placed(grad, a.spec), plain.placed(found.slacks[name], a.spec))
-        if name[1:] in ("q", "k", "v")
-        else (grad, found.slacks[name])
-        for name, grad in found.grads.items()
-    }
+    return plain.results_of(_oracle(a, True), a)
 
 
 _ALL: dict[str, Options] = {

@@ -27,7 +27,17 @@ def drawn(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
         elif kind < 9:
             part *= 2.0**-110
         elif kind < 11:
-            part[tuple(s.random.integers(0, part.shape))] = s.random.choice([np.inf, -np.inf, np.nan])
+            put_special(s, part)
+    return narrow(x, dtype)
+
+
+def put_special(s: Sampler, part: Any) -> None:
+    """Inf or NaN somewhere."""
+    part[tuple(s.random.integers(0, part.shape))] = s.random.choice([np.inf, -np.inf, np.nan])
+
+
+def narrow(x: Array, dtype: DType) -> Array:
+    """Rounded to float32 and then to ``dtype``; too large is Inf."""
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(dtype.numpy)
 

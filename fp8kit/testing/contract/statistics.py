@@ -66,16 +66,26 @@ def _exponents(x: Array) -> Array:
     return counts
 
 
+def _special(x: Array) -> list[int]:
+    """How many values are NaN, Inf and -Inf."""
+    return [np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum()]
+
+
+def _mean(v: Array) -> tuple[float, float]:
+    """The mean, and the sum of the squares of the deviations from it."""
+    return (v.mean(), ((v - v.mean()) ** 2).sum()) if v.size else (0.0, 0.0)
+
+
 def tensor_statistics_oracle(a: Any) -> Results:
     """NumPy's, of the finite values."""
     x = wide(a.x).reshape(-1)
-    kinds = [np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum()]
+    kinds = _special(x)
     counts = a.counts + np.concatenate([_exponents(x), kinds])
     v = x[np.isfinite(x)]
     size = np.abs(v)
     sums = size.sum(), (v**2).sum(), (v**4).sum()
     ends = v.min(initial=np.inf), v.max(initial=-np.inf), size[size > 0].min(initial=np.inf)
-    mean, apart = (v.mean(), ((v - v.mean()) ** 2).sum()) if v.size else (0.0, 0.0)
+    mean, apart = _mean(v)
     most = size.max(initial=0)
     _, slack = _around(0, [0, 0, 0, *sums, most, apart + most * np.sqrt(v.size * apart)], v.size)
     return {"counts": counts, "moments": (np.array([*ends, *sums, mean, apart]), slack)}
@@ -194,12 +204,12 @@ def brief_statistics_oracle(a: Any) -> Results:
     x, found = wide(a.x).reshape(-1), Results()
     v = x[np.isfinite(x)]
     if a.counts is not None:
-        kinds = [np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum()]
+        kinds = _special(x)
         found["counts"] = np.array([x.size, *kinds])
         size = np.abs(v)
         sums = np.array([size.sum(), (v**2).sum(), (v**4).sum() if a.deep else 0.0])
         least = size[size > 0].min(initial=np.inf) if a.deep else np.inf
-        mean, apart = (v.mean(), ((v - v.mean()) ** 2).sum()) if v.size else (0.0, 0.0)
+        mean, apart = _mean(v)
         # deviations are from the mean of 256 of the values: what eight float32 additions, and two roundings
         # of each term before them, may change
         pivot = _pivot(x)
