@@ -3,14 +3,15 @@
     python -m benchmarks inspect --out DIR
 
 A TransformerLayer through PyTorch, forward, backward and the end of the step, off, in every hundredth step,
-and in every step, in turns of as many steps each. ``ratio`` is to the turns without an inspector. On a CPU
-the layer is small, and the seldom looked-at steps are every fourth.
+and in every step, in turns of as many steps each. Rows go to a file of JSON lines. ``ratio`` is to the turns
+without an inspector. On a CPU the layer is small, and the seldom looked-at steps are every fourth.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import fp8kit_torch as ft
@@ -61,7 +62,10 @@ def inspect_part(setting: Setting) -> list[Row]:
         """Mean seconds of a step, looked at every ``own``-th, never for 0."""
         if not own:
             return _seconds(step, freq, setting)
-        with ft.inspect(layer, configuration(own), keep=False) as log:
+        with (
+            TemporaryDirectory() as folder,
+            ft.inspect(layer, configuration(own), sinks=f"{folder}/rows.jsonl", keep=False) as log,
+        ):
             return _seconds(lambda: (step(), log.step()), freq, setting)
 
     ways = {OFF: 0, SELDOM.format(freq): freq, EVERY: 1}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 # between the prefix of a product and the tensor, in names of what a watched call fills besides
@@ -49,6 +50,13 @@ class Watch:
 
     products: tuple[ProductWatch, ...]
     changed: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.products, self.changed))
+
+    def __hash__(self) -> int:  # layers find specs by it at each call
+        return self._hash
 
     def of(self, prefix: str) -> ProductWatch:
         """That of the product with this prefix; one that wants nothing where there is none."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.errors import AutogradError
-from fp8kit.execution import watching
 from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import replays
+from fp8kit.execution.watching import Places
 from fp8kit.formats import DType
 from fp8kit.inspection import is_watched
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
@@ -147,11 +147,11 @@ class BoundOp(Interface):
         self.memory: Any = memory
         self.device: Device = memory if isinstance(memory, Device) else memory.device
         self.kernels = kernels  # held: the plan's key has their identity
-        # what is looked at must outlive its use; and the inspector is asked anew at each call
-        self.entries = watching.entries(operation, spec, self.watched | self.grad_watched)
-        # ranks communicate in each call, and from whole buffers
+        self._shown = Places(operation, spec, self.watched)
+        self._grad_shown = Places(operation, spec, self.grad_watched)
+        # what is looked at must outlive its use; ranks communicate in each call, and from whole buffers
         parallel = operation.communicates(spec)
-        streaming = streaming and operation.streams and not self.entries and not parallel
+        streaming = streaming and operation.streams and not (self._shown or self._grad_shown or parallel)
         self.streamed_grads = streamed(self.grads) if streaming else {}
         self.saved = Layout(s.saved, streaming and not save_in_block)
         self.scratch = Layout(plan.scratch, streaming)
@@ -163,10 +163,10 @@ class BoundOp(Interface):
         self._result_parts = _parts(self.result_metas)
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
-        fixed = not (self.saved.streamed or self.entries or parallel)
+        fixed = not (self.saved.streamed or parallel)
         self._forward_replays = self._backward_replays = None
         if fixed and not self.scratch.streamed:
-            parts = [*self._forward_parts[0], *self._forward_parts[1], *self._forward_parts[2]]
+            parts = [*self._forward_parts[0], *self._filled_parts]
             self._forward_replays = replays(kernels, self._sizes(self.scratch, parts))
         fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
         if fixed and s.grads:
@@ -183,8 +183,8 @@ class BoundOp(Interface):
         """Fill the outputs and maximise the amaxes. Returns what was saved for backward, as arrays of the
         frontend: the block, where there is one, then each streamed buffer."""
         memory, nbytes = self.memory, self.saved.nbytes
-        if self.watched:
-            shown, places = watching.places(self.entries, self.watched, memory)
+        if self._shown:
+            shown, places = self._shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
         saved = [memory.block(nbytes)] if nbytes else []
@@ -201,8 +201,8 @@ class BoundOp(Interface):
         else:  # nothing is streamed then
             key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
-        if self.watched:
-            watching.take(self.entries, self.watched, shown)
+        if self._shown:
+            self._shown.take(shown)
         return saved
 
     def _working_set(
@@ -259,8 +259,8 @@ class BoundOp(Interface):
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
         """
         memory = self.memory
-        if self.grad_watched:
-            shown, places = watching.places(self.entries, self.grad_watched, memory)
+        if self._grad_shown:
+            shown, places = self._grad_shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
         zeros = None
@@ -272,12 +272,13 @@ class BoundOp(Interface):
         given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream)
         if self._backward_replays is None:
             made = self._backward(*given)
-            if self.grad_watched:
-                watching.take(self.entries, self.grad_watched, shown)
-            return made
-        key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
-        self._backward_replays.run(key, self._backward, *given)
-        return {}
+        else:
+            key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
+            self._backward_replays.run(key, self._backward, *given)
+            made = {}
+        if self._grad_shown:
+            self._grad_shown.take(shown)
+        return made
 
     def _backward(
         self,

@@ -25,7 +25,7 @@ from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
 from fp8kit.numerics.effects import active, changed
 from fp8kit.numerics.names import Needs, Operand, request
-from fp8kit.numerics.shown import Shown
+from fp8kit.numerics.shown import Blocks, Shown
 from fp8kit.numerics.sinks import Row, Sink
 from fp8kit.numerics.statistics import merge, values
 from fp8kit.quantization import Quantization
@@ -35,6 +35,7 @@ Record = np.ndarray[Any, Any]
 Key = tuple[str, str, Any]  # layer, tensor, the spec of its statistics
 Records = dict[Key, Record]
 Gather = Callable[[Records], Sequence[Records]]
+_ENTRIES = 4096
 
 
 class _Asked(NamedTuple):
@@ -46,12 +47,33 @@ class _Asked(NamedTuple):
     is_changed: bool
 
 
+class _Logged(NamedTuple):
+    """A tensor of which statistics are asked for: its ``key``, and its rows by statistic, all but the
+    ``value`` and, first of all, the ``step``."""
+
+    key: Key
+    needs: Needs
+    place: tuple[str, int]  # among a step's rows
+    rows: dict[str, Row]
+
+
 class _Like(NamedTuple):
     """What steps have in common in which the same is asked for."""
 
     watches: dict[Any, Watch | None]
-    asked: dict[Key, Needs]
+    asked: dict[Key, _Logged]
     dumped: dict[tuple[str, str], tuple[Dumped, Quantization | None]]
+    # id of an entry -> itself, and what of ``asked`` it is: plans keep their entries
+    known: dict[int, tuple[Entry, _Logged | None]]
+
+    def logged(self, entry: Entry) -> _Logged | None:
+        """What is asked of the tensor that an entry is of; None where that was asked in another step."""
+        found = self.known.get(id(entry))
+        if found is None:
+            if len(self.known) >= _ENTRIES:  # of plans for ever other shapes
+                self.known.clear()
+            found = self.known[id(entry)] = entry, self.asked.get((entry.layer, entry.tensor, entry.spec))
+        return found[1]
 
 
 class _Ended(NamedTuple):
@@ -112,14 +134,14 @@ class Inspector:
         self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
         self._rows: list[Row] = []
         self._lock = threading.Lock()
-        self._shown = Shown()
+        self._shown, self._blocks = Shown(), Blocks()
         self._ended: list[_Ended] = []
         self._known: dict[str, Section | None] = {}  # by the product's name
         self._due: list[Section] = []  # those of which something was to be done
         # what is asked for in steps like this one: by the names and rules of a layer's products what its call
         # shows, by layer and tensor the needs and the dumps
         self._like: dict[Any, _Like] = {}
-        self._now = _Like({}, {}, {})
+        self._now = _Like({}, {}, {}, {})
         self._said: set[tuple[str, str]] = set()
         self._open, self._serial = False, next(_SERIAL)
         self._looked_at: Any = None
@@ -172,7 +194,8 @@ class Inspector:
             if not failed:
                 self.flush()
         finally:
-            self._shown, self._ended, self._open, _current[0] = Shown(), [], False, None
+            self._shown, self._blocks, self._ended = Shown(), Blocks(), []
+            self._open, _current[0] = False, None
             self._switch(None)
             for sink in self.sinks:
                 sink.close()
@@ -188,7 +211,7 @@ class Inspector:
         if not any(holding):
             self._switch(None)
             return
-        self._now = self._like.setdefault(holding, _Like({}, {}, {}))
+        self._now = self._like.setdefault(holding, _Like({}, {}, {}, {}))
         self._switch((self._serial, holding))
 
     def _switch(self, looked_at: Any) -> None:
@@ -233,13 +256,15 @@ class Inspector:
                 other.append((prefix, asked.quantization))
             own = {tensor: TensorWatch(tensor, needs.spec) for tensor, needs in asked.needs}
             for tensor, needs in asked.needs:
-                self._now.asked[name, tensor, needs.spec] = needs
+                key = name, tensor, needs.spec
+                self._now.asked[key] = _logged(key, needs)
+                self._now.known.clear()
             for dump in asked.dumped:
                 known = own.get(dump.tensor, TensorWatch(dump.tensor))
                 own[dump.tensor] = TensorWatch(known.tensor, known.statistics, True)
                 self._now.dumped[name, dump.tensor] = dump, asked.quantization
             products.append(ProductWatch(name, prefix, tuple(own.values())))
-        return Watch(tuple(products), tuple(other)) if products else None
+        return _same(Watch(tuple(products), tuple(other))) if products else None
 
     def _wanted(self, name: str, base: Quantization | None, transposed: bool) -> _Asked | None:
         """What is wanted of a product in this step; None for nothing."""
@@ -264,7 +289,7 @@ class Inspector:
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Where a call's counts and sums lie."""
         with self._lock:
-            return self._shown.place(memory, nbytes)
+            return self._blocks.place(memory, nbytes)
 
     def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
         """Keep what a call shows until the step ends."""
@@ -281,8 +306,8 @@ class Inspector:
                 self._wait()
             with self._lock:
                 shown, self._shown = self._shown, Shown()
-            # ranks gather together, at each end of a step
-            at_once = shown.fetch() or self.gather is not None
+                # ranks gather together, at each end of a step
+                at_once = shown.fetch(self._blocks) or self.gather is not None
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
 
@@ -294,41 +319,47 @@ class Inspector:
 
     def _rows_of_step(self, number: int, like: _Like, shown: Shown) -> None:
         """Make the rows of a step, and give them to the sinks."""
-        records: Records = {}
+        found: dict[int, tuple[_Logged, Record]] = {}
         for entry, array in shown.taken:
-            key = entry.layer, entry.tensor, entry.spec
             if entry.kind == "dump":
-                known = like.dumped.get(key[:2])
+                known = like.dumped.get((entry.layer, entry.tensor))
                 if self._dumps is not None and known is not None:
                     self._dumps.write(number, entry, array, *known)
                 continue
-            if key not in like.asked:
+            logged = like.logged(entry)
+            if logged is None:
                 continue  # of a forward pass in an earlier step
-            if key in records and entry.tensor == "weight":
+            earlier = found.get(id(logged))
+            if earlier is not None and entry.tensor == "weight":
                 continue  # the same in every micro-batch
-            record, needs = shown.host(array), like.asked[key]
-            records[key] = merge(needs, records[key], record) if key in records else record
+            record = shown.host(array)
+            if earlier is not None:
+                record = merge(logged.needs, earlier[1], record)
+            found[id(logged)] = logged, record
         if self.gather is not None:
-            records = self._of_all_ranks(records, like.asked)
-        made = [
-            row
-            for key in sorted(records, key=_order)
-            for row in _rows_of(number, key, like.asked[key], records[key])
-        ]
+            records = {logged.key: record for logged, record in found.values()}
+            gathered = self._of_all_ranks(records, like.asked)
+            found = {id(key): (like.asked[key], record) for key, record in gathered.items()}
+        made: list[Row] = []
+        for logged, record in sorted(found.values(), key=lambda one: one[0].place):
+            rows = logged.rows
+            for name, value in values(logged.needs, record).items():
+                made.append({"step": number, **rows[name], "value": value})
         if self._keep:
             self._rows += made
         if made:
             for sink in self.sinks:
                 sink.write(made)
 
-    def _of_all_ranks(self, own: Records, asked: Mapping[Key, Needs]) -> Records:
+    def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
         """The records of all ranks together, the weights' as this rank has them."""
         assert self.gather is not None
         total: Records = {}
         for records in self.gather({key: record for key, record in own.items() if key[1] != "weight"}):
             for key, record in records.items():
                 if key in asked:
-                    total[key] = merge(asked[key], total[key], record) if key in total else record
+                    needs = asked[key].needs
+                    total[key] = merge(needs, total[key], record) if key in total else record
         return total | {key: record for key, record in own.items() if key[1] == "weight"}
 
 
@@ -336,22 +367,20 @@ _current: list[Inspector | None] = [None]
 _SERIAL = itertools.count()
 
 
-def _rows_of(number: int, key: Key, needs: Needs, record: Record) -> list[Row]:
-    """The rows of one tensor in a step."""
+@lru_cache(maxsize=4096)
+def _same(watch: Watch) -> Watch:
+    """The same object for equal ones, whichever inspector asks: plans are found by it."""
+    return watch
+
+
+def _logged(key: Key, needs: Needs) -> _Logged:
     layer, tensor, _ = key
-    kinds, found = {stat.name: stat for stat in needs.stats}, values(needs, record)
-    made = []
-    for name, value in found.items():
-        row: Row = {"step": number, "layer": layer, "tensor": tensor, "stat": name, "value": value}
-        own = kinds[name]
-        if tensor in MADE_BY and not own.of and own.kind in ("sqnr", "cosine", "relative_error"):
-            row["gemm"] = MADE_BY[tensor]
-        made.append(row)
-    return made
-
-
-def _order(key: Key) -> tuple[str, int]:
-    return key[0], inspection.TENSORS.index(key[1])
+    rows: dict[str, Row] = {}
+    for stat in needs.stats:
+        rows[stat.name] = {"layer": layer, "tensor": tensor, "stat": stat.name, "value": None}
+        if tensor in MADE_BY and not stat.of and stat.kind in ("sqnr", "cosine", "relative_error"):
+            rows[stat.name]["gemm"] = MADE_BY[tensor]
+    return _Logged(key, needs, (layer, inspection.TENSORS.index(tensor)), rows)
 
 
 def product_name(layer: str, prefix: str) -> str:

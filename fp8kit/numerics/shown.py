@@ -1,8 +1,9 @@
 """What the calls of one step have shown: arrays on their devices, and how they come to the host.
 
-The counts and sums of all calls on one stream lie in one block of device memory. At the end of the step one
-copy per block is put on that stream, into page-locked memory; nobody waits for it before the numbers are
-wanted.
+The counts and sums of all calls on one stream lie in one block of device memory, the same in every step, so
+that a call that comes again has the same addresses and can be replayed. At the end of the step one copy per
+block is put on that stream, into page-locked memory; nobody waits for it before the numbers are wanted. What
+the next step writes there comes behind the copy.
 """
 
 from __future__ import annotations
@@ -21,43 +22,95 @@ from fp8kit.spec import Meta
 
 Array = np.ndarray[Any, Any]
 _BLOCK = 1 << 16  # bytes: of some hundred tensors without histograms
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 256  # bytes, of a call's arrays: replayed calls are told apart by it
 
 
 class Block:
     """Memory for the arrays of calls on one stream, at least ``nbytes`` bytes of a frontend's ``memory``."""
 
     def __init__(self, memory: Any, stream: int, nbytes: int) -> None:
-        self._view: ArrayView = memory.view(Meta((max(nbytes, _BLOCK),), uint8))
+        self.view: ArrayView = memory.view(Meta((max(nbytes, _BLOCK),), uint8))
         self._stream, self._used = stream, 0
-        self._fetched: Callable[[], Array] | None = None
-        self._host: Array | None = None
+        self.waiting = 0  # calls that have places in it, and have not shown these yet
 
     def place(self, nbytes: int) -> ArrayView | None:
         """So many bytes of it, uint8, contents undefined; None where they are not left."""
         start = self._used
-        if start + nbytes > self._view.size:
+        if start + nbytes > self.view.size:
             return None
         self._used = start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return ArrayView(self._view.ptr + start, (nbytes,), uint8, self._view.device, self)
+        self.waiting += 1
+        return ArrayView(self.view.ptr + start, (nbytes,), uint8, self.view.device, self)
 
-    def fetch(self) -> None:
-        """Begin to copy it to the host, behind what is on its stream now."""
-        used = self._view.slice(0, 0, min(self._used, self._view.size))
-        self._fetched = arrays.provider(used.device).fetch(used, self._stream)
+    def fetch(self) -> Copy:
+        """Begin to copy it to the host, behind what is on its stream now, and begin to fill it anew."""
+        used, self._used = min(self._used, self.view.size), 0
+        return Copy(self.view.slice(0, 0, used), self._stream)
 
-    def host(self, part: ArrayView) -> Array:
-        """A part on the host; waits until it is there."""
-        if self._host is None:
-            assert self._fetched is not None
-            self._host = self._fetched()
-        start = part.ptr - self._view.ptr
-        return self._host[start : start + part.size]
+    @property
+    def is_used(self) -> bool:
+        """Whether a step has arrays in it."""
+        return self._used > 0
+
+    def part(self, array: ArrayView) -> Array:
+        """One of its arrays on the host, now; waits."""
+        return Copy(array, self._stream).part(array)
+
+
+class Copy:
+    """Bytes of a device on their way to the host."""
+
+    def __init__(self, view: ArrayView, stream: int) -> None:
+        self._start, self._device = view.ptr, view.device
+        fetched = arrays.provider(view.device).fetch(view, stream)
+        self._fetched: Callable[[], Array] | None = fetched
+        if view.device.kind == "cpu":  # the memory itself, which will have other contents
+            self._fetched, self._array = None, fetched().copy()
 
     @property
     def on_host(self) -> bool:
         """Whether it need not be waited for."""
-        return self._view.device.kind == "cpu"
+        return self._device.kind == "cpu"
+
+    def part(self, array: ArrayView) -> Array:
+        """One of the arrays in it; waits until it is there."""
+        if self._fetched is not None:
+            self._array, self._fetched = self._fetched(), None
+        start = array.ptr - self._start
+        return self._array[start : start + array.size]
+
+
+class Blocks:
+    """The blocks of all streams, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Any, list[Block]] = {}
+
+    def place(self, memory: Any, nbytes: int) -> ArrayView:
+        """Memory for a call that is about to run: on the device and the stream of ``memory``."""
+        stream = memory.stream()
+        blocks = self._blocks.setdefault((memory.device, stream), [])
+        for block in blocks:
+            found = block.place(nbytes)
+            if found is not None:
+                return found
+        blocks.append(Block(memory, stream, nbytes))
+        found = blocks[-1].place(nbytes)
+        assert found is not None
+        return found
+
+    def fetch(self) -> dict[Block, Copy]:
+        """Begin to copy all that a step has used. A block that it has not used is let go, and so is one that
+        a call still fills."""
+        copies: dict[Block, Copy] = {}
+        for key, own in list(self._blocks.items()):
+            copies |= {block: block.fetch() for block in own if block.is_used}
+            kept = [block for block in own if block in copies and not block.waiting]
+            if kept:
+                self._blocks[key] = kept
+            else:
+                del self._blocks[key]
+        return copies
 
 
 class Shown:
@@ -65,36 +118,27 @@ class Shown:
 
     def __init__(self) -> None:
         self.taken: list[tuple[Entry, Any]] = []
-        self._blocks: dict[Any, list[Block]] = {}
-
-    def place(self, memory: Any, nbytes: int) -> ArrayView:
-        """Memory for an array of a call that is about to run: on the device and the stream of ``memory``."""
-        stream = memory.stream()
-        blocks = self._blocks.setdefault((memory.device, stream), [])
-        found = blocks[-1].place(nbytes) if blocks else None
-        if found is None:
-            blocks.append(Block(memory, stream, nbytes))
-            found = blocks[-1].place(nbytes)
-            assert found is not None
-        return found
+        self._copies: dict[Block, Copy] = {}
 
     def take(self, entries: Mapping[str, Entry], shown: Sequence[Any]) -> None:
         """Note what a call has shown."""
         self.taken += zip(entries.values(), shown, strict=True)
+        for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
+            block.waiting -= 1
 
-    def fetch(self) -> bool:
+    def fetch(self, blocks: Blocks) -> bool:
         """Begin to copy to the host. Whether it is all there already, or cannot come by itself."""
-        blocks = [block for own in self._blocks.values() for block in own]
-        for block in blocks:
-            block.fetch()
+        self._copies = blocks.fetch()
         others = any(not isinstance(_owner(array), Block) for _, array in self.taken)
-        return others or all(block.on_host for block in blocks)
+        return others or all(copy.on_host for copy in self._copies.values())
 
-    @staticmethod
-    def host(array: Any) -> Array:
+    def host(self, array: Any) -> Array:
         """One of the arrays on the host; waits until it is there."""
         owner = _owner(array)
-        return owner.host(array) if isinstance(owner, Block) else on_host(array)
+        if not isinstance(owner, Block):
+            return on_host(array)
+        copy = self._copies.get(owner)
+        return owner.part(array) if copy is None else copy.part(array)
 
 
 def _owner(array: Any) -> Any:

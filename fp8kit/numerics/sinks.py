@@ -22,6 +22,7 @@ from fp8kit.errors import ArgumentError, install
 Row = dict[str, Any]
 FIELDS = ("step", "layer", "tensor", "stat", "value", "gemm")
 _EXPONENTS = 256  # bins of a histogram: float32's exponents, then the zeros
+_json = json.JSONEncoder().encode
 
 
 class Sink(Protocol):
@@ -53,8 +54,7 @@ class JsonLines:
         self._file = _opened(path)
 
     def write(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._file.write(json.dumps(row) + "\n")
+        self._file.write("".join([f"{_json(row)}\n" for row in rows]))
         self._file.flush()
 
     def close(self) -> None:

@@ -22,7 +22,8 @@ from fp8kit.autograd.tensors import Tensor
 from fp8kit.backends.protocol.statistics import CODE_COUNTS, EXPONENTS
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.numerics.names import Needs, Operand, Stat, request
-from fp8kit.numerics.sums import Sums, elements, merged, unpacked
+from fp8kit.numerics.sums import Key, elements, merged, numbers
+from fp8kit.ops.statistics import StatisticsSpec
 from fp8kit.ops.statistics import statistics as operation
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
@@ -137,8 +138,8 @@ def values(needs: Needs, sums: Any) -> dict[str, Any]:
     257 ints for histograms. ``sums``: what ``collect`` or ``merge`` gave, on the host, or bytes. ShapeError
     for another size."""
     _want_needs(needs)
-    parts = unpacked(needs.spec, sums)
-    return {stat.name: _VALUES[stat.kind](parts, stat) for stat in needs.stats}
+    found = _Found(needs.spec, sums)
+    return {stat.name: _VALUES[stat.kind](found, stat) for stat in needs.stats}
 
 
 def tensor_statistics(
@@ -214,20 +215,31 @@ class _Tensor(NamedTuple):
         return self.nan + self.inf + self.minus_inf
 
 
-def _tensor(parts: Sums) -> _Tensor:
-    counts = parts["tensor", 0, "counts"]
-    nan, inf, minus_inf = counts[-3:].tolist()
-    return _Tensor(elements(counts), nan, inf, minus_inf, parts["tensor", 0, "moments"].tolist())
+class _Found:
+    """Counts and sums of a record by (kernel, call, name), and those of the ``tensor`` itself."""
+
+    def __init__(self, spec: StatisticsSpec, record: Any) -> None:
+        self._parts: dict[Key, list[Any]] = numbers(spec, record)
+        if spec.tensor:
+            counts = self["tensor", 0, "counts"]
+            nan, inf, minus_inf = counts[-3:]
+            self.tensor = _Tensor(elements(counts), nan, inf, minus_inf, self["tensor", 0, "moments"])
+
+    def __getitem__(self, key: Key) -> list[Any]:
+        return self._parts[key]
 
 
-def _of_tensor(value: Callable[[_Tensor], float], empty: float = math.nan) -> Callable[[Sums, Stat], float]:
+_Value = Callable[[_Found, Stat], Any]
+
+
+def _of_tensor(value: Callable[[_Tensor], float], empty: float = math.nan) -> _Value:
     """NaN with NaN, ``empty`` of nothing."""
 
-    def found(parts: Sums, stat: Stat) -> float:
-        t = _tensor(parts)
+    def value_of(found: _Found, stat: Stat) -> float:
+        t = found.tensor
         return empty if not t.size else math.nan if t.nan else float(value(t))
 
-    return found
+    return value_of
 
 
 def _min(t: _Tensor) -> float:
@@ -264,42 +276,42 @@ def _norm(value: Callable[[Any], float]) -> Callable[[_Tensor], float]:
     return lambda t: math.inf if t.odd else value(t.moments)
 
 
-def _crest(parts: Sums, stat: Stat) -> float:
-    ratio = float(parts["tile", stat.of[0], "ratios"][0])
-    return math.nan if _tensor(parts).odd or not ratio else math.sqrt(ratio)
+def _crest(found: _Found, stat: Stat) -> float:
+    ratio = float(found["tile", stat.of[0], "ratios"][0])
+    return math.nan if found.tensor.odd or not ratio else math.sqrt(ratio)
 
 
-def _block_range(parts: Sums, stat: Stat) -> float:
-    t = _tensor(parts)
-    ratio = max(float(parts["tile", number, "ratios"][1]) for number in stat.of)
+def _block_range(found: _Found, stat: Stat) -> float:
+    t = found.tensor
+    ratio = max(float(found["tile", number, "ratios"][1]) for number in stat.of)
     return math.nan if t.nan else math.inf if t.odd else math.log2(ratio) if ratio else 0.0
 
 
 # of a cast: (elements, values that are not 0, codes that are not 0, saturated, overflowed), sums -> value
 
 
-def _share(value: Callable[[Any], int]) -> Callable[[Sums, Stat], float]:
+def _share(value: Callable[[Any], int]) -> _Value:
     """100 counts / elements; 0 of nothing."""
 
-    def found(parts: Sums, stat: Stat) -> float:
-        counts = parts["cast", stat.of[0], "counts"][-CODE_COUNTS:].tolist()
+    def value_of(found: _Found, stat: Stat) -> float:
+        counts = found["cast", stat.of[0], "counts"][-CODE_COUNTS:]
         return 100.0 * value(counts) / counts[0] if counts[0] else 0.0
 
-    return found
+    return value_of
 
 
-def _scale(place: int) -> Callable[[Sums, Stat], float]:
-    def found(parts: Sums, stat: Stat) -> float:
-        scale = float(parts["cast", stat.of[0], "sums"][place])
-        many = parts["cast", stat.of[0], "counts"][-CODE_COUNTS]
+def _scale(place: int) -> _Value:
+    def value_of(found: _Found, stat: Stat) -> float:
+        scale = float(found["cast", stat.of[0], "sums"][place])
+        many = found["cast", stat.of[0], "counts"][-CODE_COUNTS]
         return scale if many and math.isfinite(scale) else math.nan
 
-    return found
+    return value_of
 
 
-def _mse(parts: Sums, stat: Stat) -> float:
-    many = int(parts["cast", stat.of[0], "counts"][EXPONENTS])
-    return float(parts["cast", stat.of[0], "sums"][0]) / many if many else 0.0
+def _mse(found: _Found, stat: Stat) -> float:
+    many = int(found["cast", stat.of[0], "counts"][EXPONENTS])
+    return float(found["cast", stat.of[0], "sums"][0]) / many if many else 0.0
 
 
 def _decibel(squares: float, errors: float, empty: bool) -> float:
@@ -311,33 +323,33 @@ def _decibel(squares: float, errors: float, empty: bool) -> float:
     return 10 * (math.log10(squares) - math.log10(errors)) if squares else -math.inf
 
 
-def _sqnr(parts: Sums, stat: Stat) -> float:
+def _sqnr(found: _Found, stat: Stat) -> float:
     if not stat.of:  # of what a GEMM makes: its twin is the signal
-        _, _, squares, errors = parts["pair", 0, "sums"].tolist()
+        _, _, squares, errors = found["pair", 0, "sums"]
         return _decibel(squares, errors, False)
-    errors, squares, *_ = parts["cast", stat.of[0], "sums"].tolist()
-    return _decibel(squares, errors, not parts["cast", stat.of[0], "counts"][EXPONENTS])
+    errors, squares, *_ = found["cast", stat.of[0], "sums"]
+    return _decibel(squares, errors, not found["cast", stat.of[0], "counts"][EXPONENTS])
 
 
 # of a tensor and its twin
 
 
-def _cosine(parts: Sums, stat: Stat) -> float:
+def _cosine(found: _Found, stat: Stat) -> float:
     """sum x t / (|x| |t|); NaN where one is 0."""
-    both, own, others, _ = parts["pair", 0, "sums"].tolist()
+    both, own, others, _ = found["pair", 0, "sums"]
     size = math.sqrt(own) * math.sqrt(others)
     return both / size if size else math.nan
 
 
-def _relative(parts: Sums, stat: Stat) -> float:
+def _relative(found: _Found, stat: Stat) -> float:
     """|x - t| / |t|; of a twin of zeros 0 where x is, too, else Inf."""
-    *_, others, apart = parts["pair", 0, "sums"].tolist()
+    *_, others, apart = found["pair", 0, "sums"]
     if others:
         return math.sqrt(apart) / math.sqrt(others)
     return 0.0 if apart == 0 else math.inf
 
 
-_VALUES: dict[str, Callable[[Sums, Stat], Any]] = {
+_VALUES: dict[str, _Value] = {
     "min": _of_tensor(_min),
     "max": _of_tensor(_max),
     "mean": _of_tensor(_mean),
@@ -347,9 +359,9 @@ _VALUES: dict[str, Callable[[Sums, Stat], Any]] = {
     "cur_amax": _of_tensor(_amax, 0.0),
     "dynamic_range": _of_tensor(_range, 0.0),
     "kurtosis": _of_tensor(_kurtosis),
-    "nan_count": lambda parts, stat: _tensor(parts).nan,
-    "inf_count": lambda parts, stat: _tensor(parts).inf + _tensor(parts).minus_inf,
-    "exponents": lambda parts, stat: parts["tensor", 0, "counts"][:EXPONENTS].tolist(),
+    "nan_count": lambda found, stat: found.tensor.nan,
+    "inf_count": lambda found, stat: found.tensor.inf + found.tensor.minus_inf,
+    "exponents": lambda found, stat: found["tensor", 0, "counts"][:EXPONENTS],
     "max_blockwise_dynamic_range": _block_range,
     "crest_factor": _crest,
     "underflows%": _share(lambda counts: counts[1] - counts[2]),
@@ -357,7 +369,7 @@ _VALUES: dict[str, Callable[[Sums, Stat], Any]] = {
     "saturated%": _share(lambda counts: counts[3]),
     "scale_inv_min": _scale(-2),
     "scale_inv_max": _scale(-1),
-    "scales": lambda parts, stat: parts["cast", stat.of[0], "counts"][:EXPONENTS].tolist(),
+    "scales": lambda found, stat: found["cast", stat.of[0], "counts"][:EXPONENTS],
     "mse": _mse,
     "sqnr": _sqnr,
     "cosine": _cosine,

@@ -15,35 +15,52 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.backends.protocol.statistics import BRIEF_COUNTS, EXPONENTS
 from fp8kit.errors import ShapeError
-from fp8kit.ops.statistics import StatisticsSpec, nbytes, sections
+from fp8kit.formats import float64, int64
+from fp8kit.ops.statistics import StatisticsSpec
 
 Array = np.ndarray[Any, Any]
-Sums = dict[tuple[str, int, str], Array]
+Key = tuple[str, int, str]  # kernel, call, name
+Sums = dict[Key, Array]
+_WORDS = {int64: np.dtype(np.int64), float64: np.dtype(np.float64)}
+_BYTES = np.dtype(np.uint8)
 
 
 def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
-    """The parts of a record by (kernel, call, name): int64 or float64 (n,), copies. ``record``: the uint8
-    array of a spec, or bytes, on the host. ShapeError for another size, FormatError for no array."""
-    wanted = f"{nbytes(spec)} bytes on the host, as collect gives them for these needs"
-    if isinstance(record, bytes):
-        raw: Array = np.frombuffer(record, np.uint8)
+    """The parts of a record by (kernel, call, name): int64 or float64 (n,), perhaps views of it. ``record``:
+    the uint8 array of a spec, or bytes, on the host. ShapeError for another size, FormatError for no
+    array."""
+    raw = _words(spec, record)
+    words = {dtype: raw.view(own) for dtype, own in _WORDS.items()}
+    return {(s.kernel, s.call, s.name): words[s.dtype][s.start : s.start + s.many] for s in spec.sections}
+
+
+def numbers(spec: StatisticsSpec, record: Any) -> dict[Key, list[Any]]:
+    """``unpacked`` as lists of int and float."""
+    raw = _words(spec, record)
+    words = {dtype: raw.view(own).tolist() for dtype, own in _WORDS.items()}
+    return {(s.kernel, s.call, s.name): words[s.dtype][s.start : s.start + s.many] for s in spec.sections}
+
+
+def _words(spec: StatisticsSpec, record: Any) -> Array:
+    """The bytes of a record, as many as a spec's."""
+    wanted = f"{spec.nbytes} bytes on the host, as collect gives them for these needs"
+    if type(record) is np.ndarray and record.dtype == _BYTES and record.flags.c_contiguous:
+        raw = record
+    elif isinstance(record, bytes):
+        raw = np.frombuffer(record, np.uint8)
     else:
         view = arrays.as_view(record, "statistics", "sums")
         if view.device.kind != "cpu":
             raise ShapeError("statistics", "sums", f"an array on {view.device}", wanted)
-        raw = view.numpy()
-    if raw.nbytes != nbytes(spec):
+        raw = np.array(view.numpy(), order="C")
+    if raw.nbytes != spec.nbytes:
         raise ShapeError("statistics", "sums", f"{raw.nbytes} bytes", wanted)
-    words = np.array(raw, order="C").reshape(-1).view(np.uint8).view(np.int64)
-    return {
-        (s.kernel, s.call, s.name): words[s.start : s.start + s.many].view(s.dtype.numpy)
-        for s in sections(spec)
-    }
+    return raw.reshape(-1).view(np.uint8)
 
 
-def elements(counts: Array) -> int:
+def elements(counts: Any) -> int:
     """How many values a tensor's counts are of."""
-    return int(counts[0] if len(counts) == BRIEF_COUNTS else counts[:EXPONENTS].sum())
+    return int(counts[0] if len(counts) == BRIEF_COUNTS else sum(counts[:EXPONENTS]))
 
 
 def finite(counts: Array) -> int:
@@ -53,8 +70,8 @@ def finite(counts: Array) -> int:
 
 def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
     """The record of two tensors together, uint8, of the records of each, on the host."""
-    words = np.empty(nbytes(spec) // 8, np.int64)
-    out = unpacked(spec, words)
+    made = np.empty(spec.nbytes, np.uint8)
+    out = unpacked(spec, made)
     first, second = unpacked(spec, a), unpacked(spec, b)
     for key, total in out.items():
         kernel, _, name = key
@@ -70,7 +87,7 @@ def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
                 total[-2:] = _scales(
                     one, other, *(int(s[(*key[:2], "counts")].sum()) for s in (first, second))
                 )
-    return np.concatenate([part.view(np.uint8) for part in out.values()]) if out else np.empty(0, np.uint8)
+    return made
 
 
 def _scales(one: Array, other: Array, many: int, more: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """``statistics``: what there is to know of a tensor, its casts, and it beside another, as one small array of
 counts and sums that can be put together over micro-batches and ranks; no gradient.
 
-``sections`` says what the array holds, and ``fp8kit.numerics`` makes numbers of it.
+``StatisticsSpec.sections`` says what the array holds, and ``fp8kit.numerics`` makes numbers of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fp8kit import arrays, formats
@@ -66,6 +67,20 @@ class StatisticsSpec:
         """Whether ``brief_statistics`` has x's counts and moments."""
         return self.tensor and not self.exponents
 
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """What the array holds, in its order."""
+        found: list[Section] = []
+        for kernel, call, name, dtype, count in _parts(self):
+            start = found[-1].start + found[-1].many if found else 0
+            found.append(Section(kernel, call, name, dtype, start, count))
+        return tuple(found)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return _WORD * sum(section.many for section in self.sections)
+
 
 class Section(NamedTuple):
     """A part of the array: ``many`` int64 or float64 numbers of dtype from word ``start`` on; ``kernel``:
@@ -79,15 +94,6 @@ class Section(NamedTuple):
     many: int
 
 
-def sections(spec: StatisticsSpec) -> tuple[Section, ...]:
-    """What the array of a spec holds, in its order."""
-    found: list[Section] = []
-    for kernel, call, name, dtype, count in _parts(spec):
-        start = found[-1].start + found[-1].many if found else 0
-        found.append(Section(kernel, call, name, dtype, start, count))
-    return tuple(found)
-
-
 def _parts(spec: StatisticsSpec) -> Iterator[tuple[str, int, str, DType, int]]:
     if spec.tensor:
         yield "tensor", 0, "counts", int64, TENSOR_COUNTS if spec.exponents else BRIEF_COUNTS
@@ -99,11 +105,6 @@ def _parts(spec: StatisticsSpec) -> Iterator[tuple[str, int, str, DType, int]]:
         yield "cast", call, "sums", float64, BRIEF_SUMS if cast.brief else CAST_SUMS
     if spec.twin:
         yield "pair", 0, "sums", float64, PAIR_SUMS
-
-
-def nbytes(spec: StatisticsSpec) -> int:
-    """Bytes of the array of a spec."""
-    return _WORD * sum(count for *_, count in _parts(spec))
 
 
 def can_be_brief(quantizer: Quantizer) -> bool:
@@ -127,8 +128,8 @@ class Statistics(Operation):
     codes that something else was computed with; of one whose scale follows from earlier steps there may be
     scale_rowwise float32 (1,). Without these x is cast here, with the scale that its own amax gives, which
     may be given, too: amax float32 (1,); random bits are those of seed 0, offset 0. A rotated cast is
-    compared with x as it is rotated; q is then of that. Output: record, uint8, the bytes of what ``sections``
-    says."""
+    compared with x as it is rotated; q is then of that. Output: record, uint8, the bytes of what the spec's
+    ``sections`` say."""
 
     name = "statistics"
     results = ("record",)
@@ -149,7 +150,7 @@ class Statistics(Operation):
                 want(self.name, scale, metas, tiles, float32)
         if metas.get("amax") is not None:
             want(self.name, "amax", metas, (1,), float32)
-        return Signature({"record": Meta((nbytes(spec),), uint8)})
+        return Signature({"record": Meta((spec.nbytes,), uint8)})
 
     def _matrix(self, metas: Metas, name: str) -> Meta:
         x = meta_of(self.name, name, metas)
@@ -180,7 +181,7 @@ class Statistics(Operation):
             scratch["turned"] = Meta((size,), float32)
         if size and any(cast.quantizer.needs_rng for cast in spec.casts):
             scratch["rng"] = Meta((2,), int64)
-        return Plan(spec, signature, kernels, scratch, extra=sections(spec))
+        return Plan(spec, signature, kernels, scratch, extra=spec.sections)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         spec: StatisticsSpec = plan.spec
@@ -224,7 +225,7 @@ class Statistics(Operation):
             key = cast.quantizer, ws.inputs.get(f"scale_{cast.given}") if cast.given else None
             if key in known:
                 for made, out in zip(known[key], into, strict=True):
-                    arrays.provider(out.device).copy(out, made, ws.stream)
+                    _copy(ws, made, out)
             else:
                 known[key], source = into, self._brief_scale(cast, ws, x)
                 self._brief_pass(spec, ws, x, tensor, into, source, cast.quantizer.format)
@@ -263,16 +264,15 @@ class Statistics(Operation):
         """The counts of codes that somebody made."""
         k, space, whole_record = ws.kernels, ws.scratch["workspace"], ws.scratch["counts"]
         source, codes, scale_inv = self._cast(cast, ws, x)
-        memory = arrays.provider(counts.device)
-        memory.fill_zero(whole_record, ws.stream)
+        arrays.provider(counts.device).fill_zero(whole_record, ws.stream)
         found = whole_record.slice(0, 0, CAST_COUNTS)
         ends = whole_record.slice(0, CAST_COUNTS, CAST_SUMS).view(float64)
         tile = whole(x.shape, tile_on(cast.quantizer, cast.along))
         k.cast_statistics(
             source, codes, scale_inv, found, ends, cast.quantizer.format, tile, space, ws.stream
         )
-        memory.copy(counts, found.slice(0, EXPONENTS, CODE_COUNTS), ws.stream)
-        memory.copy(sums, ends.slice(0, CAST_SUMS - BRIEF_SUMS, BRIEF_SUMS), ws.stream)
+        _copy(ws, found.slice(0, EXPONENTS, CODE_COUNTS), counts)
+        _copy(ws, ends.slice(0, CAST_SUMS - BRIEF_SUMS, BRIEF_SUMS), sums)
 
     def _cast(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
@@ -345,6 +345,12 @@ class Statistics(Operation):
 def _written_whole(spec: StatisticsSpec) -> bool:
     """Whether kernels write all of the array, and add to nothing that is there."""
     return not spec.tiles and (spec.brief or not spec.tensor) and all(cast.brief for cast in spec.casts)
+
+
+def _copy(ws: WorkingSet, source: ArrayView, out: ArrayView) -> None:
+    """Numbers of eight bytes, by a kernel that calls can be recorded with, and that knows halves of them."""
+    halves = [ArrayView(v.ptr, (2 * v.size,), float32, v.device, v.owner) for v in (source, out)]
+    ws.kernels.copy(*halves, ws.stream)
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:

@@ -13,6 +13,7 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.autograd import tensor
 from fp8kit.backends.cuda import device as cuda
 from fp8kit.numerics import Operand, collect, request, values
+from fp8kit.ops.statistics import statistics
 from tests.support.inspected import logged, section
 
 pytestmark = pytest.mark.gpu
@@ -114,3 +115,56 @@ def test_recorded_calls_before_and_after_are_not_looked_at():
             log.step()
             assert (inspection.inspector is not None) == ((number + 1) % 5 == 0)
     assert [(row["step"], row["value"]) for row in log.rows()] == [(i, i + 1.0) for i in range(0, 31, 5)]
+
+
+def test_calls_that_are_looked_at_are_replayed(monkeypatch):
+    """Their statistics with them: from the tenth step on no Python of theirs runs; and every step has the
+    values of its own batch, through PyTorch and natively."""
+    torch, te = pytest.importorskip("torch"), pytest.importorskip("fp8kit_torch")
+    ran, own = [], type(statistics).forward
+    monkeypatch.setattr(
+        type(statistics), "forward", lambda self, plan, ws: (ran.append(1), own(self, plan, ws))[1]
+    )
+    kind = {"params_dtype": "bfloat16", "device": "cuda"}
+    layers = te.Linear(256, 128, **kind | {"params_dtype": torch.bfloat16}), fk.nn.Linear(256, 128, **kind)
+    features = logged(("max", "mean"), ("activation", "weight", "gradient", "wgrad")) | {
+        "LogFp8TensorStats": {
+            "enabled": True,
+            "tensors": ["activation", "gradient"],
+            "stats": ["underflows%", "underflows%_columnwise", "mxfp8_sqnr", "scale_inv_max"],
+        }
+    }
+    where = torch.zeros((32, 256), dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    there = tensor(np.zeros((32, 256), np.float32), dtype="bfloat16", device=GPU)
+    for layer, inspect, torchs in zip(layers, (te.inspect, fk.inspect), (True, False), strict=True):
+        with inspect(layer, section(features)) as log:
+            for number in range(16):
+                x = np.full((32, 256), number + 1.0, np.float32)
+                if torchs:
+                    with torch.no_grad():
+                        where.copy_(torch.from_numpy(x))
+                    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+                        (layer(where).sum() * (number + 1)).backward()
+                    layer.zero_grad(set_to_none=True)
+                else:
+                    fk.arrays.copy(there.view, tensor(x, dtype="bfloat16", device=GPU).view)
+                    with fk.autocast(recipe=recipe.Float8CurrentScaling()):
+                        y = layer(there)
+                    g = np.full(y.shape, number + 1.0, np.float32)
+                    y.backward(tensor(g, dtype=y.dtype, device=GPU).view)
+                    for parameter in layer.parameters():
+                        parameter.grad = None
+                log.step()
+                if number == 12:
+                    ran.clear()
+        assert not ran
+        found = {(row["step"], row["tensor"], row["stat"]): row["value"] for row in log.rows()}
+        for number in range(16):
+            for operand in ("activation", "gradient"):
+                assert found[number, operand, "max"] == found[number, operand, "mean"] == number + 1.0
+                assert found[number, operand, "scale_inv_max"] == pytest.approx(
+                    (number + 1.0) / (448 if operand == "activation" else 57344), rel=1e-6
+                )
+                assert found[number, operand, "underflows%"] == 0
+            rows = 32 * (number + 1.0) ** 2
+            assert found[number, "wgrad", "max"] == pytest.approx(rows, rel=2.0**-7)

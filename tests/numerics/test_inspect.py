@@ -14,11 +14,12 @@ import pytest
 import fp8kit as fk
 from fp8kit import inspection, nn, recipe
 from fp8kit.arrays import CPU
+from fp8kit.autograd.call import memory_of
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.inspection import TENSORS
 from fp8kit.numerics import shown, tensor_statistics
-from fp8kit.numerics.shown import Block
+from fp8kit.numerics.shown import Copy
 from tests.support.inspected import (
     LAYERS,
     RECIPES,
@@ -320,7 +321,7 @@ def test_a_tensor_is_read_once(name, monkeypatch):
 
 def test_rows_come_a_step_later_where_a_device_must_be_waited_for(monkeypatch):
     """And at once where they are asked for; every step has its own rows."""
-    monkeypatch.setattr(Block, "on_host", False)
+    monkeypatch.setattr(Copy, "on_host", False)
     model, sink = Native(), []
     config = section(logged(["max"], ("activation",), freq=2), OUT_LAYER)
 
@@ -349,6 +350,34 @@ def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
     want = inspected(config)[0]
     monkeypatch.undo()
     assert want == inspected(config)[0]
+
+
+def test_a_call_has_the_same_places_in_every_step(monkeypatch):
+    """So that it can be replayed; but not where it has not shown yet what it fills."""
+    model, places, own = Native(), [], shown.Blocks.place
+
+    def place(self, memory, nbytes):
+        places.append(own(self, memory, nbytes))
+        return places[-1]
+
+    monkeypatch.setattr(shown.Blocks, "place", place)
+    stats = ["max", "mean"]
+    with fk.inspect(model, section(logged(stats))) as log:
+        for number in range(3):
+            model.out(fk.tensor(X * (number + 1.0)))
+            log.step()
+        assert len({view.ptr for view in places}) == 1
+        late = log.place(memory_of(CPU), 64)  # of a call that runs on another thread
+        log.step()
+        model.out(fk.tensor(X))
+        assert places[-1].owner is not late.owner
+        model.train_step()
+        assert len({view.ptr for view in places[-6:]}) == 6
+    for number in range(3):
+        rows = [row for row in log.rows() if row["step"] == number]
+        values = by_name(rows)
+        assert values["out", "activation", "max"] == X.max() * np.float32(number + 1.0)
+        assert len(rows) == len(values) == 3 * len(stats)
 
 
 # --- off --------------------------------------------------------------------------------------------------
