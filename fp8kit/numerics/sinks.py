@@ -167,18 +167,37 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, or its module: one ``log`` a step, of LAYER/TENSOR/STAT, histograms as
-    ``wandb.Histogram``."""
+    """A run of Weights & Biases, or its module: LAYER/TENSOR/STAT, histograms as ``wandb.Histogram``.
+
+    The run's own step is the user's: rows of a step may come when he has logged the next one, and what goes
+    back is refused there. So they have an x axis of their own, ``inspect/step``, and are put into whatever
+    row the run is at. An object that has ``log`` alone is called with the step, once a step."""
+
+    STEP = "inspect/step"
 
     def __init__(self, run: Any) -> None:
         self._run = run
+        self._layers: set[str] = set()  # whose x axis the run knows
+        self._row = -1  # of the run: the last that has rows of ours
 
     def write(self, rows: Sequence[Row]) -> None:
         by_step: dict[int, Row] = {}
         for row in rows:
             by_step.setdefault(row["step"], {})[_path_of(row)] = self._value(row["value"])
+        # the module's functions are those of its run
+        run = getattr(self._run, "run", None) or self._run
+        if not hasattr(run, "define_metric"):
+            for step, values in by_step.items():
+                run.log(values, step=step)
+            return
+        for layer in {row["layer"] for row in rows} - self._layers:
+            run.define_metric(f"{layer}/*", step_metric=self.STEP)
+            self._layers.add(layer)
         for step, values in by_step.items():
-            self._run.log(values, step=step)
+            if run.step == self._row:  # nobody has ended that row
+                run.log({}, commit=True)
+            run.log({**values, self.STEP: step}, commit=False)
+            self._row = run.step
 
     @staticmethod
     def _value(value: Any) -> Any:

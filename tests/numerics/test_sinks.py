@@ -15,8 +15,9 @@ import pytest
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError
+from fp8kit.numerics.shown import Copy
 from fp8kit.numerics.sinks import TensorBoard, name_of, text_of
-from tests.support.inspected import Native, logged, section
+from tests.support.inspected import LAYERS, Native, logged, section
 
 CONFIG = section(logged(["max", "nan_count", "exponents"], ("activation", "wgrad")))
 
@@ -127,6 +128,46 @@ def test_weights_and_biases(monkeypatch):
     assert len(edges) == len(counts) + 1
     number = next(r["value"] for r in rows if name_of(r) == "out_activation_max")
     assert logged_[0][1]["out/activation/max"] == number
+
+
+class Run:
+    """A run of Weights & Biases, as far as steps go: those that go back are refused."""
+
+    def __init__(self):
+        self.step, self.rows, self.axes = 0, {}, {}
+
+    def define_metric(self, name, step_metric):
+        assert name not in self.axes
+        self.axes[name] = step_metric
+
+    def log(self, values, step=None, commit=None):
+        if step is not None:
+            assert step >= self.step, "refused"
+            self.step = step
+        row = self.rows.setdefault(self.step, {})
+        assert not set(values) & set(row), "overwritten"
+        row |= values
+        if commit or (commit is None and step is None):
+            self.step += 1
+
+
+@pytest.mark.parametrize("own", ["with steps", "without", "none"])
+def test_rows_of_weights_and_biases_do_not_depend_on_the_users_steps(own, monkeypatch):
+    """Rows of a step come one later; all are there, with their own step, and no row of the user is lost."""
+    monkeypatch.setattr(Copy, "on_host", False)
+    model, log_to = Native(), Run()
+    with fk.inspect(model, section(logged(["max"], ("activation",))), sinks=log_to) as log:
+        for number in range(4):
+            model.train_step()
+            if own != "none":
+                log_to.log({"loss": number}, **({"step": number} if own == "with steps" else {}))
+            log.step()
+    found = {row["inspect/step"]: row for row in log_to.rows.values() if "inspect/step" in row}
+    assert sorted(found) == list(range(4))
+    for row in log.rows():
+        assert found[row["step"]][f"{row['layer']}/activation/max"] == row["value"]
+    assert [row["loss"] for row in log_to.rows.values() if "loss" in row] == list(range(4)) * (own != "none")
+    assert log_to.axes == {f"{layer}/*": "inspect/step" for layer in LAYERS}
 
 
 def test_the_log_of_transformer_engine(tmp_path):
