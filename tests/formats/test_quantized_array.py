@@ -13,9 +13,8 @@ import fp8kit as fk
 from fp8kit import arrays, blocks, codec, packing
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, MXINT8
-from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES
 from fp8kit.testing.compare import assert_close, sum_slack
-from fp8kit.tiles import Rotation
 from tests.support.combinations import combinations
 
 VECTORS = Path(__file__).parent / "data" / "torchao_layouts.npz"
@@ -473,82 +472,3 @@ def test_power_2_of_mx_is_te_but_for_zero_and_inf():
     x[:, 0] = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16)
     own, te = (fk.quantize(x, scaling="mx_1x32", scale_rule=rule).scale_inv for rule in (None, "te"))
     assert np.flatnonzero(own != te).tolist() == [0]
-
-
-X = _x(4, 32)
-CODES = np.zeros((4, 32), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (FormatError, "scale_rule: got 'te'", lambda: fk.quantize(X, scale_rule="te")),
-        (FormatError, "one of exact", lambda: fk.quantize(X, scaling="nvfp4_1x16", scale_rule="power_2")),
-        (FormatError, "scale_rule", lambda: fk.quantize(X, scaling="mx_1x32", scale_rule="exact")),
-        (FormatError, "None with scales", lambda: fk.quantize(X, scaling="nvfp4_1x16", scale=1.0)),
-        (
-            FormatError,
-            "True with scales",
-            lambda: fk.quantize(X, scaling="mx_1x32", scale_rule="te", saturate=False),
-        ),
-        (FormatError, "stochastic_bits: got 33", lambda: fk.quantize(X, stochastic_bits=33)),
-        (FormatError, "stochastic_bits: got 8 with", lambda: fk.quantize(X, stochastic_bits=8)),
-        (FormatError, "signs: got 'te' with", lambda: fk.quantize(X, signs="te")),
-        (FormatError, "hadamard: got 8", lambda: fk.quantize(X, hadamard=8)),
-        (FormatError, "signs: got 'minus'", lambda: fk.quantize(X, hadamard=16, signs="minus")),
-        (FormatError, "random signs", lambda: fk.quantize(X, hadamard=16, signs="random")),
-        (FormatError, "along: got 2", lambda: fk.quantize(X, along=2)),
-        (FormatError, "along: got True", lambda: fk.quantize(X, along=True)),
-        (
-            FormatError,
-            "scale_codes: got None",
-            lambda: fk.QuantizedArray(CODES, np.ones((4, 2), "f4"), E2M1, "nvfp4_1x16"),
-        ),
-        (
-            FormatError,
-            "scale_codes: .*None for 'row'",
-            lambda: fk.QuantizedArray(
-                CODES, np.ones(4, "f4"), scaling="row", scale_codes=np.ones((4, 1), np.uint8)
-            ),
-        ),
-        (
-            FormatError,
-            "tensor_scale_inv",
-            lambda: fk.QuantizedArray(CODES, np.ones(1, "f4"), tensor_scale_inv=np.ones(1, "f4")),
-        ),
-        (
-            FormatError,
-            "scale_codes: got float32",
-            lambda: fk.QuantizedArray(CODES, None, E4M3, "mx_1x32", scale_codes=np.ones((4, 1), "f4")),
-        ),
-        (
-            ShapeError,
-            "scale_codes",
-            lambda: fk.QuantizedArray(CODES, None, E4M3, "mx_1x32", scale_codes=np.ones(3, np.uint8)),
-        ),
-        (
-            FormatError,
-            "rotation",
-            lambda: fk.QuantizedArray(CODES, np.ones(1, "f4"), rotation=Rotation(8, "plus")),
-        ),
-        (
-            FormatError,
-            "rotation",
-            lambda: fk.QuantizedArray(CODES, np.ones(1, "f4"), rotation=Rotation(16, "random")),
-        ),
-        (ShapeError, "along dim 0", lambda: fk.quantize(X, scaling="row", along=0)[1]),
-        (ShapeError, "last dimension", lambda: fk.quantize(X, hadamard=16).reshape(8, 16)),
-        (ShapeError, "swizzle", lambda: packing.swizzle(CODES.reshape(-1))),
-        (ShapeError, "unswizzle", lambda: packing.unswizzle(CODES.reshape(-1), 4, 4)),
-        (ShapeError, "unpack", lambda: packing.unpack(np.uint8(3))),
-    ],
-)
-def test_refusals(error, match, call):
-    with pytest.raises(error, match=match):
-        call()
-
-
-def test_every_quantizer_of_blocks_says_the_same():
-    """The array's scaling and rule are a Quantizer's words."""
-    q = fk.quantize(X, scaling="mx_1x32", scale_rule="even")
-    assert str(Quantizer(q.format, q.scaling, scale_rule=q.scale_rule)) == "E4M3 by mx_1x32, current, even"

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, blocks, codec, numerics
+from fp8kit import arrays, blocks, codec
 from fp8kit.arrays import CPU
 from fp8kit.autograd import tensor
 from fp8kit.backends import dispatch
 from fp8kit.formats import float32, uint8
 from fp8kit.numerics import Codes, Operand, collect, merge, request, tensor_statistics, values
 from fp8kit.numerics.names import OF_CAST
-from fp8kit.numerics.statistics import inputs
 from fp8kit.quantization import Quantizer
 from fp8kit.recipes import NAMED
 
@@ -479,70 +478,3 @@ def test_a_long_tensor():
     assert found["exponents"][127] == x.size - 1 > 1 << 24
     assert found["mean"] == pytest.approx(1 - 1 / x.size, rel=1e-12)
     assert found["std"] == pytest.approx(math.sqrt((1 - 1 / x.size) / x.size), rel=RELATIVE)
-
-
-def test_merge_wants_records_of_these_needs():
-    needs = request(["min"])
-    record = collect(normal(1, 3, 4), needs).numpy()
-    with pytest.raises(fk.ShapeError, match=rf"statistics: sums: got {record.size - 1} bytes, expected"):
-        merge(needs, record, record[1:])
-    with pytest.raises(fk.ShapeError, match="statistics: sums"):
-        values(request(["min", "mxfp8_mse"]), record)
-
-
-# --- what is refused ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stat", "said"),
-    [
-        ("mxpf8_mse", "did you mean mxfp8_mse"),
-        ("crest_facto", "did you mean crest_factor"),
-        ("std_columnwise", "'std_columnwise'"),
-        ("mxfp8_std", "'mxfp8_std'"),
-        ("max_blockwise_dynamic_range_block_size_0_dims_1", "_block_size_0_dims_1'"),
-        ("crest_factor_block_size_x", "_block_size_x'"),
-        ("mse", "'mse', expected a recipe's name in front of it: the activation is in high precision"),
-        (3, "got 3, expected one of min, max"),
-        ({"crest_factor": {"blocksize": 3}}, "did you mean block_size"),
-        ({"crest_factor": {"block_size": 0}}, "block_size: got 0"),
-        ({"max_blockwise_dynamic_range": {"dims": 3}}, "dims: got 3"),
-        ({"mean": {}}, "options, by name, of crest_factor"),
-    ],
-    ids=str,
-)
-def test_refusals_name_the_statistic(stat, said):
-    with pytest.raises(fk.ArgumentError) as refused:
-        request([stat])
-    assert str(refused.value).startswith("statistics: stats")
-    assert said in str(refused.value)
-
-
-def test_other_refusals():
-    x = normal(1, 4, 8)
-    with pytest.raises(fk.ArgumentError, match="statistics: tensor: got 'activations'"):
-        request(["min"], "activations")
-    with pytest.raises(fk.ArgumentError, match="a layer does not cast its output"):
-        request(["underflows%"], Operand("output", _rules("current")))
-    with pytest.raises(fk.ArgumentError, match=r"twin: missing, expected an array like x, for cosine"):
-        tensor_statistics(x, ["cosine", "min"])
-    with pytest.raises(fk.ArgumentError, match=r"twin: got .* expected None: nothing needs it"):
-        tensor_statistics(x, ["min"], twin=x)
-    with pytest.raises(fk.ShapeError, match="statistics: twin"):
-        tensor_statistics(x, ["cosine"], twin=x[1:])
-    with pytest.raises(fk.FormatError, match="statistics: x: got int32"):
-        tensor_statistics(x.astype(np.int32), ["min"])
-    with pytest.raises(fk.ArgumentError, match="quantized: got 'both'"):
-        inputs(request(["min"]), x, {"both": Codes()})
-    needs = request(["mse"], Operand("activation", _rules("current")))
-    with pytest.raises(fk.ShapeError, match=r"statistics: q_rowwise: got shape \(3, 8\)"):
-        collect(x, needs, Codes(np.zeros((3, 8), np.uint8), np.ones(1, np.float32)))
-
-
-def test_requests_are_made_once():
-    """A plan is found by the identity of its spec."""
-    assert request(["min", "mxfp8_mse"]).spec is request(("min", "mxfp8_mse")).spec
-    spec = request([f"mxfp8_{stat}" for stat in OF_CAST]).spec
-    assert len(spec.casts) == 1
-    assert not spec.tensor
-    assert len(set(numerics.STATS)) == len(numerics.STATS)
