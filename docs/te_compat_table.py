@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 import fp8kit_torch
-from fp8kit_torch import graphs, grouped_linear
+from fp8kit_torch import grouped_linear
 from fp8kit_torch.te_compat import gemms
 from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
 
@@ -57,7 +57,6 @@ _REFUSED: dict[str, dict[str, object]] = {
     "fp8_autocast": {"_graph": False},
     "optimizers.FusedAdam": {"amsgrad": False},
     "optimizers.FusedSGD": {"materialize_master_grads": True},
-    "make_graphed_callables": graphs._NEUTRAL,
     "cpp_extensions.general_gemm": gemms._NEUTRAL,
     "Float8CurrentScalingQuantizer": {"use_existing_amax": False},
 }

@@ -1,40 +1,53 @@
 """``make_graphed_callables``: modules whose forward and backward are replayed as CUDA graphs, FP8 state
 included.
 
-torch captures and replays. A graph reads scales and accumulates amaxes where they lie; the update of the
-scales is left out of it and made after each replay as it is without a graph, so that modules inside and
-outside of graphs are updated together, by one kernel.
+A graph reads scales and accumulates amaxes where they lie; the update of the scales is left out of it and
+made after each replay as it is without a graph, so that modules inside and outside of graphs are updated
+together, by one kernel. Weights that micro-batches share in FP8 (``cache_quantized_params``) are cast by a
+graph of their own, which runs before a first micro-batch's.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8kit import inspection
-from fp8kit.arguments import flag, integer
+from fp8kit.arguments import shown
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import BackendError, RecipeError, UnsupportedError
+from fp8kit.errors import ArgumentError, BackendError, RecipeError, UnsupportedError
 from fp8kit.recipe import Recipe
-from fp8kit_torch import checks
-from fp8kit_torch.arguments import defaults, only, refuse
-from fp8kit_torch.autocast import autocast
-from fp8kit_torch.checks import check, named, optional
+from fp8kit_torch.autocast import autocast, reduction_group
+from fp8kit_torch.checks import check
+from fp8kit_torch.graph_arguments import (
+    RULES,
+    either,
+    layers_of,
+    parameters_of,
+    plain_of,
+    samples_of,
+    want_callables,
+    want_device,
+    want_hooks,
+)
+from fp8kit_torch.graph_calls import GraphedCall
+from fp8kit_torch.graph_capture import Capture, unchanged, uncollected
+from fp8kit_torch.graph_schedule import in_turn, interleaved, shared_inputs
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.state import ScalingState, finish_backward, held
-from fp8kit_torch.torch_compat import tree_leaves
+from fp8kit_torch.te_compat.capture import set_capture_end, set_capture_start
 
-Forward = Callable[..., Any]
+_OP = "make_graphed_callables"
 
 
 def make_graphed_callables(
-    modules: nn.Module | tuple[nn.Module, ...],
+    modules: Callable[..., Any] | tuple[Callable[..., Any], ...],
     sample_args: tuple[Any, ...],
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
@@ -55,181 +68,212 @@ def make_graphed_callables(
     retain_graph_in_backward: bool = False,
     _reuse_graph_input_output_buffers: bool = False,
     clone_param_grads_on_return: bool = True,
-    pre_warmup_hook: Any = None,
-    post_warmup_hook: Any = None,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Any = None,
 ) -> Any:
     """The same modules, whose forward from now on replays a graph captured with ``sample_args``; a tuple for
-    a tuple.
+    a tuple. With ``_order`` a function for each sample instead.
 
-    * ``modules``: on a CUDA device, without hooks, called with positional tensors of the sample's shapes. In
-      the other mode (training or evaluation) than at the capture they run as they did.
-    * ``sample_args``: tensors for the module, or a tuple of such tuples. ``sample_kwargs``: None only.
-    * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's.
-    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are
-      their deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its
-      scales are updated at once.
-    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and all others: at their
-      defaults only.
+    * ``modules``: on a CUDA device, all training or all in evaluation mode, without hooks, or functions of
+      tensors. In the other mode than at the capture modules run as they did. Captured in evaluation mode
+      there is no backward pass.
+    * ``sample_args``: tensors for the module, or a tuple of such tuples: the memory that the graphs read,
+      where calls copy their arguments. What is no tensor is a part of the capture, and the same in each call.
+    * ``sample_kwargs``: a mapping of further arguments, or a tuple of such.
+    * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's. ``retain_graph_in_backward``: the
+      captured backward passes keep what forward saved.
+    * ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group``: the autocast that is captured;
+      ``fp8_enabled`` and so on are their deprecated names. Call a graphed module within an autocast of the
+      same recipe; outside of any, its scales are updated at once.
+    * ``cache_quantized_params`` (``fp8_weight_caching``): micro-batches share the weights' casts. Calls then
+      say ``is_first_microbatch``: True casts the weights, and overwrites ``main_grad``.
+    * ``_order``, ``_num_layers_per_chunk``: an interleaved pipeline, see ``graph_schedule.interleaved``.
+      ``_reuse_graph_input_output_buffers``: calls that are never open at a time share their inputs' memory.
+    * ``clone_param_grads_on_return``: False hands out the graphs' own memory as the parameters' gradients: to
+      be read before the next replay.
+    * ``pre_warmup_hook``, ``post_warmup_hook``: called before and after all warm-up iterations.
+      ``capture_time_hooks``: for each module None or a mapping of "forward_pre_hooks", "forward_hooks",
+      "backward_pre_hooks", "backward_hooks" to (id -> function), called in the warm-up and beside the
+      capture, never by a replay; ids in "forward_pre_hooks_with_kwargs" and "forward_hooks_with_kwargs" get
+      the keyword arguments too. They return None.
 
-    Capture changes no parameter, gradient or FP8 state. Do not change the recipe's history length, or move or
-    convert the modules, afterwards: a graph reads memory by address. BackendError without a CUDA device.
+    What is returned has a method ``reset()``: the graphs and their memory are let go, and a module runs as
+    it did. A replay writes its outputs to the same memory each time, and a backward pass is that of a graph's
+    last call: AutogradError for another one.
+
+    Capture changes no parameter, gradient, random state or FP8 state. Do not change the recipe's history
+    length, or move or convert the modules, afterwards: a graph reads memory by address. BackendError without
+    a CUDA device. ArgumentError for what does not fit, at the capture and at each call. Source of names and
+    rules: Transformer Engine.
     """
-    op, asked = "make_graphed_callables", locals()
-    check(op, _RULES, asked)
-    refuse(op, _NEUTRAL, asked)
-    only(op, {name: (bool(asked[name]), False) for name in ("cache_quantized_params", "fp8_weight_caching")})
-    given = modules if isinstance(modules, tuple) else (modules,)
-    samples = sample_args if isinstance(modules, tuple) else (sample_args,)
-    for module in given:
-        checks.module(op, "modules", module)
-    on, watching = bool(_either(asked, "enabled")), bool(_either(asked, "calibrating"))
-    scope = autocast(on, watching, _either(asked, "recipe"))
+    asked = locals()
+    check(_OP, RULES, asked)
+    one = not isinstance(modules, tuple)
+    given: tuple[Any, ...] = (modules,) if one else tuple(modules)  # type: ignore[arg-type]
+    samples, kwargs = samples_of(one, sample_args, sample_kwargs)
+    reuse = bool(_reuse_graph_input_output_buffers)
+    if _order is not None:
+        schedule = interleaved(_order, _num_layers_per_chunk, len(given), len(samples))
+    elif reuse or _num_layers_per_chunk is not None:
+        name = "_reuse_graph_input_output_buffers" if reuse else "_num_layers_per_chunk"
+        raise ArgumentError(_OP, name, "given", "_order beside it")
+    elif len(samples) != len(given):
+        raise ArgumentError(
+            _OP, "sample_args", f"{len(samples)} of them", f"one for each of {len(given)} modules"
+        )
+    else:
+        schedule = in_turn(len(given))
+    trains = want_callables(given)
+    hooks = want_hooks(capture_time_hooks, len(given))
+    on, watching = bool(either(asked, "enabled")), bool(either(asked, "calibrating"))
+    caching = bool(either(asked, "cache_quantized_params", "fp8_weight_caching"))
+    group = either(asked, "amax_reduction_group", "fp8_group")
+    scope = autocast(on, watching, either(asked, "recipe"), group)
     found = scope.recipe.fixed
-    wanted = "a CUDA device: a CPU has no graphs"
-    if not torch.cuda.is_available():
-        raise BackendError(op, "device", "no CUDA device", wanted)
-    held_by = (t for module in given for t in (*module.parameters(), *module.buffers()))
-    for tensor in (*held_by, *tree_leaves(samples)):
-        if isinstance(tensor, Tensor) and not tensor.is_cuda:
-            raise BackendError(op, "modules, sample_args", f"a tensor on {tensor.device}", wanted)
+    want_device(given, samples, kwargs)
     if found.by_layer:
         wanted = "a recipe that is the same for all layers; a graph of the whole step takes any"
-        raise UnsupportedError(op, "recipe", found.short_name(), wanted)
-    layers = [_layers(module) for module in given]
+        raise UnsupportedError(_OP, "recipe", found.short_name(), wanted)
+    calls = [
+        GraphedCall(plain_of(given[owner]), parameters_of(given[owner]), args, named, trains)
+        for owner, args, named in zip(schedule.owners, samples, kwargs, strict=True)
+    ]
+    if reuse:
+        for call, other in zip(calls, shared_inputs(schedule, [call.kind for call in calls]), strict=True):
+            call.share(calls[other])
+    layers = [layers_of(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
     stateful = found.history is not None and (on or watching)
     if found.history is not None and stateful:
-        for layer in (layer for part in layers for layer in part):
+        for layer in (layer for own in layers for layer in own):
             layer.prepare(found.history.length)
-    plain = [module.forward for module in given]
-    with _unchanged(layers), held(), scope, uncollected(), warnings.catch_warnings():
-        # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
-        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
-        torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)
-    for module in given:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                # a replay writes gradients to the same memory each time: what is accumulated must not lie
-                # there
-                parameter.register_hook(torch.clone)
-    if stateful:
-        for module, own in zip(given, layers, strict=True):
-            if own:
-                module.forward = _updating(module, module.forward, own, found)  # type: ignore[method-assign]
-    for module, own_forward in zip(given, plain, strict=True):
-        shown = _shown(module.forward, own_forward, (on, watching, found))
-        module.forward = shown  # type: ignore[method-assign]
-    return modules
-
-
-def _shown(graphed: Forward, plain: Forward, scope: tuple[bool, bool, Recipe]) -> Forward:
-    """``graphed``, but ``plain`` in a step that the inspector looks at: a replay shows it nothing."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if inspection.inspector is None:
-            return graphed(*args, **kwargs)
-        with nullcontext() if current() is not None else autocast(*scope):
-            return plain(*args, **kwargs)
-
-    return forward
-
-
-_RULES = {
-    **named(
-        optional(flag),
-        "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params",
-    ),
-    "num_warmup_iters": integer,
-    "allow_unused_input": flag,
-}
-_NEUTRAL = defaults(
-    make_graphed_callables,
-    """sample_kwargs amax_reduction_group fp8_group _order _num_layers_per_chunk retain_graph_in_backward
-    _reuse_graph_input_output_buffers clone_param_grads_on_return pre_warmup_hook post_warmup_hook
-    capture_time_hooks""",
-)
-
-
-def _either(asked: Mapping[str, Any], name: str) -> Any:
-    """An argument that has a deprecated name as well."""
-    value, old = asked[name], asked[f"fp8_{name}"]
-    if value is not None and old is not None:
-        raise RecipeError("make_graphed_callables", f"fp8_{name}", old, f"None beside {name}")
-    return old if value is None else value
-
-
-def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
-    return [layer for layer in module.modules() if isinstance(layer, TransformerEngineBaseModule)]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Garbage is collected before and not within: what that frees, memory or another graph's, may end a
-    capture."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
+    capture = Capture(given, schedule, calls, layers, hooks, caching and on)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    set_capture_start()
     try:
-        yield
+        with unchanged(given, layers), held(), scope, uncollected(), warnings.catch_warnings():
+            # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another
+            # stream
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+            capture.warm_up(num_warmup_iters, bool(allow_unused_input), pre_warmup_hook, post_warmup_hook)
+            capture.capture(pool, bool(retain_graph_in_backward), reuse)
     finally:
-        if enabled:
-            gc.enable()
+        set_capture_end()
+    graphed = []
+    for call, owner in zip(calls, schedule.owners, strict=True):
+        call.clones = bool(clone_param_grads_on_return)
+        graphed.append(_Graphed(given[owner], call, layers[owner], (on, watching, found), stateful, caching))
+    if _order is not None:
+        return tuple(graphed)
+    for each in graphed:
+        each.take_over()
+    back = [each.shown for each in graphed]
+    return back[0] if one else tuple(back)
 
 
-@contextmanager
-def _unchanged(layers: Sequence[Sequence[TransformerEngineBaseModule]]) -> Iterator[None]:
-    """Whatever runs within leaves the layers' FP8 state as it is, in its memory."""
-    states = {id(state): state for own in layers for layer in own for state in layer.fp8_meta.values()}
-    before = {key: [part.clone() for part in state.parts] for key, state in states.items()}
-    try:
-        yield
-    finally:
-        for key, state in states.items():
-            for part, value in zip(state.parts, before[key], strict=True):
-                part.copy_(value)
+class _Graphed:
+    """What a call of a module or function (``of``) does from now on. ``layers``: within it. ``scope``:
+    enabled, calibrating and recipe at the capture; ``stateful``: whether scales are updated; ``caching``:
+    whether calls say ``is_first_microbatch``."""
 
+    def __init__(
+        self,
+        of: Callable[..., Any],
+        call: GraphedCall,
+        layers: Sequence[TransformerEngineBaseModule],
+        scope: tuple[bool, bool, Recipe],
+        stateful: bool,
+        caching: bool,
+    ) -> None:
+        self.call, self.layers, self.scope, self.caching = call, layers, scope, caching
+        self.module = of if isinstance(of, nn.Module) else None
+        self._own = None if self.module is None else vars(of).get("forward")
+        self._states = [dict(layer.fp8_meta) for layer in layers] if stateful else []
+        self._histories = [[s.amax_history for s in states.values()] for states in self._states]
 
-class _Finish(torch.autograd.Function):
-    """The identity; in backward the states are named for the update at the end of the pass."""
+    def take_over(self) -> None:
+        """Be the module's ``forward``."""
+        if self.module is not None:
+            module: Any = self.module
+            module.forward, module.reset = self, lambda: self.reset()
 
-    @staticmethod
-    def forward(
-        ctx: Any, recipe: Recipe, states: Sequence[ScalingState], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.recipe, ctx.states = recipe, states
-        return tuple(t.view_as(t) for t in tensors)
+    @property
+    def shown(self) -> Any:
+        """The module, or this object for a function."""
+        return self if self.module is None else self.module
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        for state in ctx.states:
-            finish_backward(ctx.recipe.history, state)
-        return (None, None, *grads)
+    def reset(self) -> None:
+        """Let go of the graphs and their memory. A module runs as it did; a function raises BackendError."""
+        self.call.reset()
+        if self.module is not None and vars(self.module).get("forward") is self:
+            del self.module.forward, self.module.reset
+            if self._own is not None:
+                self.module.forward = self._own
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module has no graphs."""
+        copied = memo.get(id(self.module))
+        return self if copied is None else MethodType(type(copied).forward, copied)
 
-def _updating(
-    module: nn.Module, graphed: Forward, layers: list[TransformerEngineBaseModule], recipe: Recipe
-) -> Forward:
-    """``graphed``, and what a layer does about its state when it runs."""
-    captured = module.training
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A replay; the module's own forward where the inspector looks, which a replay shows nothing, or
+        in the other mode than at the capture."""
+        if inspection.inspector is not None:
+            with nullcontext() if current() is not None else autocast(*self.scope):
+                return self.call.function(*args, **kwargs)
+        if self.module is not None and self.module.training != self.call.trains:
+            return self.call.function(*args, **kwargs)
+        first = kwargs.pop("is_first_microbatch", None) if self.caching else False
+        if not isinstance(first, bool):
+            wanted = "True or False: cache_quantized_params asks for it in each call"
+            raise ArgumentError(_OP, "is_first_microbatch", shown(first), wanted)
+        tensors, within = self.call.check(args, kwargs), self._want_scope()
+        out = self.call.replay(tensors, first, self._around)
+        if self._states:
+            states = [states["scaling_fwd"] for states in self._states]
+            if within:
+                for state in states:
+                    state.group = reduction_group()
+                    touch_forward(state, self.scope[2], self.call.trains)
+            else:
+                ScalingState.commit_forward(self.scope[2], states)
+        return out
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = graphed(*args, **kwargs)
-        if module.training != captured:
-            return out
-        states = [layer.fp8_meta["scaling_fwd"] for layer in layers]
+    def _want_scope(self) -> bool:
+        """Whether the call is within an autocast, of the captured recipe. RecipeError for one of another, and
+        BackendError where the states are no longer those of the capture."""
+        on, watching, recipe = self.scope
+        for layer, states, histories in zip(self.layers, self._states, self._histories, strict=False):
+            now = layer.fp8_meta
+            same = all(now.get(name) is state for name, state in states.items())
+            if not same or any(
+                s.amax_history is not h for s, h in zip(states.values(), histories, strict=True)
+            ):
+                got = "another FP8 state than at the capture, in other memory"
+                raise BackendError(_OP, "fp8_meta", got, "a capture after load_state_dict")
         scope = current()
         if scope is None or not (scope.enabled or scope.calibrating):
-            ScalingState.commit_forward(recipe, states)
-        elif scope.recipe != recipe:
-            raise RecipeError("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured")
-        else:
-            for state in states:
-                touch_forward(state, recipe, captured)
-        if not torch.is_grad_enabled():
-            return out
-        flat = (out,) if isinstance(out, Tensor) else tuple(out)
-        ended = _Finish.apply(recipe, [layer.fp8_meta["scaling_bwd"] for layer in layers], *flat)
-        return ended[0] if isinstance(out, Tensor) else type(out)(ended)
+            return False
+        if (on or watching) and scope.recipe != recipe:
+            raise RecipeError(_OP, "recipe", scope.recipe, f"{recipe}, as captured")
+        return True
 
-    return forward
+    @contextmanager
+    def _around(self, first: bool) -> Iterator[None]:
+        """What a backward pass does beside its kernels. ``first``: of the micro-batches of a step."""
+        fused = [layer for layer in self.layers if layer.fuse_wgrad_accumulation]
+        weights: list[Any] = [w for layer in fused for w in layer.weight_inputs().values() if w.requires_grad]
+        if first:  # the captured pass adds
+            for weight in weights:
+                weight.main_grad.zero_()
+        yield
+        for weight in weights:
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+        history: Any = self.scope[2].history
+        for states in self._states:
+            finish_backward(history, states["scaling_bwd"])
+
+
+__all__ = ["make_graphed_callables"]

@@ -154,6 +154,8 @@ no_torch_function: Any = _required(torch._C, "_disabled_torch_function_impl")
 wrapper_subclass: Callable[..., Any] = _required(torch.Tensor, "_make_wrapper_subclass")
 tree_map: Callable[..., Any] = _pytree.tree_map
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_unflatten: Callable[..., Any] = _pytree.tree_unflatten
 
 
 def schema_arguments(operation: Any) -> Any:

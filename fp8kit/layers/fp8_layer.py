@@ -108,6 +108,8 @@ class FP8Layer(Layer):
     casts_weights_anew = False
     # what the user calls it
     name: str | None = None
+    # of calls that do not say is_first_microbatch
+    microbatch: bool | None = None
     # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
     _own: tuple[Recipe, str | None, Recipe | None] | None = None
     # the frontend's module of checkpoints: idle, first, later, recall
@@ -251,6 +253,7 @@ class FP8Layer(Layer):
             raise ArgumentError(
                 type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"
             )
+        first = self.microbatch if first is None else first
         if self.is_compiling():
             in_fp8 = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
             return self.run_compiled(inputs, first, bias, in_fp8, options)
@@ -395,9 +398,15 @@ class FP8Layer(Layer):
         those of the first one."""
         key = self.cache_key(fp8)
         if first or self._weights is None or self._weights.key != key:
-            made: dict[str, Any] = {}
-            for i, prefix in enumerate(self.gemms):
-                own = {name: inputs[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                made |= self.cast_weight(self._weight_spec(fp8, bias, i), own, prefix, binding)
-            self._weights = WeightCache(key, made)
+            self._weights = WeightCache(key, self.cast_weights(fp8, bias, inputs, binding))
         return self._weights.arrays
+
+    def cast_weights(
+        self, fp8: Quantization, bias: str, inputs: Mapping[str, Any], binding: Any
+    ) -> dict[str, Any]:
+        """The weights among ``inputs`` in FP8, unrecorded."""
+        made: dict[str, Any] = {}
+        for i, prefix in enumerate(self.gemms):
+            own = {name: inputs[name] for name in self.weight_inputs() if name.startswith(prefix)}
+            made |= self.cast_weight(self._weight_spec(fp8, bias, i), own, prefix, binding)
+        return made

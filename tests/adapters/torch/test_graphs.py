@@ -130,8 +130,6 @@ def test_a_cpu_has_no_graphs(monkeypatch):
     layer = Linear(K, K, device="cpu")
     with pytest.raises(BackendError, match="no CUDA device"):
         make_graphed_callables(layer, (torch.randn(2, K),), enabled=True)
-    with pytest.raises(NotImplementedError, match="_order"):
-        make_graphed_callables(layer, (torch.randn(2, K),), _order=[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RecipeError, match="fp8_enabled"):
         make_graphed_callables(layer, (torch.randn(2, K),), enabled=True, fp8_enabled=True)
