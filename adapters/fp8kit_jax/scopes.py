@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -41,8 +41,20 @@ class MeshResource:
                 raise RecipeError("MeshResource", field.name, repr(value), "the name of a mesh axis or None")
 
 
+class KeySource(Protocol):
+    """Where the casts of operations take their random keys. ``also``: what an error names as another place
+    for a key."""
+
+    also: str
+
+    def next(self) -> Any:
+        """The next one, None where there is none."""
+
+
 class Keys:
     """The random keys of the casts within one autocast: its key, folded with the number of the cast."""
+
+    also = ""
 
     def __init__(self, key: Any) -> None:
         self.key, self.drawn = key, 0
@@ -54,7 +66,7 @@ class Keys:
 
 
 _RESOURCE: Scoped[MeshResource] = Scoped("fp8kit_jax_resource", MeshResource())
-_KEYS: Scoped[Keys | None] = Scoped("fp8kit_jax_keys", None)
+_KEYS: Scoped[KeySource | None] = Scoped("fp8kit_jax_keys", None)
 _PLAIN_ATTENTION: Scoped[bool] = Scoped("fp8kit_jax_plain_attention", False)
 
 
@@ -64,13 +76,22 @@ def mesh_resource() -> MeshResource:
 
 
 def next_key(operation: str) -> Any:
-    """A key for the random bits of one operation's casts, from the innermost autocast that has some.
-    RecipeError where none has."""
+    """A key for the random bits of one operation's casts, from the innermost autocast that has some, or from
+    the Flax module that calls the operation. RecipeError where none has."""
     keys = _KEYS.get()
-    if keys is None:
-        wanted = "a key: autocast(..., rng=key), since this recipe draws random bits"
+    key = None if keys is None else keys.next()
+    if key is None:
+        also = "" if keys is None else keys.also
+        wanted = f"a key: autocast(..., rng=key){also}, since this recipe draws random bits"
         raise RecipeError(operation, "rng", None, wanted)
-    return keys.next()
+    return key
+
+
+@contextmanager
+def keys_from(source: KeySource) -> Iterator[None]:
+    """Casts within take their keys from ``source``, unless an autocast around has some."""
+    with nullcontext() if _KEYS.get() is not None else _KEYS.within(source):
+        yield
 
 
 def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
@@ -155,11 +176,12 @@ def autocast(
       ``DelayedScaling()``.
     * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
     * ``rng``: a JAX key, for recipes that round stochastically or rotate with random signs; None is as the
-      autocast around this one. Each operation within takes the key folded with its number, in the order in
-      which they are traced. The autocast belongs inside the function that is jitted, and the key among its
-      arguments, another one for every step: a key from outside is a constant of the compiled program. What
-      ``jax.lax.scan`` traces once draws the same bits in each of its steps, unless the key comes in with
-      them.
+      autocast around this one, and where that has none, Flax's linen modules draw from their rng collection
+      "sr_rng" (Transformer Engine's name): ``apply(..., rngs={"sr_rng": key})``. Each operation within takes
+      the key folded with its number, in the order in which they are traced. The autocast belongs inside the
+      function that is jitted, and the key among its arguments, another one for every step: a key from outside
+      is a constant of the compiled program. What ``jax.lax.scan`` traces once draws the same bits in each of
+      its steps, unless the key comes in with them.
 
     Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
     ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.

@@ -24,6 +24,7 @@ from fp8kit_jax.flax.common import (
     NORM_AXES,
     RENAMED,
     check_fields,
+    draws_keys,
     fan_in,
     form,
     partitioned,
@@ -76,6 +77,7 @@ class DotProductAttention(nn.Module):
     score_mod_bprop: Any = None
 
     @nn.compact
+    @draws_keys
     def __call__(
         self,
         query: Any,

@@ -4,8 +4,9 @@ collection ``FP8_COLLECTION_NAME``."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
-from fp8kit_jax.scopes import history_of, mesh_resource, recipe_in_force
+from fp8kit_jax.scopes import history_of, keys_from, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
 
 _ONE = "attention is not split along the sequence"
@@ -138,6 +139,40 @@ def constrains(axes: Any) -> bool:
 def constrained(x: Any, axes: Any) -> Any:
     """x with a sharding constraint by logical axes, where there are some that lie on the mesh."""
     return nn.with_logical_constraint(x, tuple(axes), rules=_rules()) if constrains(axes) else x
+
+
+# --- random bits --------------------------------------------------------------------------------------------
+
+# collection of random keys for casts (Transformer Engine's name)
+RNG_COLLECTION_NAME = "sr_rng"
+
+
+class _ModuleKeys:
+    """The random keys of a module's casts: from its rng collection, of ``init`` from any that there is."""
+
+    also = f", or apply(..., rngs={{{RNG_COLLECTION_NAME!r}: key}})"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def next(self) -> Any:
+        """The next one, None where there is none."""
+        own = self.module
+        if own.has_rng(RNG_COLLECTION_NAME) or own.is_initializing():
+            return own.make_rng(RNG_COLLECTION_NAME)
+        return None
+
+
+def draws_keys(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's ``__call__`` whose casts take their random keys from the collection ``RNG_COLLECTION_NAME``
+    where the autocast in force has no key."""
+
+    @functools.wraps(call)
+    def keyed(self: nn.Module, *args: Any, **options: Any) -> Any:
+        with keys_from(_ModuleKeys(self)):
+            return call(self, *args, **options)
+
+    return keyed
 
 
 # names of a module's products for the inspector, by their state's postfix

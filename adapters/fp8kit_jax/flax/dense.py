@@ -21,6 +21,7 @@ from fp8kit_jax.flax.common import (
     check_fields,
     constrained,
     constrains,
+    draws_keys,
     kernel_parameter,
     norm_parameters,
     quantizer_set,
@@ -155,6 +156,7 @@ class DenseGeneral(nn.Module):
     return_bias: bool = False
 
     @nn.compact
+    @draws_keys
     def __call__(self, inputs: Any, residual: Any = None) -> Any:
         """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with
         ``return_bias`` a pair."""
@@ -212,6 +214,7 @@ class LayerNormDenseGeneral(nn.Module):
     return_residual: bool = False
 
     @nn.compact
+    @draws_keys
     def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """``inputs``: h (..., K)."""
         check_fields(self)
@@ -284,6 +287,7 @@ class LayerNormMLP(nn.Module):
     smooth_swiglu: str | None = None
 
     @nn.compact
+    @draws_keys
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fields(self)

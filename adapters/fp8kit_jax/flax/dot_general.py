@@ -11,7 +11,7 @@ from flax import linen as nn
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax import layers as functions
-from fp8kit_jax.flax.common import quantizer_set, want_array
+from fp8kit_jax.flax.common import draws_keys, quantizer_set, want_array
 
 
 class DotGeneral(nn.Module):
@@ -21,6 +21,7 @@ class DotGeneral(nn.Module):
     recipe: Recipe | None = None
 
     @nn.compact
+    @draws_keys
     def __call__(
         self,
         lhs: Any,
