@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fp8kit import formats
-from fp8kit.arguments import shown
+from fp8kit.arguments import integer, shown
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
@@ -144,6 +146,37 @@ class PerLayer(Recipe):
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "default", self.default.fixed)
 
+    @classmethod
+    def ends(
+        cls,
+        default: Recipe,
+        pattern: str,
+        layers: int,
+        first: int = 0,
+        last: int = 0,
+        other: Recipe | None = None,
+    ) -> PerLayer:
+        """The ``first`` and the ``last`` of so many numbered ``layers`` by an ``other`` recipe, None: in high
+        precision ::
+
+            PerLayer.ends(NVFP4BlockScaling(), "layers.{}.*", 62, first=2, last=8)
+
+        ``pattern``: as of a rule, with {} for the number, from 0 on. RecipeError also where there is no {},
+        and for more ends than layers.
+        """
+        name = cls.__name__
+        if not isinstance(pattern, str) or "{}" not in pattern:
+            raise RecipeError(name, "pattern", shown(pattern), "a pattern with {} for a layer's number")
+        integer(name, "layers", layers, 1, None, RecipeError)
+        for argument, value in (("first", first), ("last", last)):
+            integer(name, argument, value, 0, layers, RecipeError)
+        if first + last > layers:
+            raise RecipeError(
+                name, "first, last", f"{first} and {last} of {layers} layers", "no more than all"
+            )
+        numbers = [*range(first), *range(layers - last, layers)]
+        return cls(default, tuple((pattern.replace("{}", str(n)), other) for n in numbers))
+
     @property
     def quantization(self) -> Quantization:
         """The default's."""
@@ -210,6 +243,21 @@ class QuantizerRole(NamedTuple):
     gemm: str
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """The fields of a ``CustomRecipe``."""
+
+    qfactory: Callable[[QuantizerRole], Quantizer | None]
+    accumulation: Callable[[str], Any] | None
+    history: AmaxHistory | None
+
+
+# what a CustomRecipe's ``key`` stands for, and the other way round
+_ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
+_KEYS: WeakKeyDictionary[_Answers, str] = WeakKeyDictionary()
+_NUMBERS = count()
+
+
 @recipe_class
 class CustomRecipe(Recipe):
     """Operand by operand what a function says.
@@ -220,14 +268,15 @@ class CustomRecipe(Recipe):
     * ``accumulation``: from the name of a GEMM to a ``Gemm.accumulation``; None: "split" for all.
     * ``history``: how the scales of operands with ``scale_source`` "delayed" follow from earlier steps.
 
-    Not within ``torch.compile``, which cannot see into the function: a ``DataRecipe``, or a ``PerLayer`` of
-    these, says the same there. Raises RecipeError, also for an answer that is neither. Transformer Engine's
-    CustomRecipe, whose function gives quantizer objects instead.
+    What ``torch.compile`` traces holds the function's answers. Raises RecipeError, also for an answer that is
+    neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects instead.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]
     accumulation: Callable[[str], Any] | None = None
     history: AmaxHistory | None = None
+    # what stands for it in programs that are compiled: the same for equal recipes
+    key: str = field(init=False, repr=False, compare=False)
 
     by_layer: ClassVar[bool] = True
 
@@ -237,6 +286,27 @@ class CustomRecipe(Recipe):
         for name in ("qfactory", "accumulation"):
             if not (callable(getattr(self, name)) or (name == "accumulation" and self.accumulation is None)):
                 raise self._refuse(name, "a function")
+        self._keep()
+
+    def _keep(self) -> None:
+        """Give it the key of its functions, which are known by it as long as a recipe has them."""
+        own = _Answers(self.qfactory, self.accumulation, self.history)
+        kept = _ANSWERS.get(_KEYS.get(own, ""))
+        if kept is None:
+            kept, key = own, f"custom {next(_NUMBERS)}"
+            _KEYS[own], _ANSWERS[key] = key, own
+        object.__setattr__(self, "answers", kept)
+        object.__setattr__(self, "key", _KEYS[own])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._keep()
+
+    @classmethod
+    def of_key(cls, key: str) -> CustomRecipe:
+        """The recipe of this ``key``, while another one has it."""
+        found = _ANSWERS[key]
+        return cls(found.qfactory, found.accumulation, found.history)
 
     @classmethod
     def custom(cls) -> bool:

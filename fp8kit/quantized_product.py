@@ -11,6 +11,7 @@ from fp8kit.arguments import flag
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
+from fp8kit.backends.protocol.block import BLOCK_ARCH
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.tiles import Rotation, tiling
@@ -98,18 +99,27 @@ def _shapes(a: QuantizedArray, b: QuantizedArray) -> None:
         raise FormatError("matmul", "other", b.device, f"an array on {a.device}")
 
 
+def _no_block_product(device: arrays.Device) -> str:
+    """Why a device does not have the product of blocks of 128, "" where it has."""
+    ask = getattr(arrays.provider(device), "arch", None)
+    have = BLOCK_ARCH if ask is None else ask(device)
+    wanted = f"blocks of 128 need compute capability {BLOCK_ARCH / 10} itself"
+    return "" if have == BLOCK_ARCH else f"{wanted}, not {have / 10}"
+
+
 def explain(a: QuantizedArray, b: QuantizedArray | None) -> str:
     """See ``QuantizedArray.explain``."""
     right = _left(a) if b is None else _right(b)
     if b is not None:
         _shapes(a, b)
     kernel, why = _way(_left(a), right)
+    if kernel == _BLOCKS and (lacks := _no_block_product(a.device)):
+        kernel, why = _DECODED, lacks
     sides = [f"{side.format} by {side.scaling}" for side in (_left(a), right)]
     how = {
-        _FP8: "the FP8 product (kernel fp8_gemm), on the codes",
-        _BLOCKS: "the block-scaled product (kernel block_gemm), on the codes; where the device has none, the "
-        "product of the decoded operands in float32",
-        _DECODED: "the product of the decoded operands in float32 (kernel gemm), emulated",
+        _FP8: "native, the FP8 product (kernel fp8_gemm), on the codes",
+        _BLOCKS: "native, the block-scaled product (kernel block_gemm), on the codes",
+        _DECODED: "emulated, the product of the decoded operands in float32 (kernel gemm)",
     }[kernel]
     said = f"{' @ '.join(sides)} on {a.device}: {how}, because {why}."
     if right.rotation:

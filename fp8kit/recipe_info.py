@@ -99,21 +99,27 @@ def devices() -> list[Device]:
 
 def operand_facts(gemm: Gemm, quantizer: Quantizer) -> dict[str, Any]:
     """How an operand of a GEMM is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale``
-    (source and rule), ``rounding_bits`` (0: to nearest), ``rotation`` (None, or neighbours and signs),
-    ``epsilon``, and, where they are not the defaults, ``ties``, ``factor`` and ``clip_gradient``. An operand
-    that is not cast has none of them."""
+    (source and rule; "delayed" alone, whose rule is the recipe's ``history``), ``rounding_bits`` (0: to
+    nearest), ``rotation`` (None, or neighbours and signs), ``epsilon``, and, where they are not the defaults,
+    ``ties``, ``factor`` and ``clip_gradient``. An operand that is not cast has none of them."""
     if gemm.compute == "high_precision":
         return {}
     rotated = f"hadamard {quantizer.hadamard}, signs {quantizer.signs}" if quantizer.hadamard else None
     return {
         "format": str(quantizer.format),
         "granularity": quantizer.granularity,
-        "scale": f"{quantizer.scale_source}, {quantizer.scale_rule}",
+        "scale": _scale_words(quantizer),
         "rounding_bits": quantizer.stochastic_bits,
         "rotation": rotated,
         "epsilon": quantizer.epsilon,
         **{name: getattr(quantizer, name) for name in quantizer.levers},
     }
+
+
+def _scale_words(quantizer: Quantizer) -> str:
+    """Source and rule of an operand's scale; that of one from earlier steps is the state's."""
+    source = quantizer.scale_source
+    return source if quantizer.needs_state else f"{source}, {quantizer.scale_rule}"
 
 
 def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8kit import formats
 from fp8kit.arguments import choice
 from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
-from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import (
@@ -45,7 +44,9 @@ _MOSS = Quantizer(E4M3, "moss_1x32", scale_rule="rceil")
 _QUARTET_FORWARD = replace(_MX4, scale_rule="gauss", ties="down", hadamard=32, clip_gradient=True)
 _QUARTET_BACKWARD = replace(_MX4, stochastic_bits=32, hadamard=32, signs="random", factor=0.75)
 _EDEN = replace(_NV4, scale_rule="eden", hadamard=128, signs="random", factor=16 / 17 / 0.93)
-_POWER_2 = Quantizer(formats.E4M3_240, scale_rule="power_2")
+_EARLIER = Quantizer(E4M3, scale_source="delayed")
+_EARLIER_GRADIENT = replace(_EARLIER, format=E5M2)
+_NARROW = replace(_EARLIER, format=E4M3_240)
 _STATIC = Quantizer(E4M3, scale_source="static")
 _FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=128, rotation=128, signs="te")
 
@@ -116,22 +117,27 @@ NAMED: dict[str, Named] = {
         "muS, arXiv 2502.05967; u-muP, arXiv 2407.17465: casts that clip, no amax anywhere",
     ),
     "fp8_lm": Named(
-        Float8CurrentScaling(use_power_2_scales=True),
-        "FP8-LM, arXiv 2310.18313; MS-AMP: scales 2^floor(log2(max / amax)), here of the tensor's own amax, "
-        "there of a window's",
+        DataRecipe(
+            Quantization.of(_EARLIER, _EARLIER, _EARLIER_GRADIENT),
+            "fp8_lm",
+            history=AmaxHistory(E4M3.max, E5M2.max, 16, power_2=True),
+        ),
+        "FP8-LM, arXiv 2310.18313; MS-AMP, nn/linear.py: scales 2^floor(log2(max / amax)) of 16 steps' "
+        "largest; MS-AMP takes the weight's own amax, and in the first 16 steps each tensor's",
     ),
     "fishman": Named(
         DataRecipe(
             Quantization(
-                Gemm(_POWER_2, _POWER_2, "fast"),
-                Gemm(replace(_POWER_2, format=E5M2, stochastic_bits=32), replace(_POWER_2, format=E5M2)),
-                Gemm(replace(_POWER_2, format=E5M2, stochastic_bits=32), replace(_POWER_2, format=E5M2)),
+                Gemm(_NARROW, _NARROW, "fast"),
+                Gemm(replace(_EARLIER_GRADIENT, stochastic_bits=32), _EARLIER_GRADIENT),
+                Gemm(replace(_EARLIER_GRADIENT, stochastic_bits=32), _EARLIER_GRADIENT),
             ),
             "fishman",
+            history=AmaxHistory(E4M3_240.max, E5M2.max, 1024, power_2=True),
         ),
         "Fishman et al. 2024, Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517, and its "
         "experimental/fp8_linear.py: E4M3 up to 240 forward, all of E5M2 backward, gradients stochastically; "
-        "scales here of the tensor's own amax, there of earlier steps",
+        "scales in powers of two of 1024 steps' largest amax, here at every step, there once in 1024",
     ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),

@@ -16,7 +16,7 @@ from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
-from fp8kit.layer_recipes import DataRecipe, PerLayer
+from fp8kit.layer_recipes import CustomRecipe, DataRecipe, PerLayer
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checkpoint_state import hand_over, waiting
@@ -139,6 +139,8 @@ def recipe_parts(recipe: Any) -> tuple[Any, ...]:
     """A recipe as its class and its fields, in a way that ``torch.compile`` can trace. NotImplementedError
     for one with callables."""
     kind = type(recipe)
+    if kind is CustomRecipe:
+        return kind, recipe.key
     values = [getattr(recipe, name) for name in kind.__dataclass_fields__]
     for value in values:
         if callable(value):
@@ -156,6 +158,8 @@ def recipe_of(parts: tuple[Any, ...]) -> Any:
     kind, *values = parts
     if kind is DataRecipe:
         return DataRecipe.of_key(*values)
+    if kind is CustomRecipe:
+        return CustomRecipe.of_key(*values)
     if kind is PerLayer:
         default, (_, *rules) = values
         made = [(pattern, None if own is None else recipe_of(own)) for pattern, own in rules]

@@ -294,16 +294,27 @@ def test_explain():
     a = fk.quantize(_x(4, 128))
     assert a.explain() == a.explain(a.T)
     assert a.explain() == (
-        "E4M3 by tensor @ E4M3 by tensor on cpu: the FP8 product (kernel fp8_gemm), on the codes, because "
-        "each operand has one scale, which is taken out of the sum."
+        "E4M3 by tensor @ E4M3 by tensor on cpu: native, the FP8 product (kernel fp8_gemm), on the codes, "
+        "because each operand has one scale, which is taken out of the sum."
     )
     nvfp4 = fk.quantize(_x(4, 128), scaling="nvfp4_1x16", hadamard=16)
+    assert "emulated, the product of the decoded operands" in nvfp4.explain()
     assert "FP8 products take E4M3 and E5M2" in nvfp4.explain()
     assert "which cancels. NVFP4's scales of tensors" in nvfp4.explain()
     with pytest.raises(ShapeError, match=r"\(4, 128\) @ \(4, 128\)"):
         a.explain(a)
     with pytest.raises(FormatError, match="explain: other"):
         a.explain(_x(2, 2))
+
+
+def test_explain_knows_which_devices_have_the_product_of_blocks(monkeypatch):
+    q = fk.quantize(_x(4, 128), scaling="block_1x128")
+    assert "on cpu: native, the block-scaled product (kernel block_gemm)" in q.explain()
+    provider = arrays.provider(arrays.CPU)
+    for arch, how in ((90, "native"), (100, "emulated"), (89, "emulated")):
+        monkeypatch.setattr(provider, "arch", lambda device, own=arch: own, raising=False)
+        assert f"on cpu: {how}, " in q.explain()
+    assert q.explain().endswith("because blocks of 128 need compute capability 9.0 itself, not 8.9.")
 
 
 def test_packing():

@@ -60,6 +60,24 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
     assert said.startswith("Linear has no name, so no rule of PerLayer fits it: name_layers(model)")
 
 
+def test_the_first_and_the_last_layers() -> None:
+    low = recipe.Float8CurrentScaling()
+    how = recipe.PerLayer.ends(MX, "layers.{}.*", 12, first=1, last=2, other=low)
+    found = [n for n in range(12) if how.for_layer("Linear", f"layers.{n}.fc1") == low]
+    assert found == [0, 10, 11]
+    assert how.for_layer("Linear", "head") == how.for_layer("Linear", "layers.1.fc1") == MX
+    assert recipe.PerLayer.ends(MX, "h{}", 2, last=2) == recipe.PerLayer(MX, (("h0", None), ("h1", None)))
+    refused = {
+        "pattern: got 'layers', expected a pattern with {}": ("layers", 4),
+        "layers: got 0": ("l{}", 0),
+        "first: got 5": ("l{}", 4, 5),
+        "first, last: got 2 and 3 of 4 layers": ("l{}", 4, 2, 3),
+    }
+    for said, arguments in refused.items():
+        with pytest.raises(RecipeError, match=said):
+            recipe.PerLayer.ends(MX, *arguments)
+
+
 def test_name_layers() -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.LayerNormMLP(48, 96))
     assert nn.name_layers(model) is model

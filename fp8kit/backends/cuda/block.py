@@ -12,11 +12,12 @@ from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.protocol.block import BLOCK_ARCH
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
-CAPABILITY = (9, 0)  # compute capability, the only one that ``block_gemm`` runs on
+CAPABILITY = divmod(BLOCK_ARCH, 10)  # compute capability, the only one that ``block_gemm`` runs on
 _BLOCK = 128
 _THREADS = 256
 _SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8kit import recipe
+from fp8kit import formats, recipe
+from fp8kit.quantization import AmaxHistory, Quantizer
 from fp8kit.recipes import named
 
 X = torch.from_numpy(np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32))
@@ -58,14 +59,56 @@ def test_each_layer_has_the_bits_of_its_own_recipe():
     assert torch.equal(step(model, how)[0], model[1](first))
 
 
-def test_a_function_is_not_compiled():
-    how = recipe.CustomRecipe(lambda role: None if role.name == "1" else named("mxfp8").quantization.x)
+def _mixed(role):
+    """The layer "1" in high precision, gradients and wgrad's input in E5M2."""
+    if role.name == "1":
+        return None
+    coarse = role.operand == "grad_output" or (role.gemm, role.operand) == ("wgrad", "input")
+    return Quantizer(formats.E5M2 if coarse else formats.E4M3, "mx_1x32", scale_rule="te")
+
+
+def _delayed(role):
+    fmt = formats.E5M2 if role.operand == "grad_output" else formats.E4M3
+    return Quantizer(fmt, scale_source="delayed")
+
+
+def _random(role):
+    return Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", stochastic_bits=8 * (role.gemm != "fprop"))
+
+
+CUSTOM = {
+    "roles": (_mixed,),
+    "sums": (_mixed, lambda gemm: "fast" if gemm == "fprop" else "split"),
+    "delayed": (_delayed, None, AmaxHistory(448.0, 57344.0, 4)),
+    "random bits": (_random,),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_function_is_compiled_too(name):
+    """With the bits of the eager model; another function is another program."""
+    how, model = recipe.CustomRecipe(*CUSTOM[name]), make()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        found = []
+        for each in (compiled, model):
+            torch.manual_seed(number)
+            found.append(step(each, how))
+        assert equal(*found)
+    other = recipe.CustomRecipe(lambda role: Quantizer(formats.E3M2, "mx_1x32", scale_rule="floor"))
+    assert equal(step(compiled, other), step(model, other))
+    assert not equal(step(model, how), step(model, other))
+    again = recipe.CustomRecipe(*CUSTOM[name])
+    assert (again, again.key) == (how, how.key)
+    assert other.key != how.key
+
+
+def test_a_function_says_what_one_layer_computes():
+    how = recipe.CustomRecipe(_mixed)
     model = make()
     with ft.autocast(recipe=recipe.MXFP8BlockScaling()):
         first = model[0](X)
     assert torch.equal(step(model, how)[0], model[1](first))
-    with pytest.raises(Exception, match="a recipe with callables"):
-        step(torch.compile(model, fullgraph=True, backend="aot_eager"), how)
 
 
 def test_first_microbatch_of_a_layer_in_high_precision():
