@@ -60,7 +60,7 @@ def _torch(hidden: int, heads: int, device: torch.device) -> Step:
 
 
 def shapes_part(setting: Setting) -> list[Row]:
-    """A row for each number of lengths, contender and visit: milliseconds a step, by the clock."""
+    """A row for each number of batches, contender and visit: milliseconds a step, by the clock."""
     full = setting.sizes is FULL
     hidden, heads, batch, longest = (1024, 16, 2, 2048) if full else (64, 2, 2, 64)
     kind = setting.device.kind
@@ -73,11 +73,13 @@ def shapes_part(setting: Setting) -> list[Row]:
     draw, rows = random.Random(SEED), []
     for count in LENGTHS if full else (3,):
         lengths = [8 * draw.randint(longest // 160 + 1, longest // 8) for _ in range(count)]
+        different = len(set(lengths))
         for visit in range(1, VISITS + 1):
             for name, step in made.items():
                 x = torch.randn(batch, longest, hidden, device=device, dtype=torch.bfloat16)
-                if visit == 1 and count == LENGTHS[0]:
-                    step(x[:, :longest].requires_grad_())  # compiles the kernels
+                if visit == 1 and count == LENGTHS[0]:  # compile the kernels, for long and for short
+                    for length in (longest, longest // 32):
+                        step(x[:, :length].detach().requires_grad_())
                 _wait(device)
                 begin = time.perf_counter()
                 for length in lengths:
@@ -85,7 +87,7 @@ def shapes_part(setting: Setting) -> list[Row]:
                 _wait(device)
                 rows.append(
                     {
-                        "workload": f"hidden {hidden}, batch {batch}, {count} lengths up to {longest}",
+                        "workload": f"hidden {hidden}, batch {batch}, {count} batches of {different} lengths",
                         "case": f"{name}, visit {visit}",
                         "status": "ok",
                         "value": 1e3 * (time.perf_counter() - begin) / count,

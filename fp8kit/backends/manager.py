@@ -209,8 +209,8 @@ class OpManager:
         self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
     ) -> tuple[list[OpImpl], Refusals]:
         """A workspace function goes with its kernels: of each implementation that a call may reach, its own
-        engine's counts. An override may hand its call on to what it took the place of, so that counts as
-        well."""
+        engine's counts, registered with the same options where there are several. An override may hand its
+        call on to what it took the place of, so that counts as well."""
         reached: list[OpImpl] = []
         for kernel in SERVES[op_name]:
             order = self._regular(kernel, device, policy, arch)[0]
@@ -218,9 +218,10 @@ class OpManager:
             reached += order[:1] if policy.strict else order
         usable, refused = self._overriding(op_name, device, policy, arch)
         impls = self.registry.get_implementations(op_name)
-        own = {impl.engine: impl for impl in impls if device.kind in impl.devices}
-        engines = dict.fromkeys(impl.engine for impl in reached)
-        usable += [own[engine] for engine in engines if engine in own]
+        for impl in reached:
+            own = [one for one in impls if one.engine == impl.engine and device.kind in one.devices]
+            own.sort(key=lambda one: _options(one) != _options(impl))
+            usable += [one for one in own[:1] if one not in usable]
         why = f"its engine takes none of {', '.join(SERVES[op_name])} here"
         return usable, refused + [(impl, why) for impl in impls if impl not in usable]
 
@@ -361,6 +362,11 @@ def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
         for impl in usable
     )
     return engine.recorder if own else None
+
+
+def _options(impl: OpImpl) -> dict[str, Any]:
+    """What an implementation's function is always called with."""
+    return getattr(impl.fn, "keywords", {})
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:

@@ -16,7 +16,7 @@ from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.errors import AutogradError
 from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.refusals import plan_of, signature_of
-from fp8kit.execution.replay import replays
+from fp8kit.execution.replay import Replays, replays
 from fp8kit.execution.watching import Places
 from fp8kit.formats import DType
 from fp8kit.inspection import is_watched
@@ -166,16 +166,21 @@ class BoundOp(Interface):
         fixed = not (self.saved.streamed or parallel)
         self._forward_replays = self._backward_replays = None
         if fixed and not self.scratch.streamed:
-            parts = [*self._forward_parts[0], *self._filled_parts]
-            self._forward_replays = replays(kernels, self._sizes(self.scratch, parts))
+            self._forward_replays = self._replays(self.scratch, self._forward_parts[0], self._filled_parts)
         fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
         if fixed and s.grads:
-            parts = [*self._read_parts, *self._result_parts, *self._grad_parts, *self._grad_amax_parts]
-            self._backward_replays = replays(kernels, self._sizes(self.backward_scratch, parts))
+            others = [self._result_parts, self._grad_parts, self._grad_amax_parts]
+            self._backward_replays = self._replays(self.backward_scratch, self._read_parts, *others)
 
-    def _sizes(self, scratch: Layout, parts: Sequence[Part]) -> list[int]:
-        """Bytes of what a call's key has the addresses of: the arena, the block, and these arrays."""
-        return [scratch.nbytes, self.saved.nbytes, *(nbytes_of(Meta(*part[1:])) for part in parts)]
+    def _replays(self, scratch: Layout, read: Sequence[Part], *others: Sequence[Part]) -> Replays | None:
+        """For calls whose key has the addresses of the arena, the block, and these arrays."""
+        sizes = [nbytes_of(Meta(*part[1:])) for parts in (read, *others) for part in parts]
+        # segments of a parameter have one name but for a number
+        own = [name.rstrip("0123456789") for name, _, _ in read]
+        joined = [
+            i for i, name in enumerate(own, 2) if own.count(name) > 1 and self.operation.is_parameter(name)
+        ]
+        return replays(self.kernels, [scratch.nbytes, self.saved.nbytes, *sizes], joined)
 
     # --- forward --------------------------------------------------------------------------------------------
 

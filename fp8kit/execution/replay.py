@@ -20,29 +20,35 @@ class Replays:
     """The recorded calls of one function, by key (stream, then addresses; 0 or None where there is no array).
 
     A call with known addresses is done again as it was. A call with others is a recorded one, moved: of each
-    ``form`` (stream, alignments) the first call is recorded for that. Addresses that come a second time are
-    recorded as they are.
+    ``form`` (stream, alignments) the first call is recorded for that. Addresses are recorded as they are when
+    they come a second time; where the call can be moved, only once addresses keep coming again: those of a
+    batch of another length do so by chance.
 
     ``recorder``: makes the engine's context manager. It yields a recording, to be called later: it launches
     again what was launched within. ``complete``: whether it holds all that was launched.
     ``moving(addresses, sizes)``: a function of other addresses that does the same there, and returns whether
     it has; None where that cannot be. ``sizes``: bytes of the arrays at the key's addresses; without them no
-    call is moved.
+    call is moved. ``joined``: places of the arrays that are read as one where they lie side by side.
     """
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
+    STEADY = 4  # calls in a row with addresses that have come before: what moves is recorded as it is then
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
     total = 0  # recorded calls in the process
-    __slots__ = ("_found", "_moving", "_recorder", "_seen", "_sizes")
+    __slots__ = ("_found", "_joined", "_moving", "_recorder", "_seen", "_sizes", "_steady")
 
     def __init__(
-        self, recorder: Callable[[], AbstractContextManager[Any]], sizes: Sequence[int] = ()
+        self,
+        recorder: Callable[[], AbstractContextManager[Any]],
+        sizes: Sequence[int] = (),
+        joined: Sequence[int] = (),
     ) -> None:
-        self._recorder, self._sizes = recorder, sizes
+        self._recorder, self._sizes, self._joined = recorder, sizes, joined
         self._found: dict[Key, Callable[[], None]] = {}
         self._moving: dict[Key, Callable[[Sequence[Any]], bool] | None] = {}
         self._seen: set[int] = set()  # hashes of keys that have come once
+        self._steady = 0  # calls since the last whose key was new
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
         """``function(*arguments)``, or what it did when it was called before."""
@@ -51,16 +57,19 @@ class Replays:
             found()
             return
         addresses, mark = key[1:], hash(key)
-        form = self._form(key[0], addresses) if self._sizes else None
         again = mark in self._seen
+        self._steady = self._steady + 1 if again else 0
         if not again:
             self._bound(self._seen)
             self._seen.add(mark)
+        form = self._form(key[0], addresses) if self._sizes else None
         if form is None or form in self._moving:
-            moving = self._moving.get(form) if form else None
+            moving = None if form is None else self._moving[form]
+            waits = self._steady < self.STEADY or Replays.total >= self.PROCESS_LIMIT
+            if moving is not None and waits and moving(addresses):
+                return
             if not again:
-                if moving is None or not moving(addresses):
-                    function(*arguments)
+                function(*arguments)
                 return
         if Replays.total >= self.PROCESS_LIMIT:
             function(*arguments)
@@ -80,15 +89,16 @@ class Replays:
 
     def _form(self, stream: int, addresses: Key) -> Key:
         """What a call must have in common with a recorded one to be it, moved: the stream, the alignment of
-        every array, which are absent or the same, and which array begins where another one ends: operations
-        take such parts of a weight as one."""
+        every array, which are absent or the same, and which parts of a weight begin where another one ends:
+        operations take such parts as one. Of other arrays that says nothing: allocators lay them side by side
+        or not as it comes."""
         places = {address: i for i, address in enumerate(addresses) if address}
-        low, at = ALIGNMENT - 1, places.get
+        low, at, sizes = ALIGNMENT - 1, places.get, self._sizes
         return (
             stream,
             len(places),
             *[address and (address & low) + 1 for address in addresses],
-            *[address and at(address + size) for address, size in zip(addresses, self._sizes, strict=True)],
+            *[at(addresses[i] + sizes[i]) for i in self._joined if addresses[i]],
         )
 
     def _bound(self, kept: Any) -> None:
@@ -109,15 +119,16 @@ class Replays:
         return len(self._found)
 
     def __del__(self) -> None:
-        self.forget()
+        if Replays is not None:  # not when the interpreter ends
+            self.forget()
 
 
-def replays(kernels: Any, sizes: Sequence[int] = ()) -> Replays | None:
-    """For a function that works by these kernels (``dispatch.kernels``), on arrays of ``sizes`` bytes; None
-    where their calls cannot be recorded: on the CPU, with a plugin's or an override's kernels, and with
-    FP8KIT_REPLAYS=0."""
+def replays(kernels: Any, sizes: Sequence[int] = (), joined: Sequence[int] = ()) -> Replays | None:
+    """For a function that works by these kernels (``dispatch.kernels``), on arrays of ``sizes`` bytes, those
+    of ``joined`` perhaps as one; None where their calls cannot be recorded: on the CPU, with a plugin's or an
+    override's kernels, and with FP8KIT_REPLAYS=0."""
     recorder = getattr(kernels, "recorder", None)
-    return None if recorder is None else Replays(recorder, sizes)
+    return None if recorder is None else Replays(recorder, sizes, joined)
 
 
 def direct(kernels: Any) -> Replays | None:

@@ -69,7 +69,7 @@ class _Plan:
 
     def __init__(self, key: MatmulKey = KEY, times: Sequence[float] = MILLISECONDS) -> None:
         self.key, self.times, self.algorithms, self.device, self.tuned = key, times, len(times), 0, False
-        self.index, self.refuses, self.wide = 0, set[int](), False
+        self.index, self.refuses, self.wide, self.calls = 0, set[int](), False, 0
 
     @property
     def chosen(self) -> bytes:
@@ -99,6 +99,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> _Driver:
     )
     monkeypatch.setattr(algorithms, "bindings", lambda: types.SimpleNamespace(get_version=lambda: 130100))
     monkeypatch.setattr(algorithms, "_timed", {})
+    monkeypatch.setattr(algorithms, "_met", {})
     algorithms._where.cache_clear()
     return fake
 
@@ -113,9 +114,18 @@ def product(plan: _Plan, driver: _Driver, to: list[int]) -> Any:
     return run
 
 
+def call(plan: _Plan, driver: _Driver, to: list[int], times: int = 2) -> None:
+    """So many calls of a product; they run beside what ``to`` gets."""
+    for _ in range(times):
+        if not plan.tuned:
+            algorithms.tune(plan, product(plan, driver, to), 7)  # type: ignore[arg-type]
+
+
 def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     plan, to = _Plan(), []
-    algorithms.tune(plan, product(plan, driver, to), 7)
+    call(plan, driver, to, times=1)
+    assert (plan.tuned, to) == (False, [])  # it may never come again
+    call(plan, driver, to, times=1)
     assert plan.tuned
     assert plan.index == 1
     assert set(to) == {4096}  # never the caller's output
@@ -127,7 +137,7 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
         "seconds", [kept["seconds"][str(i)] for i in range(3)], np.array(MILLISECONDS) / 1e3, "float64", 1e-13
     )
     again = _Plan()
-    algorithms.tune(again, product(again, driver, calls := []), 7)
+    call(again, driver, calls := [], times=1)
     assert again.tuned
     assert (again.index, calls) == (1, [])  # another process would not time either
 
@@ -149,7 +159,7 @@ def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: An
     path = tmp_path / "products" / algorithms._name(plan)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    algorithms.tune(plan, product(plan, driver, []), 7)
+    call(plan, driver, [])
     assert plan.tuned
     assert plan.index == 1
     assert json.loads(path.read_text())["algorithm"] == "01"
@@ -157,11 +167,11 @@ def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: An
 
 def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
     plan, driver.capturing = _Plan(), True
-    algorithms.tune(plan, product(plan, driver, to := []), 7)
+    call(plan, driver, to := [], times=3)
     assert not plan.tuned
     assert (plan.index, to) == (0, [])
     driver.capturing = False
-    algorithms.tune(plan, product(plan, driver, to), 7)
+    call(plan, driver, to, times=1)
     assert plan.tuned
     assert plan.index == 1
 
@@ -171,14 +181,14 @@ def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> 
         _Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)),
         _Plan(times=(1.0,)),
     ):
-        algorithms.tune(plan, product(plan, driver, to := []), 7)
+        call(plan, driver, to := [])
         assert (plan.tuned, plan.index, to) == (True, 0, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp_path: Any) -> None:
     (tmp_path / "products").write_text("a file")
     plan = _Plan()
-    algorithms.tune(plan, product(plan, driver, []), 7)
+    call(plan, driver, [])
     assert plan.tuned
     assert plan.index == 1
 
@@ -186,7 +196,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp
 def test_a_first_look_keeps_the_best(driver: _Driver, tmp_path: Any) -> None:
     """Of twelve candidates eight are measured again: not the slowest four."""
     plan = _Plan(times=(9.0, 12.0, 3.0, 11.0, 5.0, 8.0, 2.0, 10.0, 4.0, 1.5, 7.0, 6.0))
-    algorithms.tune(plan, product(plan, driver, []), 7)
+    call(plan, driver, [])
     assert plan.index == 9
     (path,) = (tmp_path / "products").iterdir()
     assert set(json.loads(path.read_text())["seconds"]) == {"2", "4", "5", "6", "8", "9", "10", "11"}
@@ -195,7 +205,7 @@ def test_a_first_look_keeps_the_best(driver: _Driver, tmp_path: Any) -> None:
 def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
     plan = _Plan()
     plan.refuses = {1}
-    algorithms.tune(plan, product(plan, driver, []), 7)
+    call(plan, driver, [])
     assert plan.index == 2
     assert driver.alive == 0
     hopeless = _Plan(
@@ -203,7 +213,7 @@ def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
     )
     hopeless.refuses = {0, 1, 2}
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
-        algorithms.tune(hopeless, product(hopeless, driver, []), 7)
+        call(hopeless, driver, [])
     assert driver.alive == 0
 
 
@@ -225,7 +235,7 @@ def test_relatives_are_candidates_of_large_fp8_products(
             rows, 4096, 4096, "nt", operand, operand, bfloat16, 4096, 4096, 4096, scaling=scaling, timed=True
         )
     )
-    algorithms.tune(plan, product(plan, driver, []), 7)
+    call(plan, driver, [])
     assert plan.wide is wide
 
 
@@ -239,6 +249,21 @@ def test_deterministic_products_take_the_first() -> None:
         refused = dict(left_out)
         why = next(why for impl, why in refused.items() if impl.impl_id == f"cuda.timed_{kernel}")
         assert "deterministic" in why
+
+
+@pytest.mark.parametrize("kernel", ["attention", "packed_attention"])
+def test_a_workspace_is_asked_as_its_kernel_is_called(kernel: str) -> None:
+    """Asked of the other, deterministic one, attention would build graphs of cuDNN's that never run."""
+    manager, said = dispatch.get_default_manager(), []
+    for deterministic in (False, True):
+        policy = SelectionPolicy(deterministic=deterministic)
+        usable, _ = manager.ranked(f"{kernel}_workspace", GPU, policy, lambda: 90)
+        asked = manager._function(f"{kernel}_workspace", usable, [], GPU, policy)
+        said.append(getattr(asked, "keywords", {}))
+        assert manager.ranked(f"{kernel}_fwd", GPU, policy, lambda: 90)[0][0].impl_id == (
+            f"cuda.{kernel}_fwd" if deterministic else f"cuda.timed_{kernel}_fwd"
+        )
+    assert said == [{"timed": True}, {}]
 
 
 @pytest.mark.gpu
@@ -275,9 +300,22 @@ def test_so_many_problems_are_timed_in_a_process(driver: _Driver, monkeypatch: p
     monkeypatch.setattr(algorithms, "_MOST", 3)
     plans = [_Plan(replace(KEY, m=KEY.m + 16 * i)) for i in range(5)]
     for plan in plans:
-        algorithms.tune(plan, product(plan, driver, []), 7)
+        call(plan, driver, [])
     assert [plan.tuned for plan in plans] == [True] * 5
     assert [plan.index for plan in plans] == [plans[0].index] * 3 + [0] * 2
     again = _Plan(plans[2].key)
-    algorithms.tune(again, product(again, driver, []), 7)
+    call(again, driver, [])
     assert again.index == plans[2].index
+
+
+def test_with_many_problems_none_is_timed(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that differ from batch to batch: also where some of them come again."""
+    monkeypatch.setattr(algorithms, "_MANY", 3)
+    plans = [_Plan(replace(KEY, m=KEY.m + 16 * i)) for i in range(5)]
+    for plan in plans:
+        call(plan, driver, to := [], times=1)
+    assert [plan.tuned for plan in plans] == [False] * 3 + [True] * 2
+    for plan in plans:
+        call(plan, driver, to, times=1)
+    assert [(plan.tuned, plan.index) for plan in plans] == [(True, 0)] * 5
+    assert not to

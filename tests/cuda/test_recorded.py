@@ -274,23 +274,25 @@ def test_a_product_again_has_its_own_addresses(library: Library, monkeypatch: py
     assert len(destroyed) == 1
 
 
-def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = cublaslt.Plan(KEY, 0)
-    monkeypatch.setattr(plan, "description", lambda *addresses: library._allow("description"))
-    library.refused = "description"
-    with recorded.recording() as made:
-        plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
-    assert len(library.products) == 1
-    assert not made.complete
-
-
-def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: Library) -> None:
+def test_a_recorded_product_has_the_algorithm_that_is_chosen_later(library: Library) -> None:
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
+    plan.tune = lambda own, run, stream: None
     with recorded.recording() as made:
         plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
-    assert not made.complete
+    assert made.complete
+
+    def tune(own: cublaslt.Plan, run: Any, stream: int) -> None:
+        run(4096)
+        own.choose(2)
+        own.tuned = True
+
+    plan.tune = tune
+    (step,) = made.steps
+    step.again()
+    step.again()
+    algorithms = [product[8] for product in library.products]
+    assert algorithms == [65, 65, 67, 67]
+    assert [product[6] for product in library.products] == [3, 4096, 3, 3]
 
 
 def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call;
-the answer is kept on disk. That takes 15 ms and more, so only the first problems of a process are timed: a
-training whose batches have ever other lengths takes the heuristic's first candidate for the others.
+"""Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, when it comes for
+the second time; the answer is kept on disk. That takes 15 ms and more, so a process times few problems, and
+none any more once it has met many: a training whose batches have ever other lengths takes the heuristic's
+first candidate.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
 up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
@@ -30,39 +31,43 @@ _FINALISTS = 8  # candidates that are measured again after a first look at all o
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
 _MOST = 32  # problems of a device that a process times; a transformer layer has 12
+_MANY = 256  # problems of a device after which none is timed or looked up: those of 20 lengths of a layer
+_met: dict[int, int] = {}  # device -> problems that could be timed
 _timed: dict[int, int] = {}  # device -> problems timed
 _TIMING = launch.Locks()
 
 
 def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
-    """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to
-    the address ``out``.
+    """Before a call of ``plan``, give it its fastest algorithm where that is known or worth to be found.
+    ``run(out)`` launches the product with its operands, writing to the address ``out``.
 
-    The plan is not tuned, and nothing is changed, where nothing can be timed now: while ``stream`` is
-    captured into a graph.
+    Nothing is timed, and the plan stays as it is, at its first call, and while ``stream`` is captured into a
+    graph.
     """
-    key = plan.key
+    key, device = plan.key, plan.device
     size = key.batch * key.m * key.n * key.k
     if plan.algorithms < 2 or size < SMALLEST:
         plan.tuned = True
         return
-    with _TIMING[plan.device]:  # one problem at a time: two timed at once would slow each other
-        if plan.tuned:
-            return
-        kept = _recall(plan)
-        if kept is None or not plan.take(kept):
-            if launch.capturing(stream):
-                return
-            if _timed.get(plan.device, 0) >= _MOST:
-                plan.tuned = True
-                return
-            _timed[plan.device] = _timed.get(plan.device, 0) + 1
-            if size >= WIDE and key.scaling == ("tensor", "tensor"):  # where it was measured what they give
-                plan.widen()
-            times = _times(plan, run, stream)
-            plan.choose(min(times, key=times.__getitem__))
-            _keep(plan, times)
-        plan.tuned = True
+    with _TIMING[device]:  # one problem at a time: two timed at once would slow each other
+        plan.calls += 1
+        first = plan.calls == 1
+        _met[device] = _met.get(device, 0) + first
+        if plan.tuned or _met[device] > _MANY:
+            plan.tuned = True
+        elif first:
+            kept = _recall(plan)
+            plan.tuned = kept is not None and plan.take(kept)
+        elif not launch.capturing(stream):
+            if _timed.get(device, 0) < _MOST:
+                _timed[device] = _timed.get(device, 0) + 1
+                # where it was measured what they give
+                if size >= WIDE and key.scaling == ("tensor", "tensor"):
+                    plan.widen()
+                times = _times(plan, run, stream)
+                plan.choose(min(times, key=times.__getitem__))
+                _keep(plan, times)
+            plan.tuned = True
 
 
 def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:

@@ -9,7 +9,6 @@ cublasLtMatmul.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
@@ -135,12 +134,16 @@ class Plan:
     threads.
 
     ``algorithms`` counts the candidates, the heuristic's best first; ``choose(i)`` takes another than the
-    first.
+    first. ``tuned``: that is for good; until then ``tune(plan, run, stream)`` is called before each ``run``,
+    with a function that launches the product to another address, and may choose.
     """
+
+    tune: Callable[[Plan, Callable[[int], None], int], None]
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
-        self.tuned = not key.timed  # the algorithm is the one that the key asks for
+        self.tuned = not key.timed
+        self.calls = 0  # while it is not tuned
         self.device = device_index
         self._lt = bindings()
         self._handle = _handle(device_index)
@@ -279,6 +282,29 @@ class Plan:
             with launch.current_device(self.device):
                 self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
             return
+        if not self.tuned:
+            rest = a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend
+            self.tune(self, lambda to: self._launch(a, b, to, *rest), stream)
+        self._launch(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
+        recording = launch.here.recording
+        if recording is not None:
+            arrays = a, b, out, a_scale, b_scale, bias, workspace, addend
+            recording.add(self.device, stream, self._step(arrays, workspace_bytes, stream))
+
+    def _launch(
+        self,
+        a: int,
+        b: int,
+        out: int,
+        a_scale: int,
+        b_scale: int,
+        bias: int,
+        workspace: int,
+        workspace_bytes: int,
+        stream: int,
+        addend: int,
+    ) -> None:
+        """``run`` on the current device."""
         first, second, result = self._layouts
         addend = addend or out
         with self._lock:  # the descriptor holds this call's pointers
@@ -310,25 +336,10 @@ class Plan:
                 )
             except self._refusals as error:
                 raise self.error(error) from error
-        recording = launch.here.recording
-        if recording is not None:
-            run = None
-            if self.tuned:  # else another algorithm is to come
-                # the product is done; it will be done anew, not again
-                with contextlib.suppress(BackendError):
-                    run = Bound(
-                        self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, addend)
-                    ).run
-            if run is None:
-                recording.complete = False
-            else:
-                arrays = a, b, out, a_scale, b_scale, bias, workspace, addend
-                recording.add(self.device, stream, self._step(run, stream, arrays, workspace_bytes))
 
-    def _step(
-        self, run: Callable[[int], None], stream: int, addresses: tuple[int, ...], workspace_bytes: int
-    ) -> Step:
-        """The product as a step of a recording: ``run(stream)`` where it was, ``Plan.run`` elsewhere."""
+    def _step(self, addresses: tuple[int, ...], workspace_bytes: int, stream: int) -> Step:
+        """The product as a step of a recording: ``Bound.run`` where it was, ``Plan.run`` elsewhere."""
+        run = Bound(self, addresses, workspace_bytes).run
 
         def work(*moved: int) -> None:
             a, b, out, a_scale, b_scale, bias, workspace, addend, on = moved
@@ -347,43 +358,44 @@ class Plan:
 
 
 class Bound:
-    """A plan's product with all its addresses, in the order of ``Plan.run``; its device is current when it
-    runs.
+    """A plan's product with all its addresses (those of ``Plan.run``, the stream aside); its device is
+    current when it runs.
 
-    It has a descriptor of its own, since the plan's has the addresses of whoever ran last.
+    From its second run on it has a descriptor of its own, since the plan's has the addresses of whoever ran
+    last: most recorded products are done once, on other arrays, and need none.
     """
 
-    __slots__ = ("__weakref__", "_before", "_plan", "_workspace")
+    __slots__ = ("__weakref__", "_addresses", "_before", "_nbytes", "_plan")
 
-    def __init__(self, plan: Plan, arguments: tuple[int, ...]) -> None:
-        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, addend = arguments
+    def __init__(self, plan: Plan, addresses: tuple[int, ...], workspace_bytes: int) -> None:
+        self._plan, self._addresses, self._nbytes = plan, addresses, workspace_bytes
+        self._before: tuple[Any, ...] | None = None
+
+    def _described(self) -> tuple[Any, ...]:
+        """The arguments of ``cublasLtMatmul`` before the algorithm."""
+        plan = self._plan
+        a, b, out, a_scale, b_scale, bias, _, addend = self._addresses
         first, second, result = plan._layouts
-        self._plan, self._workspace = plan, (workspace, workspace_bytes)
         try:
             description = plan.description(a_scale, b_scale, bias)
         except plan._refusals as error:
             raise plan.error(error) from error
         weakref.finalize(self, plan._lt.matmul_desc_destroy, description).atexit = False
-        self._before = (
-            plan._handle,
-            description,
-            plan._alpha,
-            b,
-            first,
-            a,
-            second,
-            plan._beta,
-            addend,
-            result,
-            out,
-            result,
-        )
+        product = (plan._alpha, b, first, a, second, plan._beta)
+        return plan._handle, description, *product, addend or out, result, out, result
 
     def run(self, stream: int) -> None:
         """Launch it on a stream."""
         plan = self._plan
+        if not plan.tuned:  # another algorithm may be to come
+            a, b, out, a_scale, b_scale, bias, workspace, addend = self._addresses
+            plan.run(a, b, out, a_scale, b_scale, bias, workspace, self._nbytes, stream, addend)
+            return
+        before = self._before
+        if before is None:
+            before = self._before = self._described()
         try:
-            plan._matmul(*self._before, plan.algorithm, *self._workspace, stream)
+            plan._matmul(*before, plan.algorithm, self._addresses[6], self._nbytes, stream)
         except plan._refusals as error:
             raise plan.error(error) from error
 

@@ -71,10 +71,7 @@ def gemm(
         _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize),
         timed,
     )
-    rest = 0, 0, bias_ptr, _address(workspace, limit), limit, stream, added
-    if not ready.tuned:
-        algorithms.tune(ready, lambda to: ready.run(a.ptr, b.ptr, to, *rest), stream)
-    ready.run(a.ptr, b.ptr, out.ptr, *rest)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, _address(workspace, limit), limit, stream, added)
     if late_bias:
         _finish(0, 0, bias, out, out, stream)
 
@@ -149,10 +146,7 @@ def fp8_gemm(
         product = workspace.ptr + WORKSPACE
     added = 0 if unfit else _added(addend, out, True, stream)
     scales = a_scale_inv.ptr, b_scale_inv.ptr
-    rest = *scales, bias_ptr, _address(workspace, limit), limit, stream, added
-    if not ready.tuned:
-        algorithms.tune(ready, lambda to: ready.run(a.ptr, b.ptr, to, *rest), stream)
-    ready.run(a.ptr, b.ptr, product, *rest)
+    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, _address(workspace, limit), limit, stream, added)
     if unfit:
         _finish(product, padded_n, bias, out, addend, stream)
     elif late_bias:
@@ -163,7 +157,10 @@ def fp8_gemm(
 def _plan(index: int, *fields: Any) -> Plan:
     """The plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it is held
     here as long as it is among the last used, too."""
-    return plan(MatmulKey(*fields), index)
+    found = plan(MatmulKey(*fields), index)
+    if not found.tuned:
+        found.tune = algorithms.tune
+    return found
 
 
 def gemm_workspace() -> int:
