@@ -17,8 +17,9 @@ from pathlib import Path
 import fp8kit_torch
 from fp8kit_torch import grouped_linear
 from fp8kit_torch.te_compat import gemms
-from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
+from fp8kit_torch.te_compat.public import public_names, why_not
 
+from fp8kit.aliases import is_refused
 from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, REASONS, WITHOUT_EFFECT
 
 PAGE = Path(__file__).with_name("te_compat.md")

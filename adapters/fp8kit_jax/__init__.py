@@ -49,8 +49,10 @@ from fp8kit_jax.moe import (
 )
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
-from fp8kit_jax.scopes import MeshResource, autocast
+from fp8kit_jax.scopes import MeshResource, autocast, global_shard_guard
+from fp8kit_jax.sequences import SequenceDescriptor
 from fp8kit_jax.state import FP8_COLLECTION_NAME, NVTE_FP8_COLLECTION_NAME, Slot, update_collections
+from fp8kit_jax.te_compat.names import as_transformer_engine
 
 __all__ = [
     "FP8_COLLECTION_NAME",
@@ -58,9 +60,11 @@ __all__ = [
     "MeshResource",
     "QuantizerSet",
     "ScaledTensor",
+    "SequenceDescriptor",
     "Slot",
     "activation",
     "apply",
+    "as_transformer_engine",
     "autocast",
     "call",
     "create_set",
@@ -75,6 +79,7 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "gemm",
+    "global_shard_guard",
     "grouped_dense",
     "inspect",
     "l2norm",
@@ -100,17 +105,15 @@ __all__ = [
 
 
 # Transformer Engine's names that stand elsewhere, or for which there is nothing
+_ALIAS = "as_transformer_engine() makes Transformer Engine's modules of that name"
 _INSTEAD = {
     "recipe": "fp8kit.recipe has the recipes",
     "fp8_autocast": "it is autocast",
     "fused_attn": "it is dot_product_attention",
-    "SequenceDescriptor": (
-        "lengths go to cu_seqlens_q and cu_seqlens_kv, in Flax to sequence_descriptor as they are"
-    ),
-    "grouped_dense": "grouped products are not there",
-    "grouped_gemm": "grouped products are not there",
-    "cpp_extensions": "it is an inner part of Transformer Engine",
-    "sharding": "MeshResource says what mesh axes mean",
+    "grouped_gemm": "it is grouped_dense",
+    "cpp_extensions": _ALIAS,
+    "sharding": _ALIAS,
+    "quantizer": _ALIAS,
 }
 
 

@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     **named(
         size,
         """low_rank_adaptation_dim intermediate_dim head_dim mlp_hidden_size num_features num_buckets
-        max_distance""",
+        max_distance max_segments_per_seq""",
     ),
     **named(within(0, 2**31 - 1), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "intermediate_dropout_rate intermediate_dropout drop_path rate"),

@@ -75,6 +75,13 @@ def mesh_resource() -> MeshResource:
     return _RESOURCE.get()
 
 
+def global_shard_guard(resource: MeshResource) -> AbstractContextManager[None]:
+    """``resource`` says what the mesh axes mean within, as ``autocast(mesh_resource=...)`` does."""
+    if not isinstance(resource, MeshResource):
+        raise RecipeError("global_shard_guard", "resource", shown(resource), "a MeshResource")
+    return _RESOURCE.within(resource)
+
+
 def next_key(operation: str) -> Any:
     """A key for the random bits of one operation's casts, from the innermost autocast that has some, or from
     the Flax module that calls the operation. RecipeError where none has."""

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import UNTYPED
@@ -34,8 +34,10 @@ from fp8kit_jax.flax.common import (
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
 from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
 from fp8kit_jax.scopes import plain_attention
+from fp8kit_jax.sequences import SequenceDescriptor
 
-QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
+# and how many arrays they are
+QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
 
@@ -46,9 +48,12 @@ class DotProductAttention(nn.Module):
     ``softmax_offset`` of softmax "learnable".
 
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
-    queries and keys. ``mask``, instead: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type
+    queries and keys, or a ``fp8kit_jax.SequenceDescriptor``. ``mask``, instead (an array of 3 or 4 dimensions
+    in the descriptor's place is one): bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type
     and the window hide what they hide besides. ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s,
-    2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the others None. ``dtype``: what the
+    2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the others None. "thd_thd_thd",
+    "thd_t2hd" and "t3hd" are the same shapes with up to ``max_segments_per_seq`` sequences in each row, as a
+    SequenceDescriptor says; tokens of none are 0. ``dtype``: what the
     inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
     ``common.FIXED`` have one value.
@@ -95,7 +100,12 @@ class DotProductAttention(nn.Module):
         inputs = {"query": query, "key": key, "value": value}.items()
         layers = [want_array(self, name, a) for name, a in inputs if a is not None or name == "query"]
         layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
+        if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
+            sequence_descriptor, mask = None, sequence_descriptor
         options = self._options(layers, sequence_descriptor, bias, mask)
+        sizes = layers[0].shape[:2]
+        if options["qkv_format"] == "thd":
+            layers = [a.reshape(-1, *a.shape[2:]) for a in layers]
         if mask is not None and "causal" in self.attn_mask_type:
             options["mask"] = jnp.asarray(mask) != 0
         rate = 0.0 if deterministic else self.attention_dropout
@@ -108,6 +118,7 @@ class DotProductAttention(nn.Module):
         given = dict(zip(("query", "key", "value"), [*layers, None, None], strict=False))
         name = ".".join(map(str, self.path))
         o = functions.attend(name, functions.DEFAULTS | given | options)
+        o = o.reshape(*sizes, *o.shape[-2:])
         return checkpoint_name(o, self.context_checkpoint_name)
 
     def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
@@ -139,7 +150,19 @@ class DotProductAttention(nn.Module):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         options: dict[str, Any] = {}
-        if sequence_descriptor is not None:
+        packed = self.qkv_layout.startswith("t")
+        if packed:
+            if not isinstance(sequence_descriptor, SequenceDescriptor):
+                wanted = f"a SequenceDescriptor with qkv_layout {self.qkv_layout!r}"
+                raise ArgumentError(op, "sequence_descriptor", shown(sequence_descriptor), wanted)
+            if form(self) != "bshd":
+                raise ArgumentError(op, "transpose_batch_sequence", True, "False with a packed qkv_layout")
+            sizes = layers[0].shape[:2], layers[-1].shape[:2]
+            options = sequence_descriptor.packed(sizes, self.max_segments_per_seq)
+            options |= {"max_seqlen_q": sizes[0][1], "max_seqlen_kv": sizes[1][1]}
+        elif sequence_descriptor is not None:
+            if isinstance(sequence_descriptor, SequenceDescriptor):
+                sequence_descriptor = sequence_descriptor.lengths()
             lone = not isinstance(sequence_descriptor, tuple)
             pair = (sequence_descriptor,) * 2 if lone else sequence_descriptor
             if len(pair) != 2:
@@ -156,7 +179,7 @@ class DotProductAttention(nn.Module):
             "bias": bias,
             "attn_bias_type": self.attn_bias_type,
             "scale_factor": self.scale_factor,
-            "qkv_format": form(self),
+            "qkv_format": "thd" if packed else form(self),
             "window_size": window,
             "bottom_right_diagonal": corner,
             "softmax_type": self.softmax_type,

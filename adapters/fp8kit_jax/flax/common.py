@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -36,7 +37,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "context_parallel_axis": ("", _ONE),
     "context_parallel_causal_load_balanced": (False, _ONE),
     "context_parallel_strategy": ("DEFAULT", _ONE),
-    "max_segments_per_seq": (1, "use dot_product_attention with qkv_format 'thd'"),
     "score_mod": (None, _SCORES),
     "score_mod_bprop": (None, _SCORES),
     "score_mod_tensors": (None, _SCORES),
@@ -207,7 +207,8 @@ def quantizer_set(
         if not module.is_initializing() and not module.is_mutable_collection(found):
             wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
             raise RecipeError(kind, found, "none of this layer", wanted)
-    variables = state_variables(history, postfix).items()
+    with jax.ensure_compile_time_eval():  # a product within a jitted function of JAX's own, such as einsum
+        variables = state_variables(history, postfix).items()
     values = [module.variable(found, name, lambda v=v: v).value for name, v in variables]
     return from_variables(recipe, values, layer, kept_as)
 

@@ -253,14 +253,16 @@ def as_transformer_engine() -> ModuleType:
     if isinstance(getattr(known, "__fp8kit__", None), _Finder):
         return known  # type: ignore[return-value]
     for name in ("transformer_engine", "nvdlfw_inspect"):
-        if name in sys.modules:
+        # fp8kit_jax may stand for transformer_engine.jax already
+        if name in sys.modules and not hasattr(sys.modules[name], "__fp8kit__"):
             wanted = "a call before its first import"
             raise BackendError("as_transformer_engine", name, "imported already", wanted)
     recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
     for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use there
         setattr(recipe, name, getattr(recipes, name))
-    whole, common = (_module(name, []) for name in ("transformer_engine", "transformer_engine.common"))
+    whole = _module("transformer_engine", []) if known is None else known
+    common = _module("transformer_engine.common", [])
     top = sys.modules["fp8kit_torch"]
     within: dict[str, ModuleType] = top.__dict__["_within"]
     for name in sorted(public_names()):

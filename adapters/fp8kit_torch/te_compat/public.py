@@ -1,13 +1,12 @@
-"""The public names of Transformer Engine, and what stands for those that there is nothing for: a class that
-can be imported, subclassed and asked about with ``isinstance``, and that says why when it is called."""
+"""The public names of Transformer Engine, and what stands for those that there is nothing for
+(``fp8kit.aliases``)."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from fp8kit.errors import UnsupportedError
+from fp8kit import aliases
 from fp8kit_torch.te_compat.unsupported import WHY
 
 # the beginning of a module's name -> why there is nothing for a name of it that ``WHY`` does not have; the
@@ -48,16 +47,7 @@ _MODULES = {
 @cache
 def public_names() -> dict[str, tuple[str, ...]]:
     """Module of Transformer Engine 2.20 -> its public names, sorted."""
-    found: dict[str, tuple[str, ...]] = {}
-    module = ""
-    for line in Path(__file__).with_name("public_names.txt").read_text("utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        names = line
-        if not line.startswith(" "):
-            module, _, names = line.partition(":")
-        found[module] = (*found.get(module, ()), *names.split())
-    return found
+    return aliases.public_names(Path(__file__).with_name("public_names.txt").read_text("utf-8"))
 
 
 def why_not(module: str, name: str) -> str:
@@ -68,29 +58,6 @@ def why_not(module: str, name: str) -> str:
     return _MODULES[max(fitting, key=len)]
 
 
-class _Refused(type):
-    """Calls are an UnsupportedError with the reason, attributes an AttributeError with it."""
-
-    why: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(f"{cls.__module__}.{cls.__qualname__} is not supported by fp8kit: {cls.why}")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        of = f"{cls.__module__}.{cls.__qualname__}"
-        raise AttributeError(f"{of} has no {name}: it is not supported by fp8kit: {cls.why}", name=name)
-
-
-@cache
 def refused(module: str, name: str) -> type:
     """What stands for that name: the same class each time."""
-    why = why_not(module, name)
-    text = f"Not supported by fp8kit: {why}. A call raises UnsupportedError."
-    return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why})
-
-
-def is_refused(value: object) -> bool:
-    """Whether it is what ``refused`` makes, or a subclass."""
-    return isinstance(value, _Refused)
+    return aliases.refused(module, name, why_not(module, name))

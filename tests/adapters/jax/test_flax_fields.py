@@ -54,8 +54,8 @@ def test_packed_layouts_of_attention():
     half = modules.DotProductAttention(8, 4, qkv_layout="bshd_bs2hd").apply({}, qkv[:, :, 0], qkv[:, :, 1:])
     assert_same_bits("bs3hd", np.asarray(packed), np.asarray(want))
     assert_same_bits("bshd_bs2hd", np.asarray(half), np.asarray(want))
-    with pytest.raises(Fp8kitError, match=r"DotProductAttention: qkv_layout: got 't3hd'"):
-        modules.DotProductAttention(8, 4, qkv_layout="t3hd").apply({}, qkv)
+    with pytest.raises(Fp8kitError, match=r"DotProductAttention: qkv_layout: got 'sb3hd'"):
+        modules.DotProductAttention(8, 4, qkv_layout="sb3hd").apply({}, qkv)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -190,7 +190,8 @@ PARTS = {
         import importlib
         import fp8kit_torch as ft
         ft.as_transformer_engine()
-        from fp8kit_torch.te_compat.public import is_refused, public_names, why_not
+        from fp8kit.aliases import is_refused
+        from fp8kit_torch.te_compat.public import public_names, why_not
         there = 0
         for module, names in public_names().items():
             found = importlib.import_module(module)

@@ -1,0 +1,172 @@
+"""Where sequences lie in rows of tokens: ``SequenceDescriptor``, and the order of tokens in which a causal
+mask costs ranks the same (``reorder_causal_load_balancing``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8kit.arguments import integer, shown
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit_jax.arguments import as_array
+
+Pair = tuple[Any, Any]
+_OP = "SequenceDescriptor"
+
+
+def _pair(name: str, value: Any) -> Pair:
+    """Integers for queries and keys."""
+    pair = tuple(value) if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
+    found = tuple(as_array(_OP, name, one) for one in pair)
+    if not all(jnp.issubdtype(one.dtype, jnp.integer) and one.ndim in (1, 2) for one in found):
+        got = ", ".join(f"{one.dtype} {one.shape}" for one in found)
+        raise ShapeError(_OP, name, got, "integers (batch,) or (batch, ...), or a pair of them")
+    return found[0], found[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SequenceDescriptor:
+    """Lengths of sequences in rows of tokens (b, s), pairs for queries and keys: ``seqlens`` int32 (b,),
+    a sequence at each row's start, or (b, n) with ``seq_offsets`` int32 (b, n) or (b, n + 1), where in the
+    row they start; or ``segment_ids`` int32 (b, s), tokens of the sequences 1, 2, ... one after the other, 0
+    for tokens of none. Source: Transformer Engine's ``SequenceDescriptor`` in JAX."""
+
+    seqlens: Pair | None = None
+    seq_offsets: Pair | None = None
+    segment_ids: Pair | None = None
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Any) -> SequenceDescriptor:
+        """One sequence a row, (b,), or a pair of such for queries and keys."""
+        return cls(seqlens=_pair("seqlens", seqlens))
+
+    @classmethod
+    def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> SequenceDescriptor:
+        """Several sequences a row, (b, n), and where in the row they start."""
+        return cls(seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets))
+
+    @classmethod
+    def from_segment_ids_and_pos(
+        cls,
+        segment_ids: Any,
+        segment_pos: Any = None,
+        *,
+        is_thd: bool | None = None,
+        is_segment_ids_reordered: bool = False,
+    ) -> SequenceDescriptor:
+        """By the number of each token's sequence, (b, s). ``segment_pos``: positions within sequences, which
+        count from 0 here: not read. ``is_thd``: the layout says it. UnsupportedError for ids that were
+        reordered: reorder queries, keys and values alone."""
+        if is_segment_ids_reordered:
+            raise UnsupportedError(
+                _OP, "is_segment_ids_reordered", True, "False: ids in the tokens' own order"
+            )
+        return cls(segment_ids=_pair("segment_ids", segment_ids))
+
+    def lengths(self) -> Pair:
+        """The tokens of each row's one sequence, (b,), for queries and keys. ArgumentError for several."""
+        if self.segment_ids is not None:
+            return _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
+        if self.seqlens is None or any(n.ndim != 1 for n in self.seqlens):
+            got = None if self.seqlens is None else f"shape {self.seqlens[0].shape}"
+            raise ArgumentError(_OP, "seqlens", got, "(batch,), or a packed qkv_layout, 'thd_thd_thd' say")
+        return self.seqlens
+
+    def packed(self, sizes: Pair, most: int) -> dict[str, Any]:
+        """``cu_seqlens_q``, ``cu_seqlens_kv`` and their ``_padded`` twins, int32 (b * most + 1,), of rows of
+        tokens laid end to end. ``sizes``: (b, s) of queries and of keys; ``most``: sequences of a row."""
+        found = {}
+        for side, own, (rows, length) in zip(("q", "kv"), (0, 1), sizes, strict=True):
+            lengths, starts = self._sequences(own, rows, length, most)
+            own_starts = (jnp.arange(rows, dtype=jnp.int32)[:, None] * length + starts).reshape(-1)
+            lengths, zero = lengths.reshape(-1), jnp.zeros(1, jnp.int32)
+            ends = jax.lax.cummax(jnp.where(lengths > 0, own_starts + lengths, 0))
+            # a sequence of no tokens begins where the one before ends
+            begins = jnp.where(lengths > 0, own_starts, jnp.concatenate([zero, ends[:-1]]))
+            total = jnp.full((1,), rows * length, jnp.int32)
+            sums = jnp.cumsum(lengths, dtype=jnp.int32)
+            found[f"cu_seqlens_{side}"] = jnp.concatenate([zero, sums])
+            found[f"cu_seqlens_{side}_padded"] = jnp.concatenate([begins, total])
+        return found
+
+    def _sequences(self, own: int, rows: int, length: int, most: int) -> Pair:
+        """Lengths and first tokens within the row of a row's sequences, (b, most) each."""
+        if self.segment_ids is not None:
+            ids = self.segment_ids[own]
+            if ids.shape != (rows, length):
+                raise ShapeError(_OP, "segment_ids", f"shape {ids.shape}", f"shape {(rows, length)}")
+            numbers = jnp.arange(1, most + 1, dtype=ids.dtype)
+            same = ids[:, None, :] == numbers[None, :, None]
+            return jnp.sum(same, -1, dtype=jnp.int32), jnp.argmax(same, -1).astype(jnp.int32)
+        lengths = None if self.seqlens is None else self.seqlens[own]
+        if lengths is None or lengths.ndim != 2 or self.seq_offsets is None:
+            raise ArgumentError(
+                _OP, "seqlens", "one a row", "several with offsets, or segment_ids, for 'thd'"
+            )
+        if lengths.shape[0] != rows or lengths.shape[1] > most:
+            wanted = f"shape ({rows}, at most {most}), by max_segments_per_seq"
+            raise ShapeError(_OP, "seqlens", f"shape {lengths.shape}", wanted)
+        count = lengths.shape[1]
+        starts = self.seq_offsets[own][:, :count]
+        lengths = jnp.maximum(lengths, 0)  # -1: there is none
+        fill = [(0, 0), (0, most - count)]
+        lengths, starts = (jnp.pad(a.astype(jnp.int32), fill) for a in (lengths, starts))
+        return lengths, starts
+
+
+def _each(function: Any, pair: Pair) -> Pair:
+    return function(pair[0]), function(pair[1])
+
+
+# --- the order of tokens ------------------------------------------------------------------------------------
+
+
+class ReorderStrategy(Enum):
+    """DualChunkSwap: of 2 n chunks rank r of n has chunks r and 2 n - 1 - r. Striped: rank r has every n-th
+    token, or stripe of tokens, from the r-th on."""
+
+    DualChunkSwap = 0
+    Striped = 1
+
+
+def _order(strategy: ReorderStrategy, length: int, cp_size: int, stripe: int | None) -> np.ndarray:
+    op = "reorder_causal_load_balancing"
+    if not isinstance(strategy, ReorderStrategy):
+        raise ArgumentError(op, "strategy", shown(strategy), "a ReorderStrategy")
+    ranks = integer(op, "cp_size", cp_size, 1, 2**20)
+    if strategy is ReorderStrategy.DualChunkSwap:
+        unit, chunks = 2 * ranks, np.arange(2 * ranks)
+        taken = np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
+    else:
+        unit = ranks * (1 if stripe is None else integer(op, "stripe_size", stripe, 1, 2**31 - 1))
+    if length % unit:
+        raise ShapeError(op, "tensor", f"{length} tokens", f"a multiple of {unit}")
+    tokens = np.arange(length)
+    if strategy is ReorderStrategy.DualChunkSwap:
+        return tokens.reshape(unit, -1)[taken].reshape(-1)
+    return tokens.reshape(-1, ranks, unit // ranks).swapaxes(0, 1).reshape(-1)
+
+
+def reorder_causal_load_balancing(
+    tensor: Any, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> Any:
+    """The tokens along ``seq_dim`` in the order of ``strategy``, of which ``cp_size`` ranks get equal
+    parts. Source: Transformer Engine's function of that name."""
+    tensor = as_array("reorder_causal_load_balancing", "tensor", tensor)
+    order = _order(strategy, tensor.shape[seq_dim], cp_size, stripe_size)
+    return jnp.take(tensor, order, axis=seq_dim)
+
+
+def inverse_reorder_causal_load_balancing(
+    tensor: Any, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> Any:
+    """What ``reorder_causal_load_balancing`` was given."""
+    tensor = as_array("inverse_reorder_causal_load_balancing", "tensor", tensor)
+    order = _order(strategy, tensor.shape[seq_dim], cp_size, stripe_size)
+    return jnp.take(tensor, np.argsort(order), axis=seq_dim)

@@ -1,0 +1,111 @@
+"""What frontends need to stand for another package: modules made of names, names that say why there is
+nothing for them, and what ``importlib.metadata`` finds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fp8kit.errors import UnsupportedError
+
+
+class Distribution(importlib.metadata.Distribution):
+    """What ``importlib.metadata`` says of a package that another one stands for."""
+
+    def __init__(self, name: str, version: str, who: str) -> None:
+        self._name, self._version, self._who = name, version, who
+
+    def read_text(self, filename: str) -> str | None:
+        """The METADATA, and nothing else."""
+        if filename != "METADATA":
+            return None
+        about = f"Name: {self._name}\nVersion: {self._version}\nSummary: {self._who} under another name\n"
+        return f"Metadata-Version: 2.1\n{about}"
+
+    def locate_file(self, path: Any) -> Any:
+        """There are no files."""
+        raise FileNotFoundError(f"{self._name}: {path}: this is {self._who} under another name")
+
+
+def module(name: str, parts: Iterable[ModuleType] = ()) -> ModuleType:
+    """A module of that name, a package, with the public names of ``parts``."""
+    made = ModuleType(name, f"fp8kit under the name {name}.")
+    made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), []
+    for part in parts:
+        made.__dict__.setdefault("__file__", part.__file__)
+        for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
+            setattr(made, key, getattr(part, key))
+    return made
+
+
+def public_names(text: str) -> dict[str, tuple[str, ...]]:
+    """Module -> its public names, of a text with a line ``module: name name`` for each, which further lines
+    that begin with a blank continue; ``#`` begins a comment."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        names = line
+        if not line.startswith(" "):
+            name, _, names = line.partition(":")
+        found[name] = (*found.get(name, ()), *names.split())
+    return found
+
+
+class _Refused(type):
+    """Calls are an UnsupportedError with the reason, attributes an AttributeError with it."""
+
+    why: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{cls.__module__}.{cls.__qualname__} is not supported by fp8kit: {cls.why}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        of = f"{cls.__module__}.{cls.__qualname__}"
+        raise AttributeError(f"{of} has no {name}: it is not supported by fp8kit: {cls.why}", name=name)
+
+
+@cache
+def refused(module: str, name: str, why: str) -> type:
+    """What stands for a name that there is nothing for: a class that can be imported, subclassed and asked
+    about with ``isinstance``, and that says ``why`` when it is called. The same class each time."""
+    text = f"Not supported by fp8kit: {why}. A call raises UnsupportedError."
+    return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why})
+
+
+def is_refused(value: object) -> bool:
+    """Whether it is what ``refused`` makes, or a subclass."""
+    return isinstance(value, _Refused)
+
+
+def run_program(command: str, arguments: Sequence[str], prepare: Callable[[], Any]) -> int:
+    """Run ``arguments``, ``script.py args...`` or ``-m module args...``, as Python itself would, after
+    ``prepare``. Returns 2, with a word on the usage of ``command``, where no program is named, or a file that
+    is not there."""
+    is_module = list(arguments[:1]) == ["-m"]
+    program = list(arguments[1:] if is_module else arguments)
+    usage = f"usage: python -m {command} [-m module | script.py] args..."
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    if not program or not (is_module or Path(program[0]).exists()):
+        print(f"{program[0]}: no such file\n{usage}" if program else usage, file=sys.stderr)
+        return 2
+    prepare()
+    sys.argv = program
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        runpy.run_path(program[0], run_name="__main__")
+    return 0

@@ -1,0 +1,311 @@
+"""The functions, quantisers and attention of Transformer Engine's JAX package beside this frontend's own."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fp8kit_jax import flax as modules
+from fp8kit_jax.te_compat import attention, collectives, functions, policies, quantize, sharding
+from fp8kit_jax.te_compat import modules as te_modules
+
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
+from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.sharding import BITS, mesh, near
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits("values", np.asarray(a), np.asarray(b))
+
+
+X, W, B = draw(0, 4, 8, 32), draw(1, 32, 48), draw(2, 48)
+G, S = draw(3, 32), draw(4, 32)
+K1, K2, B1, B2 = draw(5, 32, 2, 16), draw(6, 16, 32), draw(7, 2, 16), draw(8, 32)
+DIMS = ((2,), (0,))
+
+
+def test_without_a_set_products_are_in_high_precision():
+    with fj.autocast(True, Float8CurrentScaling()):
+        got = functions.dense(X, W, B, DIMS), functions.layernorm_dense(X, W, G, S, B)
+        got = (
+            *got,
+            functions.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED),
+        )
+    mlp = fj.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED)
+    same(got, (fj.dense(X, W, B, DIMS), fj.layernorm_dense(X, W, G, S, B), mlp))
+
+
+GATED = ("silu", "linear")
+SETS = {
+    "recipe": lambda n: quantize.QuantizerFactory.create_set(n, fp8_recipe=Float8CurrentScaling()),
+    "mode": lambda n: quantize.QuantizerFactory.create_set(
+        n, quantize.ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, jnp.float8_e5m2, is_2x2x=True
+    ),
+}
+
+
+@pytest.mark.parametrize("made", SETS)
+def test_with_sets(made):
+    one, two = SETS[made](1), SETS[made](2)
+    got = (
+        functions.dense(X, W, B, DIMS, quantizer_set=one),
+        functions.layernorm_dense(X, W, G, S, B, "layer_norm", quantizer_set=one),
+        functions.layernorm_mlp(
+            X, G, None, (K1, K2), (B1, B2), "RMSNorm", activation_type=GATED, quantizer_sets=two
+        ),
+    )
+    with fj.autocast(True, Float8CurrentScaling()):
+        mlp = fj.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED)
+        want = fj.dense(X, W, B, DIMS), fj.layernorm_dense(X, W, G, S, B), mlp
+    same(got, want)
+
+
+def test_logical_axes_constrain():
+    """Between the parts of an MLP, too: then they are operations of their own, with the same values."""
+    rows = (sharding.BATCH_AXES, None, None)
+    with (
+        jax.set_mesh(mesh()),
+        fj.global_shard_guard(fj.MeshResource(dp_resource="data", tp_resource="tensor")),
+    ):
+        assert sharding.get_sharding_map_logic_axis_to_mesh_axis()[sharding.W_TP_AXES] == "tensor"
+        assert sharding.get_active_resource_axis("tp_resource") == "tensor"
+        assert (sharding.get_mesh_axis_size("data"), sharding.get_num_devices_in_mesh()) == (4, 8)
+        step = jax.jit(
+            lambda x, w: functions.dense(
+                x, w, None, DIMS, input_axes=rows, output_axes=(*rows[:2], "nvte_w_tp")
+            )
+        )
+        y = step(X, W)
+        assert y.sharding.spec == jax.sharding.PartitionSpec("data", None, "tensor")
+        options = {"dot_1_input_axes": rows, "dot_2_input_axes": (*rows[:2], sharding.HIDDEN_TP_AXES)}
+        mlp = jax.jit(
+            lambda x: functions.layernorm_mlp(
+                x, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED, **options
+            )
+        )(X)
+    near(y, fj.dense(X, W, None, DIMS), BITS)
+    want = fj.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED)
+    near(mlp, want, BITS)
+
+
+def test_small_functions():
+    same(functions.layernorm(X, G, S, "layernorm"), fj.layernorm(X, G, S))
+    same(functions.activation(draw(9, 4, 2, 8), GATED), fj.activation(draw(9, 4, 2, 8), GATED))
+    kinds = functions.SoftmaxFusionType
+    scores, mask = draw(10, 2, 4, 6, 6), draw(11, 2, 1, 6, 6) > 0.5
+    causal = ~jnp.tri(6, dtype=bool)
+    same(functions.softmax(scores, mask, 0.5), fj.softmax(scores, None, 0.5))
+    same(functions.softmax(scores, mask, 0.5, kinds.SCALED_MASKED), fj.softmax(scores, mask, 0.5))
+    got = functions.softmax(scores, None, 2.0, kinds.SCALED_UPPER_TRIANG_MASKED)
+    same(got, fj.softmax(scores, causal, 2.0))
+    with pytest.raises(UnsupportedError, match="layernorm: quantizer: got object, expected None"):
+        functions.layernorm(X, G, S, "layernorm", quantizer=object())
+
+
+def test_the_softmax_module():
+    """With a sink in the sum, of 1 or learned; beside NumPy in float64."""
+    scores, mask, offset = draw(10, 2, 4, 6, 6), draw(11, 2, 1, 6, 6) > 0.5, draw(12, 4)
+    kind = attention.AttnSoftmaxType
+    for softmax_type, own in ((kind.OFF_BY_ONE_SOFTMAX, None), (kind.LEARNABLE_SOFTMAX, offset)):
+        module = te_modules.Softmax(0.5, functions.SoftmaxFusionType.SCALED_MASKED, softmax_type)
+        got = module.apply({}, scores, mask, softmax_offset=own)
+        e = np.where(mask, 0.0, np.exp(np.float64(scores) * 0.5))
+        sink = np.exp(np.float64(0.0 if own is None else own)).reshape(1, -1, 1, 1)
+        want = e / (e.sum(-1, keepdims=True) + sink)
+        assert_close("softmax", np.asarray(got), want, "float32", 32 * 2.0**-24)  # below 1
+    plain = te_modules.Softmax(0.5).apply({}, scores, bias=jnp.ones_like(scores))
+    same(plain, fj.softmax(scores + 1, None, 0.5))
+
+
+def test_sets_of_a_state():
+    recipe = DelayedScaling(amax_history_len=3, fp8_format=Format.E4M3)
+    metas = {
+        name: quantize.QuantizeMeta(jnp.full(1, i + 2.0), jnp.zeros(3))
+        for i, name in enumerate(("x", "kernel", "grad"))
+    }
+    made = quantize.QuantizerFactory.create_set(
+        fp8_recipe=recipe, quantize_meta_set=quantize.QuantizeMetaSet(**metas), checkpoint_name="codes"
+    )
+    assert [float(slot.scale[0]) for slot in (made.x, made.kernel, made.grad)] == [2, 3, 4]
+    assert (made.recipe, made.kept_as) == (recipe, "codes")
+    with fj.autocast(True, recipe):
+        assert quantize.QuantizerFactory.create_set().recipe == recipe
+        config = quantize.get_quantize_config()
+        assert (config.is_fp8_enabled(), config.AMAX_HISTORY_LEN) == (True, 3)
+        assert quantize.get_delayed_scaling() == recipe == quantize.get_global_quantize_recipe()
+    assert quantize.QuantizerFactory.create_set() == fj.noop_quantizer_set
+    assert not quantize.get_quantize_config().is_fp8_enabled()
+    for mode in quantize.get_supported_scaling_modes():
+        assert quantize.is_scaling_mode_supported(mode) == (True, "")
+        assert quantize.QuantizerFactory.create_set(scaling_mode=mode).recipe is not None
+    with pytest.raises(UnsupportedError, match="q_layout"):
+        quantize.QuantizerFactory.create_set(q_layout=1)
+    mode = quantize.ScalingMode.CURRENT_TENSOR_SCALING
+    with pytest.raises(RecipeError, match="fwd_dtype, bwd_dtype"):
+        quantize.QuantizerFactory.create_set(1, mode, jnp.float8_e5m2, jnp.float8_e4m3fn)
+
+
+def test_functions_as_modules():
+    """An einsum whose product is in FP8, each call with a state of its own; products of experts."""
+
+    def einsum(generate_quantizer_set, s, x, kernel):
+        def dot_general(x, kernel, dims, *args, **kwargs):
+            return functions.dense(x, kernel, None, dims[0], quantizer_set=generate_quantizer_set("_own"))
+
+        return jnp.einsum(s, x, kernel, _dot_general=dot_general)
+
+    recipe = DelayedScaling(amax_history_len=4)
+    kind = te_modules.wrap_function_in_te_state_module(einsum, recipe, "einsum")
+    assert kind.__name__ == "TEWrapper_einsum"
+    module = kind()
+    variables = module.init(jax.random.key(0), "bsk,kn->bsn", X, W)
+    assert "x_own_scale" in variables[fj.FP8_COLLECTION_NAME]
+    state = fj.create_set(recipe)
+    y = module.apply(variables, "bsk,kn->bsn", X, W)
+    same(y, fj.dense(X, W, None, DIMS, state))
+    grouped = te_modules.make_grouped_dense_cls(Float8CurrentScaling(), "codes")
+    rows, kernels, sizes = draw(1, 1, 16, 32), draw(2, 2, 32, 48), jnp.array([4, 12])
+    got = grouped.apply({}, rows, kernels, sizes)
+    with fj.autocast(True, Float8CurrentScaling()):
+        same(got, fj.grouped_dense(rows[0], kernels, sizes)[None])
+
+
+def test_policies_know_products():
+    def step(x):
+        return jnp.sin(fj.rmsnorm(fj.dense(jnp.sin(x), W), jnp.ones(48))).sum()
+
+    asked = []
+
+    def policy(prim, *args, **params):
+        asked.append((prim.name, policies.te_gemms_saveable(prim, *args, **params)))
+        return asked[-1][1]
+
+    jax.make_jaxpr(jax.grad(jax.checkpoint(step, policy=policy)))(X)
+    calls = [saved for name, saved in asked if name == "fp8kit_call"]
+    assert set(calls) == {True, False}
+    assert not any(saved for name, saved in asked if name != "fp8kit_call")
+
+
+def test_collectives():
+    gather = collectives.CollectiveOpSet.create(collectives.CollectiveOp.ALL_GATHER)
+    assert gather.forward.is_all_gather
+    assert gather.backward.is_reduce_scatter
+    same(functions.dense(X, W, None, DIMS, collective_op_set=gather), fj.dense(X, W, None, DIMS))
+    collectives.collective_gemm_bootstrap(8, 1, 7, 4, num_max_streams=3)
+    with pytest.raises(ArgumentError, match="tensor_parallel_size: got 3, expected a divisor of 8"):
+        collectives.collective_gemm_bootstrap(8, 1, 0, 3)
+    with pytest.raises(ArgumentError, match="collective_op_set"):
+        functions.dense(X, W, collective_op_set=None)
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+IDS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]])
+Q, K, V = draw(0, 2, 10, 4, 8), draw(1, 2, 10, 2, 8), draw(2, 2, 10, 2, 8)
+OFFSETS = jnp.array([[0, 3, 7, -1], [0, -1, -1, -1]])
+PACKED = {
+    "ids": fj.SequenceDescriptor.from_segment_ids_and_pos(IDS, None, is_thd=True),
+    "lengths": fj.SequenceDescriptor.from_seqlens_and_offsets(jnp.array([[3, 4, 2], [6, -1, -1]]), OFFSETS),
+}
+
+
+def segments(q, k, v, causal, ids=IDS):
+    """The same by a mask array."""
+    hidden = (ids[:, None, :, None] != ids[:, None, None, :]) | (ids == 0)[:, None, None, :]
+    hidden |= ~jnp.tri(10, dtype=bool) & causal
+    o = fj.dot_product_attention(q, k, v, attn_mask_type="arbitrary", mask=hidden)
+    return jnp.where((ids != 0)[:, :, None, None], o, 0.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", PACKED)
+def test_rows_of_several_sequences(given, causal):
+    """Their tokens see their own sequence alone; values and gradients of a mask array's."""
+    kind = attention.AttnMaskType.PADDING_CAUSAL_MASK if causal else attention.AttnMaskType.PADDING_MASK
+    module = modules.DotProductAttention(
+        8, 4, 2, attn_mask_type=kind.value, qkv_layout="thd_thd_thd", max_segments_per_seq=5
+    )
+
+    def by(function):
+        return jax.jit(lambda *a: jax.vjp(function, *a)[0]), jax.jit(
+            lambda *a: jax.vjp(function, *a)[1](draw(5, 2, 10, 4, 8))
+        )
+
+    got = [run(Q, K, V) for run in by(lambda q, k, v: module.apply({}, q, k, v, PACKED[given]))]
+    want = [run(Q, K, V) for run in by(lambda q, k, v: segments(q, k, v, causal))]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # sums of at most ten products of magnitude below 8, in another order
+        assert_close("packed", np.asarray(a), np.asarray(b, np.float64), "float32", 64 * 2.0**-22)
+    plain = attention.fused_attn(
+        (Q, K, V),
+        None,
+        PACKED[given],
+        None,
+        attention.AttnBiasType.NO_BIAS,
+        kind,
+        attention.QKVLayout.THD_THD_THD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+        8**-0.5,
+        0.0,
+        True,
+        max_segments_per_seq=5,
+    )
+    same(plain, got[0])
+
+
+def test_one_sequence_a_row():
+    lengths = jnp.array([9, 6])
+    module = modules.DotProductAttention(8, 4, 2, attn_mask_type="padding_causal")
+    want = module.apply({}, Q, K, V, lengths)
+    for made in (
+        fj.SequenceDescriptor.from_seqlens((lengths, lengths)),
+        fj.SequenceDescriptor.from_segment_ids_and_pos((IDS != 0).astype(jnp.int32)),
+    ):
+        same(module.apply({}, Q, K, V, made), want)
+    hidden = jnp.broadcast_to((IDS == 0)[:, None, None, :], (2, 1, 10, 10))
+    same(module.apply({}, Q, K, V, hidden), module.apply({}, Q, K, V, mask=hidden))
+    qkv = draw(3, 2, 10, 3, 4, 8)
+    layers = [qkv[:, :, i] for i in range(3)]
+    own = {"attn_mask_type": "padding", "max_segments_per_seq": 3}
+    packed = modules.DotProductAttention(8, 4, qkv_layout="t3hd", **own).apply(
+        {}, qkv, None, None, PACKED["ids"]
+    )
+    apart = modules.DotProductAttention(8, 4, qkv_layout="thd_thd_thd", **own)
+    same(packed, apart.apply({}, *layers, PACKED["ids"]))
+
+
+def test_what_does_not_fit_is_said():
+    thd = modules.DotProductAttention(8, 4, 2, attn_mask_type="padding", qkv_layout="thd_thd_thd")
+    with pytest.raises(ArgumentError, match=r"sequence_descriptor: .*a SequenceDescriptor with qkv_layout"):
+        thd.apply({}, Q, K, V, jnp.array([9, 6]))
+    with pytest.raises(ArgumentError, match="several with offsets, or segment_ids"):
+        thd.apply({}, Q, K, V, fj.SequenceDescriptor.from_seqlens(jnp.array([9, 6])))
+    with pytest.raises(ShapeError, match="by max_segments_per_seq"):
+        thd.apply({}, Q, K, V, PACKED["lengths"])
+    with pytest.raises(ArgumentError, match="a packed qkv_layout"):
+        modules.DotProductAttention(8, 4, 2, attn_mask_type="padding").apply({}, Q, K, V, PACKED["lengths"])
+    with pytest.raises(UnsupportedError, match="is_segment_ids_reordered"):
+        fj.SequenceDescriptor.from_segment_ids_and_pos(IDS, is_segment_ids_reordered=True)
+    with pytest.raises(ShapeError, match="segment_ids: got"):
+        fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10))
+
+
+@pytest.mark.parametrize("strategy", attention.ReorderStrategy)
+def test_the_order_of_tokens(strategy):
+    x, options = jnp.arange(2 * 12 * 3).reshape(2, 12, 3), {}
+    order = [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    if strategy is attention.ReorderStrategy.Striped:
+        options, order = {"stripe_size": 3}, [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+    got = attention.reorder_causal_load_balancing(x, strategy, 2, 1, **options)
+    same(got, x[:, np.array(order)])
+    same(attention.inverse_reorder_causal_load_balancing(got, strategy, 2, 1, **options), x)
+    with pytest.raises(ShapeError, match="12 tokens"):
+        attention.reorder_causal_load_balancing(x, strategy, 5, 1)
