@@ -16,7 +16,7 @@ from fp8kit.warmup import warmup  # likewise
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8kit import autograd, nn, numerics, optim, plugins, recipe, recipes
+    from fp8kit import autograd, distributed, nn, numerics, optim, plugins, recipe, recipes
     from fp8kit.accumulation import Accumulation
     from fp8kit.arrays import ArrayView, Device, synchronize
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 # public name -> module that holds it ("" for a submodule of that name)
 _PUBLIC = {
     "autograd": "",
+    "distributed": "",
     "nn": "",
     "numerics": "",
     "optim": "",

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from fp8kit.collectives import Collectives
 from fp8kit.errors import Fp8kitError, RecipeError
 from fp8kit.recipe import DelayedScaling, Recipe
 
@@ -196,9 +197,9 @@ def leave_all() -> None:
             own.discard_forward(list(states.values()))
 
 
-def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
+def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autocast | resumed:
     """Register that ``state`` recorded amaxes and is to be updated by ``recipe`` when the outermost active
-    autocast ends.
+    autocast ends. Returns the innermost autocast.
 
     ``training``: whether gradients were enabled. Without gradients a state is not updated (inference must not
     change a model), except while calibrating, whose purpose that is. Fp8kitError outside of an active
@@ -220,6 +221,7 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
         if known is None:
             known = root.touched[key] = recipe, {}
         known[1][id(state)] = state
+    return found.stack[-1][0]
 
 
 def _by_value(touched: list[_Touched]) -> list[_Touched]:
@@ -241,7 +243,9 @@ class autocast(ContextDecorator):
       high precision too, and raise NonFiniteError that names the first layer and tensor with one; what the
       step recorded is dropped. For finding faults: it waits for the device after every operation. None is as
       the autocast around this one, False where there is none.
-    * ``amax_reduction_group``: must be None; one process has nothing to reduce.
+    * ``amax_reduction_group``: ranks over which delayed scaling's amaxes are reduced by their maximum before
+      each update, where the recipe has ``reduce_amax``: a ``Collectives``; None is all processes, where
+      ``distributed.init`` was called. They run the same layers in the same order.
 
     Holds for its thread or, within asyncio, for its task and the tasks started in it. Nests: the innermost
     decides. Forward states are updated when the outermost active (enabled or calibrating) autocast ends; not
@@ -273,9 +277,13 @@ class autocast(ContextDecorator):
                 raise RecipeError("autocast", name, got, f"a bool{more}")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()")
-        if amax_reduction_group is not None:
-            group = repr(amax_reduction_group)
-            raise RecipeError("autocast", "amax_reduction_group", group, "None: groups are not supported yet")
+        if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
+            group, wanted = (
+                repr(amax_reduction_group),
+                "None or a Collectives, such as distributed.init() gives",
+            )
+            raise RecipeError("autocast", "amax_reduction_group", group, wanted)
+        self.amax_reduction_group: Any = amax_reduction_group
         self.enabled = enabled
         self.calibrating = calibrating
         self.check_finite = check_finite
@@ -340,6 +348,7 @@ class resumed:
 
     __slots__ = ("_entered", "state")
     tracing = False
+    amax_reduction_group = None
 
     def __init__(self, state: AutocastState | None) -> None:
         self.state = state

@@ -1,5 +1,5 @@
-"""The ``fp8kit`` command: info, doctor, demo, train, bench, warmup, plugins, kernels, recipes, report and
-alias. ``python -m fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, doctor, demo, train, launch, bench, warmup, plugins, kernels, recipes, report
+and alias. ``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import fp8kit
 from fp8kit import arrays, attention_info, cache, settings
@@ -19,6 +20,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
+from fp8kit.collectives import Collectives
 from fp8kit.commands import (
     FAILED,
     Parser,
@@ -30,6 +32,7 @@ from fp8kit.commands import (
     doctor,
     folder,
     kernels,
+    launch,
     plugins,
     positive,
     recipes,
@@ -39,7 +42,7 @@ from fp8kit.commands import (
     status_of,
     warmup,
 )
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.lru import cache_info
 from fp8kit.models.presets import PRESETS, preset
 
@@ -136,6 +139,14 @@ def _parser() -> argparse.ArgumentParser:
         help="continue from DIR/training.safetensors; where there is none yet, start",
     )
 
+    train.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that share batches and the optimiser's state, a GPU each (%(default)s)",
+    )
+
     for name, trains in (("demo", demo), ("train", train)):
         trains.add_argument(
             "--out",
@@ -150,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
 
-    for own in (doctor, bench, warmup, plugins, kernels, recipes, report, alias):
+    for own in (launch, doctor, bench, warmup, plugins, kernels, recipes, report, alias):
         own.add(commands)
     return parser
 
@@ -179,11 +190,29 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    processes = settings.place().size
+    if options.ranks > 1 and processes == 1:
+        if options.device not in (None, "cpu", "cuda"):
+            raise ArgumentError("train", "--device", options.device, "cpu or cuda with several --ranks")
+        return launch.launch(options.ranks, [sys.executable, "-m", "fp8kit", *options.command_line], "train")
+    ranks = Collectives(0, 1)
+    if processes > 1:
+        from fp8kit import distributed
+
+        ranks = distributed.init(device=None if options.device == "cuda" else options.device)
+    if ranks.rank:  # the first one speaks, and writes
+        with open(os.devnull, "w") as nobody, contextlib.redirect_stdout(nobody):
+            return _train_one(options, ranks, nobody)
+    return _train_one(options, ranks, None)
+
+
+def _train_one(options: argparse.Namespace, ranks: Collectives, stream: TextIO | None) -> int:
     from fp8kit import serialization
     from fp8kit.models import text
     from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
 
-    device, out, size = device_of(options), folder(options.out), preset(options.preset)
+    device = ranks.device if ranks.size > 1 else device_of(options)
+    out, size = folder(options.out), preset(options.preset)
     if options.steps is not None:
         size = size.with_steps(options.steps)
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
@@ -193,11 +222,11 @@ def _train(options: argparse.Namespace) -> int:
     print(
         f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: "
         f"{size.layers} layers of {size.hidden}, {size.steps} steps of {size.tokens:,} bytes, "
-        f"seed {options.seed}\n{corpus}"
+        f"seed {options.seed}{f', {ranks.size} ranks' if ranks.size > 1 else ''}\n{corpus}"
     )
     # where it was stopped before its first save: the same command, repeated, ends with the run
     if resume and not keep.exists():
-        print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
+        print(f"fp8kit train: there is no {keep} yet: from the start", file=stream or sys.stderr)
         resume = False
     if not resume:
         names = ("loss.csv", "model.safetensors", "training.safetensors")
@@ -205,7 +234,9 @@ def _train(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     options.go_on = _continuation(options.command_line, keep, options.save_every, resume)
     label, every = "FP8" if recipe else precision, options.save_every
-    run = train(size, corpus, recipe, label, device, options.seed, None, keep, every, resume)
+    run = train(size, corpus, recipe, label, device, options.seed, stream, keep, every, resume, ranks)
+    if ranks.rank:
+        return 0
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)

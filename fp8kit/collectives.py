@@ -17,11 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8kit.arguments import choice, integer
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import CPU, ArrayView, Device, copy
 from fp8kit.errors import ArgumentError, BackendError
 
 Reduction = Literal["sum", "max"]
 _NAMES = itertools.count(1)
+# the group of all processes, where the native frontend made one; looked at in every step
+EVERYONE: list[Collectives] = []
 _KNOWN: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
@@ -33,8 +35,12 @@ class Collectives:
     ``stream`` and may return before they are done. BackendError where a rank fails, hangs, or calls something
     else: it names the ranks, what each did last, and for which layer (``label``).
 
-    A backend derives from this and gives the four methods whose names begin with "_".
+    A backend derives from this and gives the methods whose names begin with "_"; a group of one rank needs
+    none.
     """
+
+    # where the ranks' tensors are, where the backend says it
+    device: Device = CPU
 
     def __init__(self, rank: int, size: int) -> None:
         integer("Collectives", "size", size, 1, 2**31 - 1)
@@ -53,6 +59,8 @@ class Collectives:
     def all_gather(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target`` = the ranks' sources, one after the other: ``size`` times as many elements."""
         self._want_parts("all_gather", target, source)
+        if self.size == 1:
+            return _same(source, target)
         with self._call("all_gather", source, label):
             self._all_gather(source, target, stream)
 
@@ -60,6 +68,8 @@ class Collectives:
         """``target`` = this rank's part of the sum over the ranks of their ``source``, which has ``size``
         times as many elements."""
         self._want_parts("reduce_scatter", source, target)
+        if self.size == 1:
+            return _same(source, target)
         with self._call("reduce_scatter", source, label):
             self._reduce_scatter(source, target, stream)
 
@@ -68,8 +78,23 @@ class Collectives:
         if source.size != target.size or source.size % self.size:
             got, wanted = f"{source.size} and {target.size} elements", f"as many, a multiple of {self.size}"
             raise ArgumentError("all_to_all", "source, target", got, wanted)
+        if self.size == 1:
+            return _same(source, target)
         with self._call("all_to_all", source, label):
             self._all_to_all(source, target, stream)
+
+    def broadcast(self, x: ArrayView, root: int, stream: int, label: str = "") -> None:
+        """x = that of the rank ``root``, in place. ArgumentError for what is no rank."""
+        integer("broadcast", "root", root, 0, self.size - 1)
+        if self.size > 1:
+            with self._call(f"broadcast from {root}", x, label):
+                self._broadcast(x, root, stream)
+
+    def split(self, color: int) -> Collectives:
+        """The group of the ranks that gave the same ``color``, 0 or more, in their order here. All ranks of
+        this group call it. BackendError where a backend cannot."""
+        color = integer("split", "color", color, 0, 2**31 - 1)
+        return self if self.size == 1 else self._split(color)
 
     def _want_parts(self, operation: str, whole: ArrayView, part: ArrayView) -> None:
         if whole.size != self.size * part.size or whole.dtype is not part.dtype:
@@ -95,6 +120,17 @@ class Collectives:
     def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
         raise NotImplementedError
 
+    def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
+        raise NotImplementedError
+
+    def _split(self, color: int) -> Collectives:
+        raise BackendError(type(self).__name__, "split", "asked for", "a backend that splits groups")
+
+
+def _same(source: ArrayView, target: ArrayView) -> None:
+    """``target`` = ``source``, of one rank."""
+    copy(target, source.reshape(*target.shape))
+
 
 def named(name: str) -> Collectives:
     """The group of that name; ArgumentError where it has gone."""
@@ -102,6 +138,16 @@ def named(name: str) -> Collectives:
     if found is None:
         raise ArgumentError("collectives", "group", repr(name), "a group of this process that is alive")
     return found
+
+
+def everyone() -> Collectives | None:
+    """The group of all processes that ``fp8kit.distributed.init`` made; None before."""
+    return EVERYONE[0] if EVERYONE else None
+
+
+def set_everyone(ranks: Collectives) -> None:
+    """Make ``ranks`` the group of all processes."""
+    EVERYONE[:] = [ranks]
 
 
 def described(operation: str, x: ArrayView, label: str) -> str:
@@ -134,6 +180,7 @@ class FakeCollectives:
         self.size, self.timeout = size, timeout
         self._barrier = threading.Barrier(size)
         self._posted: list[tuple[str, Any]] = [("", None)] * size
+        self._parts: dict[tuple[int, int], FakeCollectives] = {}
         self.ranks = [_Thread(self, rank) for rank in range(size)]
 
     def run(self, function: Callable[[Collectives], Any]) -> list[Any]:
@@ -147,7 +194,7 @@ class FakeCollectives:
                 results[rank] = function(self.ranks[rank])
             except BaseException as error:  # handed to the caller of run
                 errors[rank] = error
-                self._barrier.abort()
+                self.end()
 
         threads = [
             threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(self.size)
@@ -158,10 +205,17 @@ class FakeCollectives:
             thread.join()
         self._barrier.reset()
         self._posted = [("", None)] * self.size
+        self._parts.clear()
         own = [error for error in errors.values() if not isinstance(error, _Ended)]
         for error in own or list(errors.values()):
             raise error
         return results
+
+    def end(self) -> None:
+        """End all ranks that wait, also in the groups that were split off."""
+        self._barrier.abort()
+        for part in list(self._parts.values()):
+            part.end()
 
     def exchange(self, rank: int, what: str, array: Any) -> list[Any]:
         """What every rank posted, by rank; BackendError where one posted another thing or none."""
@@ -173,6 +227,15 @@ class FakeCollectives:
             self._wait(rank, what)
             raise BackendError("collectives", "ranks", differing(said, self.size), "the same call of all")
         return [own for _, own in posted]
+
+    def part(self, rank: int, number: int, color: int) -> Collectives:
+        """The rank's place in the group of its ``color``, in the ranks' split of that ``number``."""
+        colors = self.exchange(rank, f"split {number}", color)
+        own = [i for i, other in enumerate(colors) if other == color]
+        if rank == own[0]:
+            self._parts[number, color] = FakeCollectives(len(own), self.timeout)
+        self.done(rank)
+        return self._parts[number, color].ranks[own.index(rank)]
 
     def done(self, rank: int) -> None:
         """Wait until every rank has read what was posted."""
@@ -198,6 +261,7 @@ class _Thread(Collectives):
         super().__init__(rank, group.size)
         self._group = group
         self._what = ""
+        self._splits = 0
 
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         self._what = described(operation, x, label)
@@ -229,6 +293,15 @@ class _Thread(Collectives):
         for i, part in enumerate(self._posted(source)):
             out[i] = part.reshape(self.size, -1)[self.rank]
         self._group.done(self.rank)
+
+    def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
+        value = self._posted(x)[root].copy()
+        self._group.done(self.rank)
+        x.numpy()[...] = value
+
+    def _split(self, color: int) -> Collectives:
+        self._splits += 1
+        return self._group.part(self.rank, self._splits, color)
 
 
 def _reduced(parts: list[Any], op: Reduction) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
+from fp8kit.collectives import EVERYONE, Collectives
 from fp8kit.errors import CheckpointError, RecipeError
 from fp8kit.execution import replay
 from fp8kit.formats import float32
@@ -93,12 +94,14 @@ class ScalingState:
 
     ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots),
     zeros at first, row 0 the amaxes since the last update, row 1 the oldest. They read as arrays of the
-    device's library that share the state's memory.
+    device's library that share the state's memory. ``group``: the ranks over which its amaxes are reduced,
+    None for all processes.
     """
 
-    __slots__ = ("amaxes", "device", "scales", "slots", "views")
+    __slots__ = ("amaxes", "device", "group", "scales", "slots", "views")
 
     def __init__(self, slots: int, history_len: int, device: Device) -> None:
+        self.group: Collectives | None = None
         self.slots = slots
         self.device = device
         scale, scale_inv = (_put(np.ones(slots, np.float32), device) for _ in range(2))
@@ -114,7 +117,7 @@ class ScalingState:
     def of(cls, parts: Sequence[ArrayView], device: Device) -> ScalingState:
         """A state with the values of (scale, scale_inv, amax_history), copied to ``device``."""
         state = cls.__new__(cls)
-        state.slots, state.device = parts[0].size, device
+        state.slots, state.device, state.group = parts[0].size, device, None
         state._take(*(_put(part.numpy(), device) for part in parts))
         return state
 
@@ -166,6 +169,10 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
+        for state in states:
+            if EVERYONE or state.group is not None:
+                share_amaxes(recipe.history, states)
+                break
         update(recipe.history, states, forward=True)
 
     @classmethod
@@ -177,6 +184,31 @@ class ScalingState:
 
 def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
+
+
+def share_amaxes(history: AmaxHistory | None, states: Sequence[ScalingState]) -> None:
+    """Row 0 of the histories becomes its maximum over the ranks, where there are several and the recipe says
+    so: one collective for each group and device."""
+    if history is None or not history.reduce:
+        return
+    parts: dict[tuple[str, Device], tuple[Collectives, list[ArrayView]]] = {}
+    for state in states:
+        ranks = state.group or (EVERYONE[0] if EVERYONE else None)
+        if ranks is not None and ranks.size > 1:
+            row = state.views["amax_history"].slice(0, 0, 1).reshape(state.slots)
+            parts.setdefault((ranks.name, state.device), (ranks, []))[1].append(row)
+    for (_, device), (ranks, rows) in parts.items():
+        kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
+        whole, at = arrays.empty((sum(row.size for row in rows),), float32, device), 0
+        places = []
+        for row in rows:
+            places.append((row, whole.slice(0, at, row.size)))
+            at += row.size
+        for row, place in places:
+            kernels.copy(row, place, stream)
+        ranks.all_reduce(whole, "max", stream, "the update of scales")
+        for row, place in places:
+            kernels.copy(place, row, stream)
 
 
 def update(

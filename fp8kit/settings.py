@@ -23,6 +23,10 @@ FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8ki
                              logging says)
 ===========================  ================================================================================
 
+What several processes are to each other is said by whoever starts them: torchrun and ``fp8kit launch``
+(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun (OMPI_COMM_WORLD_*, PMI_*) or Slurm
+(SLURM_*).
+
 The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT,
 TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS, TE_FL_PER_OP, TE_FL_PLUGIN_MODULES and TEFL_LOG_LEVEL, with "flagos"
 for "default"; TE_FL_PREFER_VENDOR=1 prefers vendors where no TE_FL_PREFER does otherwise, TE_FL_SKIP_CUDA=1
@@ -38,6 +42,7 @@ import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8kit.errors import Fp8kitError, meant
 
@@ -117,6 +122,49 @@ def replays() -> bool:
 def device() -> str:
     """Name of the default device, or "" for: CUDA where it is usable, else CPU."""
     return _text("FP8KIT_DEVICE")
+
+
+class Place(NamedTuple):
+    """A process among those of a job. ``rank`` of ``size``, ``local`` on its machine; ``address``, ``port``:
+    where rank 0 is met; ``agent``: whether its launcher listens there already."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29500
+    agent: bool = False
+
+
+# rank, size, rank on the machine: of torchrun and fp8kit launch, Open MPI, MPICH and Intel MPI, Slurm
+_PLACES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def place() -> Place:
+    """What the launcher's environment says of this process; one process alone where it says nothing.
+    Fp8kitError for variables that are no ranks."""
+    for names in _PLACES:
+        if names[0] in os.environ and names[1] in os.environ:
+            rank, size = (_count(name) for name in names[:2])
+            local = _count(names[2]) if names[2] in os.environ else rank
+            if not rank < size:
+                raise Fp8kitError("environment", names[0], rank, f"below {size}, which {names[1]} says")
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            port = _count("MASTER_PORT") if "MASTER_PORT" in os.environ else Place().port
+            return Place(rank, size, local, _text("MASTER_ADDR", "127.0.0.1"), port, agent)
+    return Place()
+
+
+def _count(name: str) -> int:
+    value = os.environ[name].strip()
+    if not value.isdecimal():
+        raise Fp8kitError("environment", name, repr(value), "a number, 0 or more")
+    return int(value)
 
 
 def prefer() -> str:

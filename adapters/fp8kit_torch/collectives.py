@@ -2,7 +2,8 @@
 
 Calls are put on torch's current stream, which operations work on. Where one fails, because a process has
 ended, does not come within the group's timeout or calls something else, each process writes into the group's
-store what it was doing, reads what the others were, and raises one BackendError that says so.
+store what it was doing, reads what the others were, and raises one BackendError that says so. Gloo does not
+notice that processes call different things: over Gloo they compare what they are about to do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -36,6 +38,7 @@ class TorchCollectives(Collectives):
     def __init__(self, group: Any) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = weakref.ref(group)  # torch holds it until it is destroyed
+        self._compares = dist.get_backend(group) == "gloo"
         self.calls = 0
 
     @property
@@ -61,9 +64,19 @@ class TorchCollectives(Collectives):
     def _watch(self, what: str) -> Iterator[None]:
         self.calls += 1
         try:
+            if self._compares:
+                self._compare(what)
             yield
         except RuntimeError as error:
             raise self._diagnosed(f"in call {self.calls}, {what}", error) from error
+
+    def _compare(self, what: str) -> None:
+        """RuntimeError where another process is about to do something else."""
+        own = torch.tensor([zlib.crc32(what.encode())])
+        others = own.new_empty(self.size)
+        torch_compat.all_gather_single(others, own, group=self.group)
+        if (others != own).any():
+            raise RuntimeError("the calls differ")
 
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         return self._watch(described(operation, x, label))
@@ -101,6 +114,19 @@ class TorchCollectives(Collectives):
 
     def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
         dist.all_to_all_single(tensor_of(target), tensor_of(source), group=self.group)
+
+    def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
+        dist.broadcast(tensor_of(x), group=self.group, group_src=root)
+
+    def _split(self, color: int) -> TorchCollectives:
+        colors: list[Any] = [None] * self.size
+        dist.all_gather_object(colors, color, self.group)
+        own = self.group
+        for each in sorted(set(colors)):  # every process makes every group
+            ranks = [dist.get_global_rank(self.group, i) for i, c in enumerate(colors) if c == each]
+            made = dist.new_group(ranks)
+            own = made if each == color else own
+        return TorchCollectives.of(own)
 
 
 def tensor_of(view: ArrayView) -> Tensor:

@@ -58,7 +58,9 @@ class TorchLayer(Layer, torch.nn.Module):
     def group_of(self, ranks: Collectives) -> Any:
         return getattr(ranks, "group", ranks)
 
-    def mark_parameter(self, name: str, dim: int | None, sequence: bool) -> None:
+    def mark_parameter(
+        self, name: str, dim: int | None, sequence: bool, blocks: tuple[int, ...] = (1,)
+    ) -> None:
         parameter = getattr(self, name)
         if dim is not None:  # Megatron's names
             parameter.tensor_model_parallel, parameter.partition_dim = True, dim

@@ -175,6 +175,11 @@ class MultiheadAttention(AttentionHeads):
         first = sized(self._first, *(("query",) if cross else rows))
         setattr(self, self._first, kind(hidden_size, **first, **norm))
         self.key_value = make.Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
+        if split and fuse_qkv_params and not self._interleaved:
+            packed: Any = self.key_value if cross else getattr(self, self._first)
+            blocks = (1, 1) if cross else (heads // groups, 1, 1)
+            for parameter in ("weight", "bias") if packed.use_bias else ("weight",):
+                packed.mark_parameter(parameter, 0, False, blocks)
         self.core_attention = core
         init = output_layer_init_method
         shared["parallel_mode"] = "row" if split else None

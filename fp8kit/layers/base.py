@@ -197,9 +197,12 @@ class Layer:
         """Leave the parameter ``name`` out of training: no gradient is wanted of it."""
         raise NotImplementedError
 
-    def mark_parameter(self, name: str, dim: int | None, sequence: bool) -> None:
-        """Say on a parameter how ranks share it: of which dimension each has a part (None: all have it), and
-        whether its gradient is of the rank's rows alone, to be summed over the ranks (``sequence``)."""
+    def mark_parameter(
+        self, name: str, dim: int | None, sequence: bool, blocks: tuple[int, ...] = (1,)
+    ) -> None:
+        """Say on a parameter how ranks share it: of which dimension each has a part (None: all have it), of
+        each of the ``blocks``, whose sizes are to each other as these numbers, and whether its gradient is of
+        the rank's rows alone, to be summed over the ranks (``sequence``)."""
 
     def add_no_parameter(self, name: str) -> None:
         """None as the parameter ``name``."""

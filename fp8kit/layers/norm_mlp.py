@@ -150,9 +150,11 @@ class LayerNormMLP(ParallelLayer):
                 self.add_no_parameter(f"{prefix}bias")
             if split:
                 row = prefix == "fc2_"
-                self.mark_parameter(f"{prefix}weight", int(row), False)
+                blocks = (1,) if row else (1,) * kind.parts  # of a gated activation each half is divided
+                self.mark_parameter(f"{prefix}weight", int(row), False, blocks)
                 if self.use_bias:
-                    self.mark_parameter(f"{prefix}bias", None if row else 0, row and self.sequence_parallel)
+                    summed = row and self.sequence_parallel
+                    self.mark_parameter(f"{prefix}bias", None if row else 0, summed, blocks)
         self.mark_norm(first)
         fc1 = ProductSpec(hidden, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
         fc2 = ProductSpec(ffn, (hidden,), bias="add" if bias else "none", prefix="fc2_")

@@ -26,7 +26,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import Preset
 from fp8kit.models.text import Corpus
-from fp8kit.optim import Optimizer
+from fp8kit.optim import Optimizer, ShardedOptimizer
 from fp8kit.recipe import Recipe
 
 KIND = "training 1"  # of the file: its name and the version of its layout
@@ -104,10 +104,18 @@ def differences(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
 
 
 class Checkpoint:
-    """The file ``path`` of the training ``run`` with its ``optimizer`` and ``identity``."""
+    """The file ``path`` of the training ``run`` with its ``optimizer`` and ``identity``. ``writes``: whether
+    this process is the one that writes it; of several processes all call ``save``."""
 
-    def __init__(self, path: Path, run: Run, optimizer: Optimizer, identity: Mapping[str, str]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        run: Run,
+        optimizer: Optimizer | ShardedOptimizer,
+        identity: Mapping[str, str],
+        writes: bool = True,
+    ) -> None:
+        self.path, self.writes = path, writes
         self.identity = {"fp8kit": KIND, **identity}
         self.bundle = serialization.Bundle(
             model=run.model, optimizer=optimizer, random=nn.RandomState(), seen=_Seen(run)
@@ -116,7 +124,10 @@ class Checkpoint:
     def save(self) -> None:
         """Write the state as it is now; the file's former contents stay until the new ones are whole on the
         disk."""
-        serialization.save(self.path, self.bundle, self.identity)
+        if self.writes:
+            serialization.save(self.path, self.bundle, self.identity)
+        else:
+            self.bundle.state_dict()  # its parts, which the ranks gather
 
     def load(self) -> None:
         """Take over the file's state. CheckpointError that names what is wrong, with nothing changed, for a

@@ -12,9 +12,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from fp8kit import arrays, formats, nn, optim
+from fp8kit import arrays, distributed, formats, nn, optim
 from fp8kit.arrays import Device
 from fp8kit.autograd import Tensor, no_grad, tensor
+from fp8kit.collectives import Collectives
+from fp8kit.collectives import share as share_of
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.formats import DType
 from fp8kit.models import text
@@ -51,6 +53,7 @@ def train(
     keep: Path | None = None,
     save_every: int = 0,
     resume: bool = False,
+    ranks: Collectives | None = None,
 ) -> Run:
     """Train a fresh GPT of ``preset`` on ``corpus.train``, and measure it on ``corpus.validation``.
 
@@ -62,23 +65,32 @@ def train(
     ``resume``: continue from that file, with the same bits as if the run had never stopped
     (``fk.deterministic`` on a GPU, the same thread count on a CPU). Raises Fp8kitError when the loss is no
     longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
+
+    ``ranks``: processes that share the work, each with its part of every batch's sequences and of the
+    optimiser's state; the first writes files. Losses are one process's, but for the order of sums, and a file
+    is continued by any number of processes. ArgumentError where they do not divide the sequences.
     """
     if not 0 <= seed < VALIDATION_SEED:
         raise ArgumentError("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})")
     nn.manual_seed(seed)
     run = Run(label, GPT(preset, high_precision(device), device), recipe)
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    optimizer = optim.AdamW(
-        [
-            {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
-            {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0},
-        ],
-        lr=preset.learning_rate,
-        betas=(0.9, 0.95),
-    )
+    ranks = Collectives(0, 1) if ranks is None else ranks
+    share_of(preset.sequences, ranks.size, "train", "preset.sequences")
+    groups = [
+        {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
+        {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0},
+    ]
+    how: dict[str, Any] = {"lr": preset.learning_rate, "betas": (0.9, 0.95)}
+    optimizer: optim.AdamW | optim.ShardedOptimizer
+    if ranks.size == 1:
+        optimizer = optim.AdamW(groups, **how)
+    else:
+        optimizer = optim.ShardedOptimizer(optim.AdamW, groups, ranks, average=False, **how)
     kept = None
     if keep is not None:
-        kept = Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
+        said = identity(preset, corpus, recipe, label, device, seed)
+        kept = Checkpoint(keep, run, optimizer, said, writes=ranks.rank == 0)
     if resume:
         if kept is None:
             raise Fp8kitError("train", "keep", None, "the file to resume from")
@@ -87,7 +99,7 @@ def train(
         if len(run.losses) == preset.steps:
             end = "is complete: nothing is left to do"
         print(f"{label}: {end}", file=stream or sys.stderr)
-    share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
+    share = tensor(np.full(1, 1 / (preset.accumulate * ranks.size), np.float32), device=device)
     pending: list[list[Tensor]] = []
     start = time.perf_counter()
     with Progress(label, preset.steps, preset.tokens, "tokens", stream) as progress:
@@ -100,9 +112,12 @@ def train(
             done = step + 1
             numbers = range(step * preset.accumulate, done * preset.accumulate)
             pending.append(
-                [_microbatch(run, preset, corpus.train, seed, number, share) for number in numbers]
+                [_microbatch(run, preset, corpus.train, seed, number, share, ranks) for number in numbers]
             )
-            optim.clip_grad_norm_(parameters, preset.clip)
+            if isinstance(optimizer, optim.AdamW):
+                optim.clip_grad_norm_(parameters, preset.clip)
+            else:
+                optimizer.clip_grad_norm_(preset.clip)
             optimizer.step()
             optimizer.zero_grad()
             if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
@@ -110,25 +125,33 @@ def train(
             last = done == preset.steps
             due = kept is not None and (last or (save_every > 0 and done % save_every == 0))
             if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or last:
-                _drain(run, pending)
+                _drain(run, pending, ranks.size)
                 pending.clear()
                 progress.update(done, loss=run.losses[-1])
             if due and kept is not None:
                 kept.save()
     arrays.synchronize(device)
     run.seconds = time.perf_counter() - start
-    run.validation_loss = validate(run.model, preset, corpus.validation, recipe)
+    run.validation_loss = validate(run.model, preset, corpus.validation, recipe, ranks)
     return run
 
 
-def _microbatch(run: Run, preset: Preset, corpus: Bytes, seed: int, number: int, share: Tensor) -> Tensor:
-    """One forward and backward of the batch ``number``; returns the loss, not yet read."""
-    batch = text.batch(corpus, preset.sequences, preset.context, seed, number)
+def _rows(batch: Iterable[Any], ranks: Collectives) -> list[Any]:
+    """A rank's sequences of a batch."""
+    return [np.ascontiguousarray(np.split(part, ranks.size)[ranks.rank]) for part in batch]
+
+
+def _microbatch(
+    run: Run, preset: Preset, corpus: Bytes, seed: int, number: int, share: Tensor, ranks: Collectives
+) -> Tensor:
+    """One forward and backward of the batch ``number``; returns the loss of all ranks' rows, summed over
+    ranks, not yet read."""
+    batch = _rows(text.batch(corpus, preset.sequences, preset.context, seed, number), ranks)
     # with several microbatches the weights are cast once a step
     several = run.recipe is not None and preset.accumulate > 1
     loss = loss_of(run.model, batch, run.recipe, number % preset.accumulate == 0 if several else None)
     loss.backward(share)
-    return loss.detach()
+    return distributed.all_reduce(loss.detach(), ranks)
 
 
 def loss_of(
@@ -140,24 +163,28 @@ def loss_of(
         return nn.cross_entropy(model(ids, is_first_microbatch=is_first_microbatch), targets)
 
 
-def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
-    """Read the losses of steps that were queued; Fp8kitError at the first that is not finite."""
+def _drain(run: Run, pending: Sequence[Sequence[Tensor]], ranks: int) -> None:
+    """Read the losses of steps that were queued, sums over ``ranks``; Fp8kitError at the first that is not
+    finite."""
     for losses in pending:
-        value = sum(loss.item() for loss in losses) / len(losses)
+        value = sum(loss.item() for loss in losses) / (len(losses) * ranks)
         run.losses.append(value)
         if not math.isfinite(value):
             what = f"loss of step {len(run.losses)} ({run.label})"
             raise Fp8kitError("train", what, value, "a finite number")
 
 
-def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | None) -> float:
+def validate(
+    model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | None, ranks: Collectives | None = None
+) -> float:
     """Mean loss in nats/byte over the preset's validation batches, the same ones in every run, in the
-    precision of ``recipe``."""
-    total = 0.0
+    precision of ``recipe``; ``ranks`` share each batch's sequences."""
+    total, ranks = 0.0, Collectives(0, 1) if ranks is None else ranks
     for i in range(preset.validation_batches):
         batch = text.batch(validation, preset.sequences, preset.context, VALIDATION_SEED, i)
         with no_grad():
-            total += loss_of(model, batch, recipe).item()
+            loss = loss_of(model, _rows(batch, ranks), recipe)
+            total += distributed.all_reduce(loss, ranks).item() / ranks.size
     return total / preset.validation_batches
 
 

@@ -18,6 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import touch_forward
 from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
+from fp8kit.collectives import EVERYONE
 from fp8kit.formats import float32, int64
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
@@ -35,6 +36,7 @@ from fp8kit.scaling import (
     backward_slots,
     check_saved,
     forward_slots,
+    share_amaxes,
     update,
 )
 
@@ -71,6 +73,10 @@ def commit_backward(updates: list[_Update]) -> None:
     for recipe, state in updates:
         groups.setdefault(id(recipe), (recipe, []))[1].append(state)
     for recipe, states in groups.values():
+        for state in states:
+            if EVERYONE or state.group is not None:
+                share_amaxes(recipe.history, states)
+                break
         update(recipe.history, states, forward=False)
 
 
@@ -119,7 +125,9 @@ class Fp8Module(FP8Layer, NativeLayer):
             return found._replace(scales=kept.scales, amaxes=found.grad_amaxes)
         if not record:  # inference leaves no trace in the history
             return Binding(recipe, found.scales)
-        touch_forward(self.fp8_meta["scaling_fwd"], found.recipe, training)  # type: ignore[arg-type]
+        forward = self.fp8_meta["scaling_fwd"]
+        scope = touch_forward(forward, found.recipe, training)  # type: ignore[arg-type]
+        forward.group = self.fp8_meta["scaling_bwd"].group = scope.amax_reduction_group
         return found
 
     def record_amaxes(self, tensors: list[tuple[int, Any]]) -> None:

@@ -93,6 +93,13 @@ class NativeLayer(Layer, Module):
     def freeze(self, name: str) -> None:
         getattr(self, name).requires_grad = False
 
+    def mark_parameter(
+        self, name: str, dim: int | None, sequence: bool, blocks: tuple[int, ...] = (1,)
+    ) -> None:
+        parameter = getattr(self, name)
+        parameter.partition_dim, parameter.partition_blocks = dim, blocks
+        parameter.sequence_parallel = sequence
+
     def add_no_parameter(self, name: str) -> None:
         setattr(self, name, None)
 

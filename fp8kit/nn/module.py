@@ -16,6 +16,7 @@ from fp8kit.arguments import flag, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import checking_finite
 from fp8kit.autograd import Tensor
+from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError
 from fp8kit.formats import DType
@@ -31,12 +32,27 @@ EXTRA = "_extra_state."
 
 class Parameter(Tensor):
     """A Tensor that requires a gradient and belongs to a module: ``view``, ``grad`` and ``data`` as
-    ``Tensor``."""
+    ``Tensor``.
 
-    __slots__ = ()
+    ``partition_dim``: the dimension of which this rank has a part, None where all ranks have the whole;
+    ``partition_blocks``: of each of which blocks, whose sizes are to each other as these numbers;
+    ``sequence_parallel``: whether its gradient is of this rank's rows alone.
+    """
+
+    __slots__ = ("partition_blocks", "partition_dim", "sequence_parallel")
 
     def __init__(self, view: ArrayView) -> None:
         super().__init__(view, requires_grad=True)
+        self.partition_dim: int | None = None
+        self.partition_blocks: tuple[int, ...] = (1,)
+        self.sequence_parallel = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        copied = Parameter(fresh(self.view))
+        copied.requires_grad = self.requires_grad
+        for name in Parameter.__slots__:
+            setattr(copied, name, getattr(self, name))
+        return copied
 
     def __repr__(self) -> str:
         return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"

@@ -6,6 +6,7 @@ from fp8kit.optim.base import Optimizer
 from fp8kit.optim.clip import clip_grad_norm_, warmup_cosine
 from fp8kit.optim.scaler import GradScaler
 from fp8kit.optim.sgd import SGD
+from fp8kit.optim.sharded import ShardedOptimizer
 
 __all__ = [
     "PRESETS",
@@ -14,6 +15,7 @@ __all__ = [
     "GradScaler",
     "MomentFormat",
     "Optimizer",
+    "ShardedOptimizer",
     "StateFormats",
     "clip_grad_norm_",
     "warmup_cosine",

@@ -17,7 +17,7 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
-            *("dlpack", "codec", "lru", "collectives", "aliases"),
+            *("dlpack", "codec", "lru", "collectives", "aliases", "rendezvous"),
             *(
                 "buffers",
                 "checkpoint_format",
@@ -45,7 +45,8 @@ PACKAGES = {
     "execution": ("fp8kit.execution", "fp8kit.scaling"),
     "layers": ("fp8kit.layers", "fp8kit.layers.inference"),
     "native": tuple(
-        f"fp8kit.{name}" for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured")
+        f"fp8kit.{name}"
+        for name in ("autograd", "nn", "optim", "serialization", "graphs", "captured", "distributed")
     ),
     "numerics": ("fp8kit.numerics",),
     "testing": ("fp8kit.testing",),
@@ -98,6 +99,7 @@ THIRD_PARTY = {
     "cupyx": ("fp8kit.backends.cuda",),
     "cuda": ("fp8kit.backends.cuda",),
     "nvmath": ("fp8kit.backends.cuda",),
+    "nccl": ("fp8kit.backends.cuda",),
     "cudnn": ("fp8kit.backends.cuda",),
     "torch": ("fp8kit_torch",),
     "onnxscript": ("fp8kit_torch.te_compat.onnx_extensions",),
@@ -112,6 +114,7 @@ LAZY = {
     "cupyx",
     "cuda",
     "nvmath",
+    "nccl",
     "cudnn",
     "matplotlib",
     "yaml",
@@ -229,8 +232,8 @@ import types
 import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.serialization, fp8kit.nn.recompute
 for name in fp8kit.__all__:
     value = getattr(fp8kit, name)
-    rooms = {'autograd', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays', 'plugins',
-             'numerics'}
+    rooms = {'autograd', 'distributed', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays',
+             'plugins', 'numerics'}
     assert isinstance(value, types.ModuleType) == (name in rooms), name
 assert fp8kit.nn.unit_scaling.Linear
 """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import lab
+from fp8kit import collectives, lab
 from fp8kit.lab.checks import Report
 from tests.support.examples import EXAMPLES, HALF_STEP, numbers
 
@@ -233,3 +233,11 @@ def test_torch_moe_gpt(printed):
     assert max(last) < min(first) - 1  # 5.7 is that of a guess; steps of both trainings take it below 4.5
     assert abs(last[0] - last[1]) < 0.1
     assert len(re.findall("experts take from", text)) == 2
+
+
+def test_several_ranks(printed, monkeypatch):
+    """Of one process here; of several: tests/commands/test_launch.py."""
+    monkeypatch.setattr(collectives, "EVERYONE", [])
+    losses = numbers(r"loss ([\d.]+)", printed("several_ranks"))
+    assert len(losses) == 10
+    assert losses[-1] < 0.3 * losses[0]

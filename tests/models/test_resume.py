@@ -22,6 +22,7 @@ from fp8kit.models.presets import PRESETS, preset
 from fp8kit.models.resume import KIND, Checkpoint, Run, identity
 from fp8kit.models.train import fp8_recipe, train
 from tests.support.source import ROOT
+from tests.support.stops import Stop, Stopped
 
 TINY = preset("tiny")
 RECIPES = {"high": None, "FP8": fp8_recipe(TINY)}
@@ -30,27 +31,6 @@ RECIPES = {"high": None, "FP8": fp8_recipe(TINY)}
 @pytest.fixture(scope="module")
 def corpus():
     return text.standard_library(max_bytes=2 << 20)
-
-
-class Stopped(Exception):
-    """The run ends here."""
-
-
-class Stop:
-    """A stream for progress that ends the run after a step has been shown there."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def isatty(self):
-        return False
-
-    def flush(self):
-        pass
-
-    def write(self, line):
-        if f" {self.step}/" in line:
-            raise Stopped
 
 
 def bits(run, path):

@@ -1,0 +1,113 @@
+"""``Store``: texts by name that the processes of a job share, in the process of rank 0. By it they agree on
+how to communicate, and say what they were doing when one fails; tensors never go through it.
+
+A request is a line of JSON, [what, name, value], and so is its answer: nothing that is received is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+from fp8kit.errors import BackendError
+from fp8kit.settings import Place
+
+_LONGEST = 1 << 20  # bytes of a line
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    """One process's requests."""
+
+    def handle(self) -> None:
+        server: Any = self.server
+        while line := self.rfile.readline(_LONGEST):
+            try:
+                what, name, value = json.loads(line)
+            except ValueError:  # whoever that is, it is none of us
+                return
+            if what == "set":
+                server.texts[name] = value
+            self.wfile.write(json.dumps(server.texts.get(name)).encode() + b"\n")
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address, _Answers)
+        self.texts: dict[str, str] = {}
+
+
+class Store:
+    """The texts of a job, of which this process is ``place``; rank 0 keeps them at the port that its launcher
+    named, or at the next one where the launcher listens there itself. BackendError where rank 0 is not met
+    within ``timeout`` seconds, or cannot listen; OSError, later, where it has ended."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.place, port = place, place.port + place.agent
+        self._lock = threading.Lock()
+        at = f"{place.address}:{port}"
+        if place.rank == 0:
+            try:
+                self._server = _Server((place.address, port))
+            except OSError as error:
+                wanted = "a free port: MASTER_ADDR, MASTER_PORT"
+                raise BackendError(
+                    "distributed.init", "address", f"{at} ({error.strerror})", wanted
+                ) from None
+            threading.Thread(target=self._server.serve_forever, name="fp8kit store", daemon=True).start()
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                self._socket = socket.create_connection((place.address, port), 5.0)
+                break
+            except OSError as error:
+                if time.monotonic() > end:
+                    got, wanted = f"rank {place.rank} alone at {at} ({error})", "rank 0 there"
+                    raise BackendError("distributed.init", "ranks", got, wanted) from None
+                time.sleep(0.1)
+        self._file = self._socket.makefile("rb")
+
+    def _ask(self, what: str, name: str, value: str | None = None) -> str | None:
+        with self._lock:
+            self._socket.sendall(json.dumps([what, name, value]).encode() + b"\n")
+            line = self._file.readline(_LONGEST)
+        if not line:
+            raise ConnectionError("the process of rank 0 has ended")
+        found: str | None = json.loads(line)
+        return found
+
+    def set(self, name: str, text: str) -> None:
+        """Keep ``text`` under ``name``, for all."""
+        self._ask("set", name, text)
+
+    def has(self, name: str) -> bool:
+        """Whether somebody has set it."""
+        return self._ask("get", name) is not None
+
+    def get(self, name: str, timeout: float) -> str:
+        """The text, once somebody has set it; BackendError where nobody has within ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while (found := self._ask("get", name)) is None:
+            if time.monotonic() > end:
+                raise BackendError(
+                    "distributed", name, f"nothing for {timeout:g} s", "what another rank sets"
+                )
+            time.sleep(0.05)
+        return found
+
+    def close(self) -> None:
+        """Leave; on rank 0, for all."""
+        self._file.close()
+        self._socket.close()
+        if self.place.rank == 0:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+__all__ = ["Store"]

@@ -1,0 +1,167 @@
+"""``fp8kit launch`` and ``fp8kit train --ranks``: several processes, over Gloo on the CPU, or over NCCL on
+two GPUs."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fp8kit import cli, collectives, distributed, settings
+from fp8kit.arrays import CPU
+from fp8kit.collectives import Collectives, everyone
+from fp8kit.commands import launch
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
+from fp8kit.models import text
+from fp8kit.models.presets import preset
+from fp8kit.models.train import fp8_recipe, train
+from fp8kit.rendezvous import Store
+from fp8kit.settings import Place
+from tests.support.source import ROOT
+from tests.support.stops import Stop, Stopped
+
+SECONDS = 60  # within which a rank that fails ends all
+
+
+def run(device, *words):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    env |= {"FP8KIT_DEVICE": "cpu"} if device == "cpu" else {}
+    begin = time.monotonic()
+    words = [sys.executable, "-m", "fp8kit", *words]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    return done, time.monotonic() - begin
+
+
+DEVICES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
+KNEW = "rank 0: in call 4, all_reduce sum of float32 (16, 16) in Linear fc2"
+FAILURES = {
+    "not": (0, []),
+    "shapes": (1, [KNEW, "rank 1: in call 4, all_reduce sum of float32 (32, 16) in Linear fc2"]),
+    "dies": (1, [KNEW, "rank 1: nothing: it hangs or has ended", "rank 1 was ended by SIGKILL"]),
+    "hangs": (1, [KNEW, "rank 1: nothing: it hangs or has ended"]),
+    "raises": (1, [KNEW, "KeyError: 'mine'", "rank 1 ended with status 1"]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_ends_all_with_a_message(how, device):
+    status, said = FAILURES[how]
+    done, seconds = run(device, "launch", "-n", "2", "-m", "tests.support.failing_rank", how)
+    assert done.returncode == status, done.stderr
+    for text_ in said:
+        assert text_ in done.stderr, done.stderr
+    assert sorted(done.stdout.splitlines()) == (
+        [] if status else ["rank 0 has done it", "rank 1 has done it"]
+    )
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_of_two_ranks_is_that_of_one_and_continues_its_file(device, tmp_path):
+    """Begun by one process, continued by two."""
+    size, corpus, quiet = preset("tiny"), text.standard_library(), Stop(None)
+    where = CPU if device == "cpu" else distributed.arrays.device("cuda")
+    recipe = fp8_recipe(size)
+    whole = train(size, corpus, recipe, "FP8", where, 0, quiet)
+    keep = tmp_path / "training.safetensors"
+    with pytest.raises(Stopped):
+        train(size, corpus, recipe, "FP8", where, 0, Stop(3), keep, 1)
+    words = ["train", "--preset", "tiny", "--ranks", "2", "--out", str(tmp_path)]
+    done, _ = run(device, *words, "--resume", *(["--device", device] if device == "cpu" else []))
+    assert done.returncode == 0, done.stderr
+    assert "seed 0, 2 ranks" in done.stdout
+    with (tmp_path / "loss.csv").open() as file:
+        losses = [float(row["FP8"]) for row in csv.DictReader(file)]
+    assert losses == pytest.approx(whole.losses, rel=1e-3)
+    # what two have left is whole for one
+    assert train(size, corpus, recipe, "FP8", where, 0, quiet, keep, 1, True).losses == pytest.approx(
+        losses, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_example_learns_the_same_on_ranks_that_share_rows_or_weights(device):
+    def losses(*words):
+        done, _ = run(device, *words)
+        assert done.returncode == 0, done.stderr
+        return [float(line.split()[-1]) for line in done.stdout.splitlines()]
+
+    example = str(ROOT / "examples" / "24_several_ranks.py")
+    one, rows, weights = (losses("launch", "-n", n, example, *more) for n, *more in ("1", "2", ("2", "2")))
+    assert len(one) == 10
+    assert rows == pytest.approx(one, rel=1e-3)
+    assert weights == pytest.approx(one, rel=1e-3)
+
+
+def test_what_launchers_say(monkeypatch):
+    for names in settings._PLACES:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    assert settings.place() == Place()
+    for names, values, wanted in (
+        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), "34", (3, 4, 3)),
+        (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), "561", (5, 6, 1)),
+        (("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), "1207", (1, 2, 0)),  # before all others
+    ):
+        for name, value in zip(names, values, strict=True):
+            monkeypatch.setenv(name, value)
+        if names[0] == "SLURM_PROCID":
+            monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
+        assert settings.place()[:3] == wanted
+    assert settings.place().port == 7
+    assert [own["RANK"] for own in launch.places(3)] == ["0", "1", "2"]
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(Fp8kitError, match="RANK: got 2, expected below 2, which WORLD_SIZE says"):
+        settings.place()
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(Fp8kitError, match="RANK: got 'one', expected a number"):
+        settings.place()
+
+
+def test_one_process_is_a_group_of_one(monkeypatch):
+    monkeypatch.setattr(collectives, "EVERYONE", [])
+    for arguments, error, wanted in (
+        ({"backend": "glo"}, ArgumentError, "backend: got 'glo', expected None or one of nccl, gloo"),
+        ({"timeout": 0.0}, ArgumentError, "timeout"),
+    ):
+        with pytest.raises(error, match=wanted):
+            distributed.init(device="cpu", **arguments)
+    ranks = distributed.init(device="cpu")
+    assert type(ranks) is Collectives
+    assert (ranks.rank, ranks.size, ranks.device) == (0, 1, CPU)
+    assert distributed.init() is ranks is everyone()
+    assert distributed.grid(ranks) == (ranks, ranks)
+    with pytest.raises(ArgumentError, match="tensor: got 1, expected a multiple of 2"):
+        distributed.grid(ranks, 2)
+
+
+def test_refusals_of_the_command(tmp_path, capsys):
+    assert cli.main(["launch", "-n", "2", str(tmp_path / "none.py")]) == 2
+    assert "PROGRAM: got" in capsys.readouterr().err
+    assert cli.main(["train", "--preset", "tiny", "--ranks", "2", "--device", "cuda:1"]) == 2
+    assert "--device: got cuda:1, expected cpu or cuda" in capsys.readouterr().err
+    with pytest.raises(ArgumentError, match=r"preset.sequences: got 4, expected a multiple of 3"):
+        train(preset("tiny"), None, None, "high", CPU, ranks=Collectives(0, 3))
+
+
+def test_ranks_share_texts():
+    with_port = Place(0, 2, 0, "127.0.0.1", int(launch.places(1)[0]["MASTER_PORT"]))
+    first = Store(with_port, 5.0)
+    other = Store(with_port._replace(rank=1), 5.0)
+    assert not other.has("a")
+    first.set("a", "b\nc")
+    assert other.get("a", 1.0) == "b\nc"
+    with pytest.raises(BackendError, match=r"d: got nothing for 0.1 s, expected what another rank sets"):
+        other.get("d", 0.1)
+    with pytest.raises(BackendError, match="expected a free port"):
+        Store(with_port, 1.0)
+    other.close()
+    first.close()
+    with pytest.raises(BackendError, match="expected rank 0 there"):
+        Store(with_port._replace(rank=1, port=1), 0.2)
