@@ -232,6 +232,16 @@ def _by_value(touched: list[_Touched]) -> list[_Touched]:
     return [(own, recipe, states) for (own, recipe), states in groups.items()]
 
 
+def commit_touched() -> None:
+    """Update what was touched within the outermost active autocast now, not at its end."""
+    found = _innermost()
+    root = None if found is None else found.live_root()
+    if root is not None:
+        left, root.touched = root.touched, {}
+        for frontend, recipe, states in _by_value([(own, r, s) for (own, _), (r, s) in left.items()]):
+            frontend.commit_forward(recipe, list(states.values()))
+
+
 class autocast(ContextDecorator):
     """Context manager and decorator: modules within compute in FP8.
 

@@ -34,6 +34,49 @@ def next_rng(device: torch.device) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
+# the constructor's arguments that programs read of Transformer Engine's modules
+_READ = [
+    "activation",
+    "activation_params",
+    "attention_dropout",
+    "attn_mask_type",
+    "bottom_right_diagonal",
+    "enc_dec_attn_mask_type",
+    "enc_dec_bottom_right_diagonal",
+    "enc_dec_window_size",
+    "eps",
+    "ffn_hidden_size",
+    "fuse_qkv_params",
+    "hidden_size",
+    "kv_channels",
+    "layernorm_epsilon",
+    "normalization",
+    "num_attention_heads",
+    "num_gqa_groups",
+    "output_layernorm",
+    "parameters_split",
+    "qk_norm_eps",
+    "qk_norm_type",
+    "qkv_format",
+    "qkv_weight_interleaved",
+    "return_max_logit",
+    "save_original_input",
+    "self_attn_mask_type",
+    "sequence_parallel",
+    "set_parallel_mode",
+    "softmax_scale",
+    "softmax_type",
+    "symmetric_ar_type",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "window_size",
+    "zero_centered_gamma",
+]
+
+
 class TorchLayer(Layer, torch.nn.Module):
     """Base of layers that need no parameters of their own."""
 
@@ -45,6 +88,8 @@ class TorchLayer(Layer, torch.nn.Module):
     delay_wgrad_compute = False
 
     def take_further(self, arguments: SimpleNamespace) -> None:
+        given, kind = vars(arguments), type(self)
+        vars(self).update({name: given[name] for name in _READ if name in given and not hasattr(kind, name)})
         tracker = getattr(arguments, "get_rng_state_tracker", None)
         if tracker is not None:
             self.rng_tracker = tracker

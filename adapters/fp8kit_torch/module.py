@@ -54,6 +54,7 @@ from fp8kit_torch.specs import fp8_text, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.module_state import TransformerEngineState
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
@@ -71,7 +72,7 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     return part
 
 
-class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
+class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMethods, StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
     A subclass names its operation and its GEMMs (prefixes of the operation's names), says its spec in high

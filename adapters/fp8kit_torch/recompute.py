@@ -12,6 +12,9 @@ A layer that is called within a checkpointed function finds torch's note of what
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +31,7 @@ from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, AutogradError
 from fp8kit.layers.recompute import Kept, Pass, Passes
 from fp8kit_torch import torch_checkpoint as torchs
+from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import check, one, optional
 from fp8kit_torch.state import open_backward
@@ -44,6 +48,63 @@ class _Later(Pass):
 
 
 _passes = Passes()  # of which the later ones run; a first one is found by torch's note of it
+
+
+class _Kept:
+    """What a program's own first pass keeps (``phase``), of each layer in the order of its calls."""
+
+    reentrant = True  # gradients are disabled in it
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[Any, deque[Kept]] = weakref.WeakKeyDictionary()
+        self.calls = self
+
+    def append(self, kept: Kept) -> None:
+        self.of.setdefault(kept.owner, deque()).append(kept._replace(owner=None))
+
+
+class _ByHand(threading.local):
+    first: _Kept | None = None  # while such a pass runs
+
+
+_by_hand, _kept_by_hand = _ByHand(), _Kept()
+
+
+class _LaterByHand(Pass):
+    """A program's own later pass."""
+
+    def __init__(self) -> None:
+        super().__init__(False, [])
+        self.backward = None if torch_compat.current_backward() == -1 else open_backward()
+        self.hook = torchs.hook()
+
+    def next(self, owner: object) -> Kept:
+        queue = _kept_by_hand.of.get(owner)
+        if not queue:
+            got = f"{type(owner).__name__}, of which no first pass is kept"
+            wanted = "the same layers as in activation_recompute_forward(True, recompute_phase=False)"
+            raise AutogradError("activation_recompute_forward", "recompute_phase", got, wanted)
+        return queue.popleft()._replace(owner=owner)
+
+
+@contextmanager
+def phase(first: bool) -> Iterator[None]:
+    """Around a pass of a program's own recomputation: a first one, whose layers keep what they find, or a
+    later one, whose layers take it."""
+    if not first:
+        with _passes.within(_LaterByHand()):
+            yield
+        return
+    before, _by_hand.first = _by_hand.first, _kept_by_hand
+    try:
+        yield
+    finally:
+        _by_hand.first = before
+
+
+def forget_phases() -> None:
+    """Drop what such first passes have kept."""
+    _kept_by_hand.of.clear()
 
 
 class _Recomputed:
@@ -81,21 +142,23 @@ def _noted(holder: Any, name: str, reentrant: bool) -> _Recomputed:
     return found
 
 
-def _firsts() -> list[_Recomputed]:
+def _firsts() -> list[Any]:
     """The checkpointed functions that run for the first time, within the later pass that runs, if one
     does."""
     later = _passes.running
-    found = [_noted(ctx, "run_function", True) for ctx in torchs.contexts(_Recomputed.__call__.__code__)]
-    return found + [
+    own = torchs.contexts(_Recomputed.__call__.__code__)
+    found: list[Any] = [_noted(ctx, "run_function", True) for ctx in own]
+    found += [
         _noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)
     ]
+    return found if _by_hand.first is None else [*found, _by_hand.first]
 
 
 def idle() -> bool:
     """Whether this thread runs no pass of any checkpoint. AutogradError in a second pass of a function that
     ran no layer in the first."""
     if _passes.running is None:
-        if torchs.outside():
+        if _by_hand.first is None and torchs.outside():
             return True
         if not _firsts():
             if torchs.recomputing():
@@ -319,9 +382,11 @@ __all__ = [
     "checkpoint",
     "checkpoint_contexts",
     "first",
+    "forget_phases",
     "idle",
     "keep",
     "note",
     "nowhere",
+    "phase",
     "recall",
 ]

@@ -52,7 +52,8 @@ _SAME = {
     "float8_tensor": _QUANTIZED,
     "quantized_tensor": _QUANTIZED,
     "constants": "fp8kit_torch.te_compat.dtypes",
-    "distributed": "fp8kit_torch.recompute fp8kit_torch.rng fp8kit_torch.te_compat.parallel",
+    "distributed": """fp8kit_torch.recompute fp8kit_torch.rng fp8kit_torch.te_compat.parallel
+        fp8kit_torch.te_compat.recompute_phases""",
     "graph": "fp8kit_torch.graphs fp8kit_torch.te_compat.capture",
     "jit": "fp8kit_torch.te_compat.capture",
     "cross_entropy": "fp8kit_torch.cross_entropy",

@@ -197,6 +197,12 @@ def in_fp8_activation_recompute_phase() -> bool:
     return recompute.later()
 
 
+def use_reentrant_activation_recompute() -> bool:
+    """Whether the checkpoint that runs its first pass is of torch's reentrant variant; True outside of any,
+    as ``checkpoint``'s default is."""
+    return recompute.idle() or recompute.first()
+
+
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """A tensor (shape) that stands for a weight's gradient where the real one is in ``main_grad``:
     undefined, or zeros with ``zero``."""
@@ -247,5 +253,6 @@ __all__ = [
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
     "symmetric_all_reduce",
+    "use_reentrant_activation_recompute",
     "using_cublasmp_backend",
 ]

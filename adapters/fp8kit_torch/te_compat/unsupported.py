@@ -29,8 +29,6 @@ _NAMES = {
     "the activation is not there": "ScaledTanhSReLU",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
-    "te.distributed.checkpoint recomputes FP8 layers as they were": """activation_recompute_forward
-        get_activation_recompute_contexts use_reentrant_activation_recompute""",
     "it is an inner part of Transformer Engine": """jit bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
         get_bias_dropout_add""",
 }

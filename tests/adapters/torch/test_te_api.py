@@ -216,7 +216,7 @@ def test_the_state_of_the_moment():
     assert State.is_mxfp8_available() == (True, "")
     assert State.get_meta_tensor_key(False) == "scaling_bwd"
     assert State.fp8_graph_capturing() is False
-    assert not hasattr(State, "autocast_enter")
+    assert not hasattr(State, "nothing_like_it")
 
 
 def test_reset_leaves_what_an_interrupted_program_left():

@@ -1,0 +1,187 @@
+"""What programs read of a layer of Transformer Engine: whether it computes in FP8, how its weights are held,
+its scales and quantizers. Each is looked up when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.arguments import integer
+from fp8kit.autocast import current
+from fp8kit.recipe import Recipe
+from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
+
+
+class TransformerEngineState:
+    """Of a layer whose GEMMs may run in FP8."""
+
+    gemms: tuple[str, ...]
+    fp8_meta: dict[str, Any]
+    prepare: Any
+    weight_inputs: Any
+    activation_dtype: torch.dtype | None = None  # see ``set_activation_dtype``
+    fsdp_group: Any = None
+    ub_name: str | None = None
+    rng_tracker: Any = None
+
+    # --- FP8 at the moment ----------------------------------------------------------------------------------
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its GEMMs run in FP8 now: within an ``autocast``, by a recipe that does not leave the layer
+        out."""
+        state = self._scope()
+        return state is not None and state.enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether the innermost autocast calibrates."""
+        state = current()
+        return state is not None and state.calibrating
+
+    @property
+    def fp8_initialized(self) -> bool:
+        """Whether it has run in FP8 with delayed scaling, or would run in FP8 now."""
+        return bool(self.fp8_meta) or self.fp8
+
+    @property
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """Whether there are scales and amax histories, in ``fp8_meta``."""
+        return bool(self.fp8_meta)
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether its weights are held in FP8 alone (``quantized_model_init``)."""
+        return getattr(self, "_held", None) is not None
+
+    fp8_parameters = primary_weights_in_fp8
+
+    @property
+    def preserve_high_precision_init_val(self) -> bool:
+        """Whether such weights keep the values they were cast from."""
+        held = getattr(self, "_held", None)
+        return held is not None and held.preserve
+
+    def _scope(self) -> Any:
+        state = current()
+        if state is None or not (state.enabled or state.calibrating) or not state.recipe.by_layer:
+            return state
+        own: Any = self
+        return own.own_state(state)
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """``fp8_meta``'s keys -> a quantizer for each slot: input, weight, output of each GEMM; grad_output,
+        grad_input of each. By the autocast's recipe; none outside of FP8."""
+        state = self._scope()
+        if state is None or not (state.enabled or state.calibrating):
+            return {"scaling_fwd": [], "scaling_bwd": []}
+
+        def of(operand: str, gemm: int) -> Any:
+            return quantizer_of_operand(state.recipe, operand, self.prepare, self.fp8_meta, gemm)
+
+        numbers = range(len(self.gemms))
+        return {
+            "scaling_fwd": [of(operand, i) for i in numbers for operand in "xwx"],
+            "scaling_bwd": [of("g", i) for i in numbers for _ in range(2)],
+        }
+
+    # --- scales ---------------------------------------------------------------------------------------------
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Make scales (1) and amax histories (0) for a recipe of delayed scaling, where there are none."""
+        if recipe.history is not None:
+            self.prepare(recipe.history.length)
+
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
+        """``init_fp8_meta_tensors``, which makes those of both directions."""
+        self.init_fp8_meta_tensors(recipe)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """``init_fp8_meta_tensors`` by the autocast's recipe; nothing outside of FP8. A layer knows its
+        GEMMs."""
+        state = self._scope()
+        if state is not None and (state.enabled or state.calibrating):
+            self.init_fp8_meta_tensors(state.recipe)
+
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Give the amax histories another length: rows are dropped or added at the end. ``fwd``: both
+        directions have one length. The next call within ``autocast`` gives them its recipe's."""
+        self.prepare(integer("adjust_amax_history_length", "length", length, 1))
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]]:
+        """Copies of (scale, scale_inv, amax_history) by ``fp8_meta``'s keys, for
+        ``reset_fp8_meta_tensors``."""
+        return {name: [part.clone() for part in state.parts] for name, state in self.fp8_meta.items()}
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: Mapping[str, Any] | None = None) -> None:
+        """Set scales to 1 and histories to 0, in their memory, or to what ``get_fp8_meta_tensors`` gave."""
+        with torch.no_grad():
+            for name, state in self.fp8_meta.items():
+                if fp8_meta_tensors is None:
+                    state.scale.fill_(1.0)
+                    state.scale_inv.fill_(1.0)
+                    state.amax_history.zero_()
+                    continue
+                for part, value in zip(state.parts, fp8_meta_tensors[name], strict=True):
+                    part.copy_(value)
+
+    # --- parameters -----------------------------------------------------------------------------------------
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Its weights by their names as parameters."""
+        own: Any = self
+        weights = {id(weight) for weight in self.weight_inputs().values()}
+        return [name for name, parameter in own.named_parameters(recurse=False) if id(parameter) in weights]
+
+    @property
+    def bias_names(self) -> list[str]:
+        """The biases of its GEMMs by their names as parameters."""
+        own: Any = self
+        names = [name for name, _ in own.named_parameters(recurse=False)]
+        biases = [name.replace("weight", "bias") for name in self.weight_names]
+        return [name for name in biases if name in names]
+
+    def get_fp8_params(self) -> list[Tensor] | None:
+        """Its weights that are held in FP8 alone; None where none is."""
+        own: Any = self
+        return [getattr(own, name) for name in self.weight_names] if self.primary_weights_in_fp8 else None
+
+    @property
+    def apply_bias(self) -> bool:
+        """Whether it adds its bias itself."""
+        own: Any = self
+        return bool(getattr(own, "use_bias", False)) and not getattr(own, "return_bias", False)
+
+    @property
+    def tp_group_initialized(self) -> bool:
+        """Whether its group of tensor parallelism is known."""
+        own: Any = self
+        return getattr(own, "tp_size", 1) == 1 or getattr(own, "tp_group", None) is not None
+
+    @property
+    def get_rng_state_tracker(self) -> Any:
+        """The constructor's argument."""
+        return self.rng_tracker
+
+    @property
+    def wgrad_store(self) -> Any:
+        """Gradients that ``backward_dw`` hands over."""
+        own: Any = self
+        return own.waiting
+
+    @property
+    def wgrad_accumulation_and_reduce_hooks(self) -> list[Any]:
+        """What ``register_wgrad_accumulation_and_reduce_hooks`` was given."""
+        return self.wgrad_store.hooks  # type: ignore[no-any-return]
+
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as ``torch.nn.Module`` does."""
+        torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
+
+
+__all__ = ["TransformerEngineState"]

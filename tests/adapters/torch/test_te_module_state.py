@@ -1,0 +1,119 @@
+"""What programs read of Transformer Engine's modules."""
+
+from __future__ import annotations
+
+import copy
+
+import fp8kit_torch as te
+import pytest
+import torch
+
+LAYERS = {
+    "Linear": lambda **options: te.Linear(32, 32, device="cpu", **options),
+    "LayerNormLinear": lambda **options: te.LayerNormLinear(32, 32, device="cpu", **options),
+    "LayerNormMLP": lambda **options: te.LayerNormMLP(32, 64, device="cpu", **options),
+    "GroupedLinear": lambda **options: te.GroupedLinear(2, 32, 32, device="cpu", **options),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def make(request):
+    return LAYERS[request.param]
+
+
+def test_whether_a_layer_computes_in_fp8_is_that_of_the_moment(make):
+    layer = make()
+    assert (layer.fp8, layer.fp8_calibration, layer.fp8_initialized) == (False, False, False)
+    with te.autocast(recipe=te.Float8CurrentScaling()):
+        assert (layer.fp8, layer.fp8_initialized) == (True, True)
+        with te.autocast(enabled=False, calibrating=True):
+            assert (layer.fp8, layer.fp8_calibration) == (False, True)
+
+
+def test_a_recipe_by_layer_says_it_of_each():
+    recipe = te.recipe.PerLayer(te.Float8CurrentScaling(), (("first", None),))
+    with te.autocast(recipe=recipe):
+        assert not LAYERS["Linear"](name="first").fp8
+        assert LAYERS["Linear"](name="second").fp8
+
+
+def test_weights_that_are_held_in_fp8(make):
+    assert not make().primary_weights_in_fp8
+    assert make().get_fp8_params() is None
+    with te.quantized_model_init(recipe=te.Float8CurrentScaling(), preserve_high_precision_init_val=True):
+        layer = make()
+    assert layer.primary_weights_in_fp8
+    assert layer.preserve_high_precision_init_val
+    assert [id(p) for p in layer.get_fp8_params()] == [id(getattr(layer, n)) for n in layer.weight_names]
+
+
+def test_names_of_weights_and_biases():
+    split = LAYERS["LayerNormLinear"](parameters_split=["query_", "key_"])
+    assert split.weight_names == ["query_weight", "key_weight"]
+    assert split.bias_names == ["query_bias", "key_bias"]
+    assert LAYERS["LayerNormMLP"]().weight_names == ["fc1_weight", "fc2_weight"]
+    assert LAYERS["GroupedLinear"]().bias_names == ["bias0", "bias1"]
+    assert LAYERS["Linear"](bias=False).bias_names == []
+    assert LAYERS["Linear"]().apply_bias
+    assert not LAYERS["Linear"](return_bias=True).apply_bias
+
+
+def step(layer, recipe):
+    x = torch.randn(16, 32, requires_grad=True)
+    with te.autocast(recipe=recipe):
+        layer(x).sum().backward()
+
+
+def test_scales_are_kept_given_back_and_reset():
+    layer, recipe = LAYERS["Linear"](), te.DelayedScaling(amax_history_len=4)
+    layer.init_fp8_meta_tensors(recipe)
+    assert layer.fp8_meta_tensors_initialized
+    assert layer.fp8_meta["scaling_fwd"].amax_history.shape == (4, 3)
+    step(layer, recipe)
+    kept, memory = layer.get_fp8_meta_tensors(), layer.fp8_meta["scaling_fwd"].scale.data_ptr()
+    layer.reset_fp8_meta_tensors()
+    for state in layer.fp8_meta.values():
+        assert bool((state.scale == 1).all())
+        assert not state.amax_history.any()
+    layer.reset_fp8_meta_tensors(kept)
+    for name, state in layer.fp8_meta.items():
+        assert all(torch.equal(a, b) for a, b in zip(state.parts, kept[name], strict=True))
+    assert layer.fp8_meta["scaling_fwd"].scale.data_ptr() == memory
+
+
+def test_another_length_of_the_history_keeps_its_first_rows():
+    layer, recipe = LAYERS["Linear"](), te.DelayedScaling(amax_history_len=4)
+    step(layer, recipe)
+    before = layer.fp8_meta["scaling_fwd"].amax_history.clone()
+    layer.adjust_amax_history_length(2)
+    assert torch.equal(layer.fp8_meta["scaling_fwd"].amax_history, before[:2])
+
+
+def test_quantizers_are_the_recipes_with_the_layers_scales():
+    layer, recipe = LAYERS["LayerNormMLP"](), te.DelayedScaling(amax_history_len=4)
+    assert layer.quantizers == {"scaling_fwd": [], "scaling_bwd": []}
+    with te.autocast(recipe=recipe):
+        found = layer.quantizers
+    assert [len(each) for each in found.values()] == [6, 4]
+    scales = layer.fp8_meta["scaling_fwd"].scale
+    assert found["scaling_fwd"][4].scale.data_ptr() == scales[4:].data_ptr()
+    assert found["scaling_bwd"][0].dtype == te.DType.kFloat8E5M2
+    with te.autocast(recipe=te.Float8CurrentScaling()):
+        found = layer.quantizers["scaling_fwd"]
+    assert all(isinstance(each, te.Float8CurrentScalingQuantizer) for each in found)
+
+
+def test_arguments_of_the_constructor_can_be_read():
+    layer = te.TransformerLayer(
+        32, 64, 2, device="cpu", normalization="RMSNorm", activation="swiglu", window_size=(4, 0)
+    )
+    layer = copy.deepcopy(layer)
+    assert layer.self_attn_mask_type == "causal"
+    assert layer.self_attention.num_attention_heads == 2
+    assert layer.self_attention.qkv_format == "sbhd"
+    assert layer.layernorm_mlp.normalization == "RMSNorm"
+    assert layer.layernorm_mlp.activation == "swiglu"
+    assert layer.layernorm_mlp.eps == 1e-5
+    assert layer.self_attention.layernorm_qkv.zero_centered_gamma is False
+    assert layer.self_attention.proj.tp_group_initialized
+    assert layer.self_attention.proj.get_rng_state_tracker is None
