@@ -175,6 +175,12 @@ class ArrayView:
         ptr = self.ptr + start * strides[dim] * self.dtype.itemsize
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
+    def repeated(self, count: int) -> ArrayView:
+        """A single element as an array (count,), each of which it is. ShapeError for another size."""
+        if self.size != 1:
+            raise ShapeError("repeated", "shape", self.shape, "one element")
+        return ArrayView(self.ptr, (count,), self.dtype, self.device, self.owner, (0,))
+
     def transpose(self, *axes: int) -> ArrayView:
         """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a
         permutation."""

@@ -126,6 +126,19 @@ class AttentionQuantization:
         return bool(self.rotation) and self.signs == "random"
 
     @cached_property
+    def one_scale_a_tensor(self) -> bool:
+        """Whether these are the rules that FP8 kernels of attention know (``fp8kit.ops.attention_native``):
+        one scale for each operand, no rotation, one format forward and one backward."""
+        forward = self.q, self.k, self.v, self.v if self.o is None else self.o
+        backward = self.do, self.do if self.dqkv is None else self.dqkv
+        return (
+            not (self.emulated or self.rows_per_block or self.rotation)
+            and all(own.granularity == "tensor" for own in (*forward, *backward))
+            and all(own.format == self.p.format for own in forward)
+            and all(own.format == self.ds.format for own in backward)
+        )
+
+    @cached_property
     def step(self) -> int:
         """Rows of a head that are cast together: a multiple of every block's."""
         blocks = [own.tile[1] for own in (self.q, self.k, self.v, self.do) if own.granularity != "tensor"]

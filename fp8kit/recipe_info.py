@@ -52,7 +52,7 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
         return Support(REFUSED, str(error))
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
-    native = Support(NATIVE, "" if recipe.attention is None else "attention is emulated")
+    native = Support(NATIVE, _attention_words(recipe.attention, capability))
     if capability is None:
         return native
     have, least = (".".join(map(str, each)) for each in (capability, products.capability))
@@ -67,6 +67,18 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
                 REFUSED, f"{products.described} needs compute capability {only} itself, not {have}"
             )
     return native
+
+
+def _attention_words(how: AttentionQuantization | None, capability: tuple[int, int] | None) -> str:
+    """How attention's products run on a device; "" where they are in high precision."""
+    if how is None:
+        return ""
+    from fp8kit.backends.cuda import cudnn_fp8
+
+    have = 0 if capability is None else 10 * capability[0] + capability[1]
+    if have == cudnn_fp8.HOPPER and how.one_scale_a_tensor:
+        return "attention too where cuDNN's FP8 kernels take it"
+    return "attention is emulated"
 
 
 def support_on(recipe: Recipe, device: Device) -> Support:

@@ -46,18 +46,6 @@ class NativeCall(QuantizedCall):
         self.numbers = numbers["q"], numbers["k"], numbers["v"]
 
     @property
-    def suitable(self) -> bool:
-        """Whether the recipe's data are what the kernels know."""
-        how = self.how
-        operands = how.q, how.k, how.v, how.do
-        return (
-            not (how.emulated or how.rows_per_block or self.rotation)
-            and all(own.granularity == "tensor" for own in (*operands, self.out, self.dqkv))
-            and all(own.format == how.p.format for own in (how.q, how.k, how.v, self.out))
-            and all(own.format == how.ds.format for own in (how.do, self.dqkv))
-        )
-
-    @property
     def work(self) -> float:
         """Multiply-adds of forward."""
         q, k, v = (self.shape(name) for name in "qkv")
@@ -163,7 +151,7 @@ def quantized_call(dense: Dense, kind: DType, kernels: Any, trained: bool) -> Qu
     """The call, by the engine's FP8 kernels where it has them, else emulated. ``trained``: whether its
     backward will be asked for, which then decides, too."""
     native = NativeCall(dense, kind)
-    if native.suitable and native.work >= LEAST:
+    if native.how.one_scale_a_tensor and native.work >= LEAST:
         directions = (False, True) if trained else (False,)
         if all(native.workspace(kernels, backward) for backward in directions):
             return native

@@ -1,16 +1,19 @@
 """FP8 products with a scale for each row of an operand, along the whole contraction.
 
 The rows of a transposed operand are other rows, with scales of their own: each orientation is cast from high
-precision, out of a copy that is padded with zeros.
+precision, out of a copy that is padded with zeros. What backward's GEMMs read may have the scale of the whole
+tensor instead, the same one for each of its rows (torchao's rowwise_with_gw_hp).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import float32
+from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, WorkingSet
@@ -20,6 +23,14 @@ class RowProduct(QuantizedProduct):
     """``Product`` on codes padded to multiples of 16, with a scale_inv for each of their rows."""
 
     kernels = ("quantize", "copy", "amax", "scale_from_amax", "fp8_gemm")
+
+    def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
+        super().__init__(spec, *of_the_call)
+        # operands whose rows all have the scale of the tensor
+        self.alike = {name for name, (*_, own) in self.operands.items() if own.granularity == "tensor"}
+        for name in self.alike:
+            *size, own = self.operands[name]
+            self.operands[name] = (*size, replace(own, granularity="row"))
 
     @staticmethod
     def shapes(rows: int, columns: int, quantizer: Quantizer) -> tuple[Shape, Shape]:
@@ -48,17 +59,24 @@ class RowProduct(QuantizedProduct):
     def _cast_rows(
         self, ws: WorkingSet, operand: str, x: ArrayView, codes: ArrayView, scale_inv: ArrayView
     ) -> None:
-        """Cast the rows of x, a matrix of any strides, each by its own scale: ``operand`` of a GEMM."""
-        source = operand[0]
-        k, name, own = ws.kernels, f"{self.spec.prefix}{source}_rows", self.quantizers[source]
+        """Cast the rows of x, a matrix of any strides, each by its own scale or all by one: ``operand`` of a
+        GEMM."""
+        source, own = operand[0], self.operands[operand][2]
+        k, name = ws.kernels, f"{self.spec.prefix}{source}_rows"
         (rows, columns), (m, n) = codes.shape, x.shape
         padded = ws.scratch[name].slice(0, 0, rows * columns).reshape(rows, columns)
         amax, scale = (ws.scratch[f"{name}_scales"].slice(0, start, rows) for start in (0, rows))
-        for zeros in (padded, amax):
+        for zeros in (padded, amax, scale):
             arrays.provider(codes.device).fill_zero(zeros, ws.stream)
         k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
-        k.amax(padded, amax, (1, columns), ws.stream)
-        self.share(ws, operand, amax)
+        if operand in self.alike:
+            whole = scale.slice(0, 0, 1)
+            k.amax(padded, whole, padded.shape, ws.stream)
+            self.share(ws, source, whole)
+            k.copy(whole.repeated(rows), amax, ws.stream)
+        else:
+            k.amax(padded, amax, (1, columns), ws.stream)
+            self.share(ws, operand, amax)
         k.scale_from_amax(amax, scale, scale_inv, *own.scale_limits, ws.stream)
         k.quantize(
             padded, codes, scale, scale_inv, None, own.format, (1, columns), True, 0, 0, None, ws.stream

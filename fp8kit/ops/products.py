@@ -6,6 +6,7 @@ What a recipe asks for and no product carries out is refused here, by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import lru_cache
 
 from fp8kit import slowness
@@ -88,10 +89,10 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
         if gemm.a.format == gemm.b.format == E5M2:
             raise unsupported(f"{name}.a, b", "E5M2 for both", "E4M3 for at least one")
     for pair in readers.values():
-        if len(pair) == 2 and pair[0][1] != pair[1][1]:
+        if len(pair) == 2 and not _alike(pair[0][1], pair[1][1]):
             wanted = f"{pair[0][1]}, as the other GEMM that reads this operand"
             raise unsupported(pair[1][0], pair[1][1], wanted)
-    operands = [quantizer for pair in readers.values() for _, quantizer in pair]
+    operands = [pair[0][1] for pair in readers.values() if pair]
     kinds = {PRODUCTS[quantizer.granularity]: quantizer.granularity for quantizer in operands}
     if not kinds:
         raise unsupported("compute", "high precision for all three GEMMs", "no recipe")
@@ -107,6 +108,12 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
     (kind,) = kinds
     kind.check_supported(used.items())
     return kind
+
+
+def _alike(first: Quantizer, second: Quantizer) -> bool:
+    """Whether a product casts one operand for two GEMMs so: alike, or by rows and then by the tensor."""
+    own = replace(second, granularity="row") if second.granularity == "tensor" else second
+    return second == first or (own == first and own.scale_source == "current")
 
 
 def _want_fprop_quantized(quantization: Quantization) -> None:

@@ -64,6 +64,15 @@ def test_support_follows_from_the_capability():
     why = recipe_info.support_of(block, (10, 0)).why
     assert why == "FP8 with scales of blocks needs compute capability 9.0 itself, not 10.0"
     assert {recipe_info.support_of(mx, c).status for c in (None, (8, 0), (12, 0))} == {"emulated"}
+    taken = "attention too where cuDNN's FP8 kernels take it"
+    for name, on_hopper in (("current_dpa", taken), ("flash_attention_3", "attention is emulated")):
+        found = {c: recipe_info.support_of(NAMED[name].recipe, c) for c in (None, (9, 0), (10, 0))}
+        assert {support.status for support in found.values()} == {"native"}
+        assert [support.why for support in found.values()] == [
+            "attention is emulated",
+            on_hopper,
+            "attention is emulated",
+        ]
 
 
 def test_what_no_engine_has_is_refused(monkeypatch):

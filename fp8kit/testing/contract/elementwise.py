@@ -20,16 +20,17 @@ def copy(
     axes: tuple[int, ...] = (),
     to: DType | None = None,
     values: Array | None = None,
+    repeat: int = 0,
 ) -> Arguments:
-    """x, or ``values``, with its dimensions in the order ``axes``; into ``to``, or else to float32, or from
-    there to bfloat16."""
+    """x, or ``values``, with its dimensions in the order ``axes``, or one element ``repeat`` times; into
+    ``to``, or else to float32, or from there to bfloat16."""
     shape = shape or (m, n)
     target = to or (bfloat16 if s.dtype is float32 else float32)
     if values is None and s.dtype is not uint8:
         x = s.normal(*shape, scale=3.0)
     else:
         x = s.put(s.random.integers(0, 256, shape).astype(np.uint8) if values is None else values)
-    x = x.transpose(*axes) if axes else x
+    x = x.repeated(repeat) if repeat else x.transpose(*axes) if axes else x
     return {"x": x, "y": s.output(*x.shape, dtype=target)}
 
 
@@ -93,6 +94,7 @@ _COPY = {
         values=_NARROW,
     ),
     "empty": {"shape": (0, 4), "to": bfloat16},
+    **product("{to.name}-repeated", {"to": (float32, bfloat16)}, dtype=float32, shape=(1,), repeat=37),
 }
 _ADD = (((17, 33), (17, 33)), ((4, 6, 5), (6, 5)), ((9, 7), (7,)), ((3, 5), (1,)), ((0, 3), (3,)))
 
