@@ -27,10 +27,10 @@ class RowProduct(QuantizedProduct):
     def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
         super().__init__(spec, *of_the_call)
         # operands whose rows all have the scale of the tensor
-        self.alike = {name for name, (*_, own) in self.operands.items() if own.granularity == "tensor"}
+        self.alike = {name for name, (_, _, own) in self.operands.items() if own.granularity == "tensor"}
         for name in self.alike:
-            *size, own = self.operands[name]
-            self.operands[name] = (*size, replace(own, granularity="row"))
+            rows, columns, own = self.operands[name]
+            self.operands[name] = rows, columns, replace(own, granularity="row")
 
     @staticmethod
     def shapes(rows: int, columns: int, quantizer: Quantizer) -> tuple[Shape, Shape]:
