@@ -118,6 +118,8 @@ class Operation:
     * ``parameters``: how the names of inputs that are a layer's parameters end, the number of a segment
       aside.
     * ``arguments``: input -> what errors call it, where that is another name.
+    * ``holds_interpreter``: whether a kernel of it may keep the interpreter while it waits for room in a
+      GPU's queue of launches, as cuDNN's frontend does.
     """
 
     name: ClassVar[str]
@@ -126,6 +128,7 @@ class Operation:
     mutates: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
     arguments: ClassVar[Mapping[str, str]] = {}
+    holds_interpreter: ClassVar[bool] = False
 
     def outputs(self, spec: Any) -> tuple[str, ...]:
         """Names of what forward returns, amaxes left out, inputs that pass through last: ``results``, unless

@@ -5,14 +5,15 @@ The call's attributes hold a text that says what to run (``program.py``), the sa
 compiled programs can be cached on disk and exported: ``text``, its bytes as int64 words (text attributes are
 written beyond their end by jax-tvm-ffi 0.1.3), and ``low`` and ``high``, its digest, by which a process that
 has seen the text finds it without reading the words. Arguments and results come as memory that XLA
-owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here, but that a
-program's first call on one of several GPUs waits for it. An exception surfaces from the jitted function with
-its text.
+owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here, but that some
+calls on one of several GPUs wait for it. An exception surfaces from the jitted function with its text.
 
-With several GPUs their threads share the interpreter, so none may keep it while its GPU waits for another
-one's thread. cuDNN's frontend keeps it when it makes a handle, when it first runs a plan, and when a GPU's
-queue of launches is full. The wait is for the first two. Nothing prevents the third: a thread that is a
-queue, some thousand launches, ahead of another one that has yet to come to a collective.
+With several GPUs in a process their threads share the interpreter, so none may keep it while its GPU waits
+for another one's thread. cuDNN's frontend keeps it when it makes a handle, when it first runs a plan, and
+when a GPU's queue of launches is full: by a thread that is a queue, some thousand launches, ahead of another
+one that has yet to come to a collective. So a program's first call on a GPU, and each call of an operation
+that cuDNN may run (``Operation.holds_interpreter``), first waits, without the interpreter, until its GPU has
+done what it was given. With one GPU a process none waits.
 
 XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE
 arithmetic while it runs.
@@ -145,6 +146,24 @@ def _text(words: Any) -> str:
     return np.array([int(word) for word in words], np.int64).tobytes().decode()
 
 
+# GPUs that this process lowers programs for, or runs some on
+_GPUS: set[int] = set()
+
+
+def note_devices(platform: str) -> None:
+    """A program is lowered for "cpu" or "cuda": know how many GPUs of this process may run it."""
+    if platform == "cuda":
+        with contextlib.suppress(RuntimeError):  # exported where there is none
+            _GPUS.update(device.local_hardware_id for device in jax.local_devices(backend="gpu"))
+
+
+def _several(device: Device) -> bool:
+    """Whether several GPUs run programs of this process. What was compiled elsewhere is known by its
+    calls."""
+    _GPUS.add(device.index)
+    return len(_GPUS) > 1
+
+
 def _receiver(kind: str) -> Callable[..., None]:
     """The handler of programs on a kind of device."""
     arithmetic = _arithmetic(kind)
@@ -154,19 +173,21 @@ def _receiver(kind: str) -> Callable[..., None]:
         _mark_used()
         with arithmetic():
             if kind == "cpu":
-                device, stream = CPU, 0
+                device, stream, several = CPU, 0, False
             else:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
+                several = _several(device)
             pointers = [tensor.data_ptr() for tensor in tensors]
             # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too.
             # No frame above may hold them
             values, tensors, place = (), [], None
             key = ("jax", device, low, high)
             op: Any = plans.get(key)
-            if op is None or not op.current:
-                if kind == "cuda":
-                    arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
+            fresh = op is None or not op.current
+            if kind == "cuda" and (fresh or (several and op.holds_interpreter)):
+                arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
+            if fresh:
                 op = plans.put(key, program.prepare(_text(words), device))
             op.run(pointers, stream)
 

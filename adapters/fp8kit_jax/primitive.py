@@ -140,6 +140,7 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     scratch = XlaOp(program, DEVICES[platform]).temporaries.nbytes
     extra = [jax.core.ShapedArray((scratch,), np.uint8)] if scratch else []
     inner = ctx.replace(avals_out=[*ctx.avals_out, *extra])
+    calls.note_devices(platform)
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
     return lower(inner, *operands, **calls.attributes(program.text(scratch)))[: len(ctx.avals_out)]
 

@@ -124,13 +124,14 @@ class Program:
 
 class XlaOp(BoundOp):
     """A program on a device, ready to run on arrays that XLA allocated. ``temporaries``: the layout of its
-    scratch."""
+    scratch. ``holds_interpreter``: see ``Operation``."""
 
     def __init__(self, program: Program, device: Device) -> None:
         with policy_context(program.policy):
             own = program.op, program.spec, dict(program.metas), program.needs
             super().__init__(*own, device, dispatch.kernels(device), streaming=False)
         self._chosen = self.kernels.policy.chosen
+        self.holds_interpreter = program.op.holds_interpreter
         self.face, self.cotangents = program.face, program.cotangents
         layouts = {"forward": self.scratch, "backward": self.backward_scratch}
         self.temporaries = layouts.get(self.face, self.measure_scratch)

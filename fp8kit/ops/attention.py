@@ -88,6 +88,7 @@ class Attention(Operation):
     """
 
     name = "attention"
+    holds_interpreter = True
     results = ("o",)
     arguments = ARGUMENTS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,11 @@ def _mesh() -> Any:
     found = jax.sharding.get_abstract_mesh()
     if not found.empty:
         return found
-    return jax.interpreters.pxla.thread_resources.env.physical_mesh  # type: ignore[attr-defined]
+    with warnings.catch_warnings():  # of a way that JAX is giving up, and programs still go
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.interpreters import pxla
+
+        return pxla.thread_resources.env.physical_mesh
 
 
 def global_mesh_resource() -> MeshResource:

@@ -15,9 +15,11 @@ import pytest
 from fp8kit_jax import calls
 from fp8kit_jax.program import Program
 
+from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, AutogradError, BackendError
 from fp8kit.lru import LRU
+from fp8kit.ops.registry import OPERATIONS
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
 from tests.support.gate import GateSpec, gate
@@ -141,10 +143,15 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
     monkeypatch.setattr(calls.arrays, "provider", lambda device: provider)
     monkeypatch.setattr(calls.tvm_ffi, "get_raw_stream", lambda place: 70 + place.index)
     monkeypatch.setattr(calls, "plans", LRU(16))
+    monkeypatch.setattr(calls, "_GPUS", set())
 
     def prepare(text, device):
         events.append((text.strip(), device.index))
-        return SimpleNamespace(run=lambda pointers, stream: events.append((pointers, stream)), current=True)
+        return SimpleNamespace(
+            run=lambda pointers, stream: events.append((pointers, stream)),
+            current=True,
+            holds_interpreter="attention" in text,
+        )
 
     monkeypatch.setattr(calls.program, "prepare", prepare)
     receive = calls._receiver("cuda")
@@ -166,6 +173,34 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
         ("two", 0),
         ([4096], 70),
     ]
+    events.clear()
+    for _ in range(2):  # by then two GPUs have run something
+        call("attention", 0)
+    wait, run = ("wait", 0, 70), ([4096], 70)
+    assert events == [wait, ("attention", 0), run, wait, run]
+    calls._GPUS.clear()
+    call("attention", 0)  # the only one
+    assert events[5:] == [run]
+
+
+def test_the_gpus_that_a_program_may_run_on_are_known_when_it_is_lowered(monkeypatch):
+    """Those of this process alone, by their own numbers, not all of the machine."""
+    monkeypatch.setattr(calls, "_GPUS", set())
+    found = [SimpleNamespace(local_hardware_id=3)]
+    monkeypatch.setattr(calls.jax, "local_devices", lambda backend: found)
+    calls.note_devices("cpu")
+    assert not calls._GPUS
+    calls.note_devices("cuda")
+    assert not calls._GPUS - {3}
+    assert calls._GPUS
+    assert not calls._several(Device("cuda", 3))
+    found.append(SimpleNamespace(local_hardware_id=1))
+    calls.note_devices("cuda")
+    assert calls._several(Device("cuda", 3))
+
+
+def test_what_cudnn_may_run_says_so():
+    assert {name for name, op in OPERATIONS.items() if op.holds_interpreter} == {"attention"}
 
 
 def test_lower_and_compile_ahead_of_time():

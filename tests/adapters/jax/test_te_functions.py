@@ -96,6 +96,18 @@ def test_logical_axes_constrain():
     near(mlp, want, BITS)
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # JAX's of ``with mesh:``
+def test_a_mesh_by_either_way():
+    assert not sharding.is_mesh_available()
+    assert sharding.get_num_devices_in_mesh() == 1
+    for way in (mesh(), jax.set_mesh(mesh())):
+        with way:
+            assert sharding.get_all_mesh_axes() == ("data", "tensor")
+            assert sharding.get_mesh_axis_size("tensor") == 2
+            with pytest.raises(ArgumentError, match="one of"):
+                sharding.get_mesh_axis_size("model")
+
+
 def test_small_functions():
     same(functions.layernorm(X, G, S, "layernorm"), fj.layernorm(X, G, S))
     same(functions.activation(draw(9, 4, 2, 8), GATED), fj.activation(draw(9, 4, 2, 8), GATED))

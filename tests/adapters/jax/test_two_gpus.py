@@ -174,6 +174,38 @@ def test_a_gpu_that_is_behind(monkeypatch):
         alike(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
+def test_a_gpu_that_is_thousands_of_launches_ahead(monkeypatch):
+    """One GPU sleeps within a call between two collectives, while the other one's thread has a thousand
+    attentions to launch behind the second: more than its queue takes, some of them by cuDNN."""
+    run, slept = program.XlaOp.run, []
+
+    def late(self, pointers, stream):
+        if self.device.index and self.op.name == "norm" and not slept:
+            slept.append(time.sleep(5))
+        run(self, pointers, stream)
+
+    layer = draw(0, 4, S, 2, 64)
+
+    def local(x):
+        def step(x, _):
+            return fj.dot_product_attention(x, x, x), None
+
+        x = x * (1 + jax.lax.pmean(fj.l2norm(x), "both").mean())
+        x = x * (1 + jax.lax.pmean(x, "both").mean())
+        return jax.lax.scan(step, x, None, 1000)[0]
+
+    rows = P("both")
+    step = jax.jit(jax.shard_map(local, mesh=mesh(), in_specs=rows, out_specs=rows))
+    placed = jax.device_put(layer, NamedSharding(mesh(), rows))
+    want = np.asarray(step(placed), np.float32)
+    monkeypatch.setattr(program.XlaOp, "run", late)
+    started = time.monotonic()
+    got = np.asarray(step(placed), np.float32)
+    assert slept
+    assert time.monotonic() - started < 60
+    alike(got, want)
+
+
 def test_both_gpus_at_once():
     """The same program on both, launched without waiting: each gives the bits of the first."""
     args = draw(1, H, 2, F) / 16, draw(2, F, H) / 32, two("delayed"), draw(0, 4, S, H)
