@@ -76,7 +76,7 @@ def prepare(
     if torch.is_grad_enabled():
         needs = tuple(compress(names, map(_requires_grad, tensors)))
     if not all(map(_is_contiguous, tensors)):
-        tensors = [t.contiguous() for t in tensors]
+        tensors = [t if _is_contiguous(t) else t.contiguous() for t in tensors]
     return bind(operation, spec, needs, names, [*map(_kind, tensors)], scales), tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -313,8 +314,8 @@ def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest
     try:
         middle = [_square(rows) for rows in range(1024, 1024 + 8 * 40, 8)]
         paths = [attention._path(about, False, False, 0, False, True) for about in middle]
-        assert paths == [cudnn_sdpa] * attention._GRAPHS + [flash] * (len(middle) - attention._GRAPHS)
-        assert built == [about.rows for about in middle[: attention._GRAPHS]]
+        assert paths == [cudnn_sdpa] * 2 + [flash] * (len(middle) - 2)
+        assert built == [about.rows for about in middle[:2]]
         # what the process did before changes nothing where that is asked for
         every = [attention._path(about, False, False, 0, False, False) for about in reversed(middle)]
         assert every == [cudnn_sdpa] * len(middle)
@@ -324,6 +325,21 @@ def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest
         assert (
             attention._path(_square(8192)._replace(dim=20), False, False, 0, False, True) is cudnn_sdpa
         )  # if it takes it
+    finally:
+        attention.forget()
+
+
+def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with a few lengths has cuDNN's kernels for all of them."""
+    monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
+    monkeypatch.setattr(cudnn_sdpa, "launches", launches := collections.Counter())
+    attention.forget()
+    try:
+        paths = []
+        for rows in range(1024, 1024 + 8 * 8, 8):
+            paths.append(attention._path(_square(rows), False, False, 0, False, True))
+            launches[0] += attention._PROOF if rows > 1024 else 2
+        assert paths == [cudnn_sdpa] * attention._GRAPHS + [flash] * 4
     finally:
         attention.forget()
 

@@ -6,11 +6,12 @@ words for dropout; cuDNN has its own, so with dropout it must take both directio
 attention with dropout is never cuDNN's: its two directions may be parts of other sizes, and only numbers that
 belong to an element are then the same.
 
-cuDNN builds a graph for every problem, 75 ms a direction, and its call costs the host 50 us. So small
-problems are never its; those of middle size are where they are among the first of a process; and large ones
-always, since its kernels, which are twice as fast as ours there, soon pay that back. So a length that was not
-seen before costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a
-process did before must change nothing, problems of middle size are cuDNN's, too.
+cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
+problems are never its; those of middle size are where they are among the first of a process, after two only
+once the graphs before have run often; and large ones always, since its kernels, which are twice
+as fast as ours there, soon pay that back. So a length that was not seen before costs nothing. That is
+``timed``, as products have it; under ``fk.deterministic``, where what a process did before must change
+nothing, problems of middle size are cuDNN's, too.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ _TOO_SMALL = "too small to be worth a graph"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
-# problems of middle size that cuDNN builds graphs for: a training with one length, or few
-_GRAPHS = 4
+# problems of middle size that cuDNN builds graphs for: a training with one length, or few. From the third on
+# its graphs must have run so often since the last was built, which they have not where every batch has
+# another length
+_GRAPHS, _PROOF = 4, 16
 # whether a problem's graphs are worth to be built
 _worth: LRU[tuple[Problem, int], bool] = LRU(65536, name="attention choices")
-_taken: dict[int, int] = {}  # problems by device that graphs were built for
+# by device: how many problems graphs were built for, and the launches of graphs before the last of them
+_taken: dict[int, tuple[int, int]] = {}
 _LOCK = threading.Lock()
 
 
@@ -60,13 +64,20 @@ def _worth_it(about: Problem, device: int, timed: bool) -> bool:
     return size >= _SMALL
 
 
+def _gives(device: int) -> bool:
+    """Whether the next problem of middle size gets one of the graphs that are left."""
+    taken, before = _taken.get(device, (0, 0))
+    return taken < 2 or (taken < _GRAPHS and cudnn_sdpa.launches[device] - before >= _PROOF)
+
+
 def _take(key: tuple[Problem, int]) -> bool:
-    """Whether a problem of middle size gets one of the graphs that are left."""
+    """Whether a problem of middle size gets one of them."""
     device = key[1]
     with _LOCK:
-        taken = _taken.get(device, 0)
-        _taken[device] = min(taken + 1, _GRAPHS)
-    return taken < _GRAPHS
+        given = _gives(device)
+        if given:
+            _taken[device] = _taken.get(device, (0, 0))[0] + 1, cudnn_sdpa.launches[device]
+    return given
 
 
 def is_cudnns(about: Problem) -> bool:
@@ -112,7 +123,7 @@ def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int |
     middle = _SMALL <= _multiply_adds(about) < _LARGE
     if device is None or not middle or _worth.get((about, device)) is not None:
         return _why_not_cudnn(about, backward, deterministic, device, True)
-    if _taken.get(device, 0) < _GRAPHS:
+    if _gives(device):
         return _why_not_cudnn(about, backward, deterministic, device, False)
     return _why_not_cudnn(about, backward, deterministic, None, False) or _TOO_SMALL
 

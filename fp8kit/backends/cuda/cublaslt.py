@@ -343,7 +343,8 @@ class Plan:
 
         def work(*moved: int) -> None:
             a, b, out, a_scale, b_scale, bias, workspace, addend, on = moved
-            self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, on, addend)
+            do = self._launch if self.tuned else self.run  # the device is current
+            do(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, on, addend)
 
         return Step("cublaslt", functools.partial(run, stream), run, work, addresses)
 

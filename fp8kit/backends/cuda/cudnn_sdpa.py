@@ -83,6 +83,7 @@ class Plan:
     captured: bool = field(default=False, init=False)
 
 
+launches: defaultdict[int, int] = defaultdict(int)  # of graphs of a device, in this process
 _FREE: defaultdict[int, list[Any]] = defaultdict(list)  # cuDNN's handles that no thread uses now, by device
 _HELD: list[Plan] = []  # retired plans that must not be destroyed
 
@@ -277,6 +278,7 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
             plan = plan_of(key)
             _check_workspace(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
+    launches[key.device] += 1
 
 
 def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
