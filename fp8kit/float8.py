@@ -210,13 +210,15 @@ def _by_rule(
         amax = arrays.zeros((lines,), formats.float32, where)
         tensor_scale = arrays.empty((lines,), formats.float32, where)
         if quantizer.row_scaled:
-            turned = rows
+            rotated = rows
             if quantizer.hadamard and rows.size:
-                turned = arrays.empty(rows.shape, formats.float32, where)
-                kernels.rotate(rows, turned, None, quantizer.hadamard, quantizer.signs, along, random, stream)
+                rotated = arrays.empty(rows.shape, formats.float32, where)
+                kernels.rotate(
+                    rows, rotated, None, quantizer.hadamard, quantizer.signs, along, random, stream
+                )
             lying = (1, rows.shape[1]) if along else (rows.shape[0], 1)
             if rows.size:
-                kernels.amax(turned, amax, lying, stream)
+                kernels.amax(rotated, amax, lying, stream)
             else:
                 arrays.copy(tensor_scale, arrays.as_view(np.ones(lines, np.float32)))
         elif not quantizer.hadamard:

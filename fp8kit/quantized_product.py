@@ -244,9 +244,9 @@ def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
     if rotation.signs != "plus":
         native = arrays.provider(where).native
         signs = native(_signs(rotation, rows.shape[along], kernels, where, stream))
-        turned = (signs < 0) * np.uint32(1 << 31)
+        flips = (signs < 0) * np.uint32(1 << 31)
         bits = native(out.view(formats.uint32))  # not a product, in which CuPy flushes subnormals
-        bits ^= turned if along else turned.reshape(-1, 1)
+        bits ^= flips if along else flips.reshape(-1, 1)
     if kind is formats.float32:
         return out.reshape(*values.shape)
     narrow = arrays.empty(values.shape, kind, where)

@@ -243,7 +243,7 @@ def layernorm_mlp(
     else:
         norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta)
     back = "residual" in beside, "normed" in beside
-    spec = NormMLPSpec(norm, fc1, fc2, act, *back, numbers, joins=fused, smooth=smooth)
+    spec = NormMLPSpec(norm, fc1, fc2, act, *back, numbers, fused_residual=fused, smooth=smooth)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x,

@@ -55,7 +55,7 @@ def discover_plugin(registry: OpRegistry) -> tuple[Discovered, ...]:
     FP8KIT_PLUGIN_MODULES.
 
     A plugin is a module with ``register(registry)`` (or ``te_fl_register``), or that function itself. Raises
-    nothing: what fails is logged and told in the answer.
+    nothing: what fails is logged, and said in the answer.
     """
     return register_plugins(registry, load_plugins())
 
@@ -78,7 +78,7 @@ def _unfinished(module: str) -> bool:
 
 def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[Discovered, ...]:
     """Let what was loaded register itself; see ``discover_plugin``."""
-    told: list[Discovered] = []
+    found: list[Discovered] = []
     done: set[Any] = set()
     for plugin in plugins:
         name, source = plugin.name, plugin.source
@@ -89,7 +89,7 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
                     raise plugin.error
                 function = _function(name, plugin.found)
                 if function in done:  # named twice
-                    told.append(Discovered(name, source, True))
+                    found.append(Discovered(name, source, True))
                     continue
                 function(registry)
                 done.add(function)
@@ -101,7 +101,9 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
             except (Exception, SystemExit) as error:
                 if registry.version != version:
                     registry.restore(before)
-                told.append(Discovered(name, source, False, error=plugin.traceback or traceback.format_exc()))
+                found.append(
+                    Discovered(name, source, False, error=plugin.traceback or traceback.format_exc())
+                )
                 log.error(
                     "plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where",
                     name,
@@ -110,9 +112,9 @@ def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[D
                     error,
                 )
             else:
-                told.append(Discovered(name, source, True, len(new)))
+                found.append(Discovered(name, source, True, len(new)))
                 log.info("plugin %s (%s): %d implementations", name, source, len(new))
-    return tuple(told)
+    return tuple(found)
 
 
 def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:

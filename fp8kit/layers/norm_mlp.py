@@ -259,6 +259,6 @@ class LayerNormMLP(ParallelLayer):
         inputs = {"x": x, **self.parameters_by(names)}
         if bias == "none":
             inputs["fc2_bias0"] = None
-        options = {"residual": residual, "return_norm": return_norm, "joins": fused_residual}
+        options = {"residual": residual, "return_norm": return_norm, "fused_residual": fused_residual}
         options["recompute"] = self.checkpoint
         return branch_of(self.run(inputs, is_first_microbatch, bias, **options))

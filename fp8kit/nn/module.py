@@ -79,10 +79,10 @@ class Module:
                     return self.forward(*inputs, **options)
             return self.forward(*inputs, **options)
         except FormatError as error:
-            told = _of_the_input(self, error)
-            if told is None:
+            renamed = _of_the_input(self, error)
+            if renamed is None:
                 raise
-            raise told from None
+            raise renamed from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(vars(self).get(name), Parameter) and not (

@@ -159,11 +159,11 @@ class QuantizedCall:
             blocks, pairs = self._by_blocks(group[0]), []
             for name in group:
                 matrix = self.matrices[name]
-                turned = self.rotation and name in ("q", "k")
+                rotated = self.rotation and name in ("q", "k")
                 there = ws.scratch[f"rows_{name}" if blocks and 1 not in uses[name] else f"wide_{name}"]
-                source = self._spare(ws, matrix) if blocks and not turned else there
+                source = self._spare(ws, matrix) if blocks and not rotated else there
                 self._gather(ws, name, layers[name], source)
-                if turned:
+                if rotated:
                     source = self._spare(ws, matrix)
                     self._rotate(ws, there, source, self.how.signs)
                 pairs.append((source, there))
@@ -203,7 +203,7 @@ class QuantizedCall:
         rng = ws.inputs["rng"] if signs == "random" else None
         ws.kernels.rotate(x, out, None, self.rotation, signs, 1, rng, ws.stream)
 
-    def _turned_back(self, ws: WorkingSet, name: str) -> ArrayView:
+    def _rotated_back(self, ws: WorkingSet, name: str) -> ArrayView:
         """A gradient of rotated features as one of the features: times the matrix, which is its own inverse,
         and then the signs, which are two of the matrix with one of the rotation between them."""
         there = ws.scratch[f"wide_{name}"]
@@ -284,6 +284,6 @@ class QuantizedCall:
         for name in "qkv":
             into = gradients.get(name)
             if into is not None:
-                turned = self.rotation and name != "v"
-                found = self._turned_back(ws, f"d{name}") if turned else ws.scratch[f"wide_d{name}"]
+                rotated = self.rotation and name != "v"
+                found = self._rotated_back(ws, f"d{name}") if rotated else ws.scratch[f"wide_d{name}"]
                 k.copy(self.matrices[f"d{name}"].of(found, form), into, stream)

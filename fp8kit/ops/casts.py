@@ -138,7 +138,7 @@ class Quantize(Operation):
         if "tensor_scale_inv" in self.outputs(spec):
             scratch["amax"] = self._lines(spec, x)
             if spec.blocks is not None and spec.blocks.hadamard and spec.blocks.row_scaled:
-                scratch["turned"] = Meta(x.shape, float32)
+                scratch["rotated"] = Meta(x.shape, float32)
         tile = whole(x.shape, spec.tile)
         return Plan(spec, self.infer(spec, metas, needs), kernels, scratch, extra=tile)
 
@@ -169,7 +169,7 @@ class Quantize(Operation):
             if own.row_scaled:
                 lying = (1, x.shape[1]) if s.along else (x.shape[0], 1)
             if own.hadamard and own.row_scaled:
-                source = ws.scratch["turned"].rows()
+                source = ws.scratch["rotated"].rows()
                 ws.kernels.rotate(x, source, None, *signs, ws.stream)
             if own.hadamard and not own.row_scaled:
                 ws.kernels.rotate(x, None, amax, *signs, ws.stream)

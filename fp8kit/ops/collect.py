@@ -39,7 +39,7 @@ class Collector:
 
     def workspace(self, kernels: Any) -> int:
         """Bytes of workspace."""
-        return sum(map(_room, self._planned(kernels).scratch.values()))
+        return sum(map(_nbytes, self._planned(kernels).scratch.values()))
 
     def run(
         self,
@@ -65,10 +65,10 @@ class Collector:
         space, at, scratch = ws.scratch["workspace"], 0, {}
         for name, meta in plan.scratch.items():
             scratch[name] = ArrayView(space.ptr + at, meta.shape, meta.dtype, space.device, space.owner)
-            at += _room(meta)
+            at += _nbytes(meta)
         outputs = {"record": out}
         statistics.forward(plan, WorkingSet(ws.kernels, inputs, outputs, {}, scratch, ws.stream))
 
 
-def _room(meta: Meta) -> int:
+def _nbytes(meta: Meta) -> int:
     return -(-nbytes_of(meta) // _ALIGNMENT) * _ALIGNMENT

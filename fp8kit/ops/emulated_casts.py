@@ -176,10 +176,10 @@ class EmulatedCasts(Product):
         _, own, along = self._how(name)
         if not own.hadamard:
             return matrix
-        turned = ws.scratch[self._name("turned")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        rotated = ws.scratch[self._name("rotated")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         drawn = ws.inputs.get("rng") if own.signs == "random" else None
-        ws.kernels.rotate(matrix, turned, None, own.hadamard, own.signs, along, drawn, ws.stream)
-        return turned
+        ws.kernels.rotate(matrix, rotated, None, own.hadamard, own.signs, along, drawn, ws.stream)
+        return rotated
 
     def _cast_one(self, ws: WorkingSet, name: str, matrix: ArrayView, target: Target) -> None:
         cast = self._how(name)

@@ -49,10 +49,10 @@ class NormMLPSpec:
     see ``NormLinearSpec``.
 
     ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see
-    ``activation_numbers``; () is the defaults. ``recompute``: no activation is kept for backward. ``joins``:
-    x is added to y, within fc2's product (not with ``residual``). ``smooth``: "channel", "token" or "", see
-    ``ops.smooth``; of activations whose second half multiplies as it is, and not by channel with a cached
-    weight.
+    ``activation_numbers``; () is the defaults. ``recompute``: no activation is kept for backward.
+    ``fused_residual``: x is added to y, within fc2's product (not with ``residual``). ``smooth``: "channel",
+    "token" or "", see ``ops.smooth``; of activations whose second half multiplies as it is, and not by
+    channel with a cached weight.
     """
 
     norm: NormSpec
@@ -63,7 +63,7 @@ class NormMLPSpec:
     return_norm: bool = False
     activation_params: tuple[float, ...] = ()
     recompute: bool = False
-    joins: bool = False
+    fused_residual: bool = False
     smooth: str = ""
 
     def __post_init__(self) -> None:
@@ -73,9 +73,9 @@ class NormMLPSpec:
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted)
-        if self.joins and self.residual:
-            raise FormatError("norm_mlp", "joins", True, "False with residual")
-        if self.joins and self.norm.features != self.fc2.out_features:
+        if self.fused_residual and self.residual:
+            raise FormatError("norm_mlp", "fused_residual", True, "False with residual")
+        if self.fused_residual and self.norm.features != self.fc2.out_features:
             got = f"{self.fc2.out_features} output features"
             raise ShapeError("norm_mlp", "fc2", got, f"{self.norm.features}, as x, to join")
         if self.smooth and (self.smooth not in LINES or not ALL[self.activation].linear):
@@ -172,7 +172,7 @@ def _known(spec: ProductSpec) -> ProductSpec:
 
 
 class NormMLP(Products):
-    """y = act(norm(x) W1^T + b1) W2^T + b2, with ``joins`` + x.
+    """y = act(norm(x) W1^T + b1) W2^T + b2, with ``fused_residual`` + x.
 
     Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, the
     activation's learned numbers, and per product (prefix "fc1_", "fc2_") x_scale, w_scale or the cached
@@ -211,14 +211,16 @@ class NormMLP(Products):
             ("fc1_w_qt_inv", 2, 1),
             ("fc2_weight0", 1 - io, 1 - io),
         )
-        addend = ("x", "residual") if spec.joins else ("", "")
+        addend = ("x", "residual") if spec.fused_residual else ("", "")
         return (*split.rows(metas, views, "x"), Partition("inner", dims, ("y",), ("fc2_bias0",), *addend))
 
     def part(self, spec: NormMLPSpec, partition: Partition, count: int) -> Any:
         fc1, fc2 = split.narrowed(spec.fc1, count), split.narrowed(spec.fc2, count, contraction=True)
         if fc1 is None or fc2 is None:
             return None
-        return replace(spec, fc1=fc1, fc2=fc2, joins=False, residual=spec.residual or spec.joins)
+        return replace(
+            spec, fc1=fc1, fc2=fc2, fused_residual=False, residual=spec.residual or spec.fused_residual
+        )
 
     def shared_amaxes(self, spec: NormMLPSpec) -> SharedAmaxes | None:
         if split.with_amaxes(spec.fc1) is None:
@@ -230,11 +232,11 @@ class NormMLP(Products):
 
     def decompose(self, spec: NormMLPSpec) -> tuple[Component, ...]:
         """``norm_linear``, ``activation`` and ``linear``, with the residual stream as the last one's residual
-        where it joins y."""
-        stream = spec.residual or spec.joins
+        where it is added to y."""
+        stream = spec.residual or spec.fused_residual
         first = NormLinearSpec(spec.norm, replace(spec.fc1, bias="none"), stream, spec.return_norm)
         act = ActivationSpec(spec.activation, spec.fc1.out_features, spec.activation_params, amax=True)
-        second = ("x", "fc2_weight0", "fc2_bias0", *(("residual",) if spec.joins else ()))
+        second = ("x", "fc2_weight0", "fc2_bias0", *(("residual",) if spec.fused_residual else ()))
         return (
             Component(
                 norm_linear, first, {n: n for n in ("x", *spec.norm.inputs(), "fc1_weight0")}, {"y": "h"}
@@ -328,7 +330,7 @@ class NormMLP(Products):
             ws = ws._replace(saved=take(ws.scratch, st.saved()))
         self._fc1(st, ws)
         act = self._activate(plan.spec, st, ws)
-        y, addend = ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.joins else None
+        y, addend = ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.fused_residual else None
         (st.smoothing or st.fc2).fprop(ws, act, y, addend)
         for i, source in enumerate((passes.numbers or {}).values()):
             number = ws.inputs.get(source) or ws.outputs[source]
@@ -415,7 +417,7 @@ class NormMLP(Products):
             fc1.cast_g(ws, scratch["dh"], with_bias=False, amax_known=taken_now)
         # FP8 products have the casts
         plain = fc1.reads_g and products
-        residual = g if spec.joins else cotangents.get("residual")
+        residual = g if spec.fused_residual else cotangents.get("residual")
         st.norm.backward(ws, scratch["dh"] if plain else None, cotangents, residual)
 
 

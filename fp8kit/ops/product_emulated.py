@@ -31,12 +31,12 @@ _PAIRS = [set(pair) for pair in GEMMS.values()]
 
 
 class Back(NamedTuple):
-    """How a gradient gets back to the tensor as it is: the rotation of fprop's operand; ``turned``: whether
+    """How a gradient gets back to the tensor as it is: the rotation of fprop's operand; ``rotated``: whether
     the product is the rotated operand's gradient already; the name of the mask of what was not clipped, ""
     for none."""
 
     rotation: tuple[int, str]
-    turned: bool
+    rotated: bool
     mask: str
 
 
@@ -316,9 +316,9 @@ class EmulatedProduct(EmulatedCasts):
             most = max(math.prod(matrix.shape) for matrix in self.matrices.values())
             made[self._name("wide")] = Meta((most,), float32)
         sizes = [self.matrices[cast.source].shape for cast in casts if cast.quantizer.granularity in LINES]
-        turned = [self.matrices[cast.source].shape for cast in casts if _turned(cast.quantizer)]
-        if turned:
-            made[self._name("turned")] = Meta((max(m * n for m, n in turned),), float32)
+        rotated = [self.matrices[cast.source].shape for cast in casts if _is_rotated(cast.quantizer)]
+        if rotated:
+            made[self._name("rotated")] = Meta((max(m * n for m, n in rotated),), float32)
         scaled = {o for o in self.recasts if self.casts[self.arrays[FPROP[o]]].quantizer.scaled_after}
         crossed = [
             self.matrices[self.casts[FPROP[o]].source] for o in FPROP if self._is_crossed(o) or o in scaled
@@ -419,7 +419,7 @@ class EmulatedProduct(EmulatedCasts):
         if a_inv is not None or b_inv is not None:
             k.scale_product(sums, other, a_inv, b_inv, None, None, stream)
             sums, other = other, sums
-        if n and not back.turned:
+        if n and not back.rotated:
             k.rotate(sums, other, None, n, signs, along, rng, stream)
             sums, other = other, sums
         mask = None
@@ -437,7 +437,7 @@ class EmulatedProduct(EmulatedCasts):
                 free(views, *(f"{self._name(array)}{part}" for part in PARTS[:-1]))
 
 
-def _turned(quantizer: Quantizer) -> bool:
+def _is_rotated(quantizer: Quantizer) -> bool:
     """Whether a rotated copy of the matrix is made before the cast."""
     return bool(quantizer.hadamard) and (quantizer.granularity in LINES or quantizer.row_scaled)
 

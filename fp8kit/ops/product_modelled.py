@@ -124,9 +124,9 @@ class ModelledProduct(EmulatedProduct):
         source, along = OPERANDS[operand]
         if not (along if source != "w" or self.oi else 1 - along):  # its contraction is the rows
             lying = ws.scratch[self._name("lying_a" if self.sides[operand] else "lying_b")]
-            turned = lying.slice(0, 0, codes.size).reshape(*codes.shape[::-1])
-            ws.kernels.copy(codes.transpose(1, 0), turned, ws.stream)
-            codes, scales = turned, scales.transpose(1, 0)
+            transposed = lying.slice(0, 0, codes.size).reshape(*codes.shape[::-1])
+            ws.kernels.copy(codes.transpose(1, 0), transposed, ws.stream)
+            codes, scales = transposed, scales.transpose(1, 0)
         return Coded(codes, scales, self._how(array).quantizer), self._part(ws, array, "_inv")
 
     def _gemm(

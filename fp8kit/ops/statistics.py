@@ -178,7 +178,7 @@ class Statistics(Operation):
             scratch["amax"] = Meta((max([rows, columns, *lines]),), float32)
             scratch["scale"] = Meta((max([rows, columns, *lines]),), float32)
         if size and any(cast.quantizer.hadamard for cast in spec.casts):
-            scratch["turned"] = Meta((size,), float32)
+            scratch["rotated"] = Meta((size,), float32)
         if size and any(cast.quantizer.needs_rng for cast in spec.casts):
             scratch["rng"] = Meta((2,), int64)
         return Plan(spec, signature, kernels, scratch, extra=spec.sections)
@@ -280,7 +280,7 @@ class Statistics(Operation):
         """(x as it is compared, its codes, their scale_invs)."""
         own, k, rng, matrix = cast.quantizer, ws.kernels, ws.scratch.get("rng"), x
         if own.hadamard:
-            x = ws.scratch["turned"].slice(0, 0, x.size).reshape(*x.shape)
+            x = ws.scratch["rotated"].slice(0, 0, x.size).reshape(*x.shape)
             random = rng if own.signs == "random" else None
             k.rotate(matrix, x, None, own.hadamard, own.signs, cast.along, random, ws.stream)
         given = ws.inputs.get(f"q_{cast.given}") if cast.given else None

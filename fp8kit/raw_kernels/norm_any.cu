@@ -20,7 +20,7 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
   const i64 row0 = (i64)blockIdx.x * rows;
   const bool wide = rows_aligned<16>(x, N);
 
-  u32 turn = 0;  // sums use the two rooms by turns
+  u32 turn = 0;  // sums use the two buffers by turns
   for (u32 top = 0; top < rows; top += blockDim.y) {
     const u32 r = top + threadIdx.y;
     const i64 row = row0 + r, end = r < rows && row < M ? N : 0;

@@ -50,7 +50,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
   __shared__ float shared[2][32][1], maxima[32];
   float4* gains = reinterpret_cast<float4*>(dynamic);  // halves of chunks: two of gains, two of biases
   uint2* codes_tile = reinterpret_cast<uint2*>(gains + 4 * chunks);
-  u32 turn = 0;  // sums use the two rooms by turns
+  u32 turn = 0;  // sums use the two buffers by turns
   const u32 N = KNOWN ? COLUMNS : (u32)columns, whole = N / 8, width = KNOWN ? whole : (u32)chunks,
             end = (u32)M, tall = (u32)rows;
   const u32 lanes = KNOWN ? COLUMNS / 8 / CHUNKS : blockDim.x;

@@ -65,12 +65,19 @@ def test_norm_linear_gradients_with_residual(return_norm: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("fused_residual", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "silu"])
-def test_norm_mlp_gradients_with_residual(activation: str, joins: bool) -> None:
+def test_norm_mlp_gradients_with_residual(activation: str, fused_residual: bool) -> None:
     width = 20 if activation == "swiglu" else 10
     fc1, fc2 = ProductSpec(12, (width,), prefix="fc1_"), ProductSpec(10, (12,), prefix="fc2_")
-    spec = NormMLPSpec(NormSpec(12, "RMSNorm"), fc1, fc2, activation, residual=not joins, joins=joins)
+    spec = NormMLPSpec(
+        NormSpec(12, "RMSNorm"),
+        fc1,
+        fc2,
+        activation,
+        residual=not fused_residual,
+        fused_residual=fused_residual,
+    )
 
     def function(x: Tensor, nw: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> list[Tensor]:
         out = apply(

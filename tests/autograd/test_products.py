@@ -454,7 +454,7 @@ def test_a_residual_joins_within_the_product_with_one_rounding(
         inputs = {name: tensor(value.astype(kind), True) for name, value in values.items()}
         return apply(norm_mlp, spec, inputs | scale, backward_inputs=late), inputs
 
-    out, joined = mlp(joins=True)
+    out, joined = mlp(fused_residual=True)
     assert "residual" not in out
     out["y"].backward(g)
     products.clear()
@@ -509,12 +509,14 @@ def test_linear_adds_a_residual(
 
 
 def test_a_residual_joins_only_an_output_of_its_size() -> None:
-    with pytest.raises(FormatError, match=r"norm_mlp: joins: got True, expected False with residual"):
+    with pytest.raises(
+        FormatError, match=r"norm_mlp: fused_residual: got True, expected False with residual"
+    ):
         NormMLPSpec(
             NormSpec(24),
             ProductSpec(24, (40,), prefix="fc1_"),
             ProductSpec(40, (24,), prefix="fc2_"),
-            joins=True,
+            fused_residual=True,
             residual=True,
         )
     with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 16 output features, expected 24"):
@@ -522,7 +524,7 @@ def test_a_residual_joins_only_an_output_of_its_size() -> None:
             NormSpec(24),
             ProductSpec(24, (40,), prefix="fc1_"),
             ProductSpec(40, (16,), prefix="fc2_"),
-            joins=True,
+            fused_residual=True,
         )
 
 

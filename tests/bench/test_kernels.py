@@ -92,19 +92,19 @@ def test_every_kernel_is_right_on_a_gpu(name):
     assert row["of_copy"] > 0
 
 
-def spoilt(name, spoil):
-    """The CPU's kernels, but that of a case: after it ran, ``spoil(views of the call)``."""
+def ruined(name, ruin):
+    """The CPU's kernels, but that of a case: after it ran, ``ruin(views of the call)``."""
     own = dispatch.kernels(CPU)
     kernel = CASES[name].kernel
 
     def call(*given):
         getattr(own, kernel)(*given)
-        spoil(given)
+        ruin(given)
 
     return SimpleNamespace(**{**vars(own), kernel: call})
 
 
-SPOILT = {
+RUINED = {
     "a wrong value": (
         "bias, residual",
         lambda given: given[3].numpy().__setitem__((0, 0), 900),
@@ -128,10 +128,10 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
+@pytest.mark.parametrize("what", RUINED)
 def test_a_wrong_kernel_is_reported(what):
-    name, spoil, said = SPOILT[what]
-    row = kernels.measure(CASES[name], QUICK, spoilt(name, spoil))
+    name, ruin, said = RUINED[what]
+    row = kernels.measure(CASES[name], QUICK, ruined(name, ruin))
     assert row["status"].startswith("WRONG")
     assert said in row["status"]
     assert row["gpu_ms"] > 0

@@ -51,8 +51,8 @@ def test_products_are_checked_against_float64():
         own.fp8_gemm(*given)
         given[2].numpy()[-1, -1] = np.nan
 
-    for spoilt, said in ((wrong, "WRONG: error 0."), (partly, "WRONG: error nan")):
-        (row,) = gemms.measure(product, QUICK, kernels=SimpleNamespace(**{**vars(own), "fp8_gemm": spoilt}))
+    for ruined, said in ((wrong, "WRONG: error 0."), (partly, "WRONG: error nan")):
+        (row,) = gemms.measure(product, QUICK, kernels=SimpleNamespace(**{**vars(own), "fp8_gemm": ruined}))
         assert row["status"].startswith(said)
 
 

@@ -146,8 +146,8 @@ def random_calls(count: int, seed: int) -> list[str]:
         mine = [a for a in given if a not in ("self", "t") and (name, a) not in USERS]
         # of two operands that are both Python's or NumPy's nothing is fp8kit's
         most = 1 if name in PYTHONS else min(len(mine), moments.randint(1, 3))
-        spoilt = {argument: moments.choice(JUNK) for argument in moments.sample(mine, min(len(mine), most))}
-        given |= spoilt
+        ruined = {argument: moments.choice(JUNK) for argument in moments.sample(mine, min(len(mine), most))}
+        given |= ruined
         before = call.state(given)
         faulthandler.dump_traceback_later(_HANGING, exit=True, file=sys.__stderr__)
         try:
@@ -155,9 +155,9 @@ def random_calls(count: int, seed: int) -> list[str]:
             worked += 1
         except (Fp8kitError, PYTHONS.get(name, Fp8kitError)):
             if call.state(given) != before:
-                faults.append(f"{name}: {spoilt!r:.300}: changed something before it was refused")
+                faults.append(f"{name}: {ruined!r:.300}: changed something before it was refused")
         except Exception as error:
-            faults.append(f"{name}: {spoilt!r:.300}: {type(error).__name__} {str(error)[:200]}")
+            faults.append(f"{name}: {ruined!r:.300}: {type(error).__name__} {str(error)[:200]}")
         finally:
             faulthandler.cancel_dump_traceback_later()
     refused = count - worked - len(faults)

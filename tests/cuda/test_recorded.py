@@ -220,7 +220,7 @@ def _raising() -> None:
     raise RuntimeError("within")
 
 
-SPOILT = {
+RUINED = {
     "mark_unrecordable": lambda kernel: recorded.mark_unrecordable(),
     "another device": lambda kernel: recorded.put(1, 0, "note", lambda stream: None, ()),
     "another stream": lambda kernel: recorded.put(0, 7, "note", lambda stream: None, ()),
@@ -230,7 +230,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("case", SPOILT)
+@pytest.mark.parametrize("case", RUINED)
 def test_what_cannot_be_done_again_is_not_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, _ = fake("q", monkeypatch)
     from fp8kit.backends.cuda import device
@@ -240,7 +240,7 @@ def test_what_cannot_be_done_again_is_not_whole(case: str, monkeypatch: pytest.M
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
         assert made.complete
-        SPOILT[case](kernel)
+        RUINED[case](kernel)
     assert not made.complete
 
 
@@ -288,8 +288,8 @@ def test_a_recorded_product_has_the_algorithm_that_is_chosen_later(library: Libr
 
     plan.tune = tune
     (step,) = made.steps
-    step.again()
-    step.again()
+    step.replay()
+    step.replay()
     algorithms = [product[8] for product in library.products]
     assert algorithms == [65, 65, 67, 67]
     assert [product[6] for product in library.products] == [3, 4096, 3, 3]

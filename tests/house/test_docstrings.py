@@ -49,14 +49,14 @@ class Public(NamedTuple):
 
 
 def _exported(module: str) -> Iterator[tuple[str, Any]]:
-    room = importlib.import_module(module)
+    found = importlib.import_module(module)
     names = getattr(
-        room,
+        found,
         "__all__",
-        [n for n, v in vars(room).items() if n[0] != "_" and getattr(v, "__module__", "") == module],
+        [n for n, v in vars(found).items() if n[0] != "_" and getattr(v, "__module__", "") == module],
     )
     for name in names:
-        value = getattr(room, name)
+        value = getattr(found, name)
         if not isinstance(value, types.ModuleType | str):
             yield f"{module}.{name}", value
 

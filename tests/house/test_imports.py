@@ -232,9 +232,9 @@ import types
 import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.serialization, fp8kit.nn.recompute
 for name in fp8kit.__all__:
     value = getattr(fp8kit, name)
-    rooms = {'autograd', 'distributed', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays',
-             'plugins', 'numerics'}
-    assert isinstance(value, types.ModuleType) == (name in rooms), name
+    packages = {'autograd', 'distributed', 'nn', 'optim', 'recipe', 'recipes', 'testing', 'formats', 'arrays',
+                'plugins', 'numerics'}
+    assert isinstance(value, types.ModuleType) == (name in packages), name
 assert fp8kit.nn.unit_scaling.Linear
 """
 BARE = "import fp8kit\nassert not {'numba', 'fp8kit.backends'} & set(sys.modules)"
@@ -304,8 +304,8 @@ def test_who_needs_what_is_not_installed_names_the_extra(absent):
 def test_what_reaches_a_device_is_recorded_or_says_so():
     """A call of the runtime that puts work on a stream, in an engine whose calls are done again from
     recordings (``recorded.put``): only where the function says that it cannot be."""
-    spoiling = {("algorithms.py", "_times"), ("device.py", "copy"), ("device.py", "fetch")}
-    # the first allocates, which spoils
+    unrecordable = {("algorithms.py", "_times"), ("device.py", "copy"), ("device.py", "fetch")}
+    # the first allocates, which cannot be recorded
     found = set()
     for name, path in source.modules().items():
         for function in ast.walk(source.tree(path)) if within(name, ("fp8kit.backends.cuda",)) else ():
@@ -314,4 +314,4 @@ def test_what_reaches_a_device_is_recorded_or_says_so():
                 names = {call.attr for call in called if isinstance(call, ast.Attribute)}
                 if names & {"memsetAsync", "memcpyAsync", "memcpyPeerAsync"}:
                     found.add((path.name, function.name))
-    assert found == spoiling
+    assert found == unrecordable

@@ -190,7 +190,7 @@ def test_a_numba_kernel_takes_the_place_of_one_function() -> None:
                 added()
 
 
-def test_the_torch_door_uses_it_forward_and_backward() -> None:
+def test_the_torch_frontend_uses_it_forward_and_backward() -> None:
     torch = pytest.importorskip("torch")
     te = pytest.importorskip("fp8kit_torch")
     torch.manual_seed(0)

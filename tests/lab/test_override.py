@@ -100,7 +100,7 @@ def test_it_travels_from_forward_to_backward_with_the_plan() -> None:
     assert_close("dx", x.grad.numpy(), want, "float64", 2.0**-18 * (1 + np.abs(want)))
 
 
-def test_the_torch_doors_plans_keep_it_too() -> None:
+def test_the_torch_frontends_plans_keep_it_too() -> None:
     import fp8kit_torch as te
     import torch
 

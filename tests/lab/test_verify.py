@@ -47,7 +47,7 @@ def test_the_reference_is_right(operation: str) -> None:
         case.run(kernels, CPU)  # type: ignore[arg-type]
 
 
-def _spoil(view: ArrayView) -> bool:
+def _ruin(view: ArrayView) -> bool:
     """Change one element, the last, by more than any rounding explains; False where there is none to change
     so."""
     if not view.size:
@@ -68,7 +68,7 @@ def _spoil(view: ArrayView) -> bool:
 @pytest.mark.parametrize("operation", WRITING)
 def test_one_wrong_element_is_found_in_every_output(operation: str) -> None:
     spec = SPECS[operation]
-    spoilt: set[str] = set()
+    ruined: set[str] = set()
     wanted: set[str] = set()
 
     def wrong(name: str, *args: Any, **named: Any) -> None:
@@ -76,19 +76,19 @@ def test_one_wrong_element_is_found_in_every_output(operation: str) -> None:
         reference(operation)(**arguments)
         for output in spec.outputs(arguments):
             wanted.add(output.name.partition("[")[0])
-            if output.name == name and _spoil(output.view):
-                spoilt.add(output.name.partition("[")[0])
+            if output.name == name and _ruin(output.view):
+                ruined.add(output.name.partition("[")[0])
 
     for case in _cases(operation):
         call = SampleCall(case, dispatch.kernels(CPU), CPU)
         for name in [output.name for output in spec.outputs(call.arguments) if output.view.size]:
-            if name.partition("[")[0] in spoilt:
+            if name.partition("[")[0] in ruined:
                 continue
             kernels = _With(operation, verified(operation, functools.partial(wrong, name)))
             with pytest.raises(BackendError, match=rf"^override: {operation}: output \S+: "):
                 case.run(kernels, CPU)  # type: ignore[arg-type]
-    assert spoilt == wanted
-    assert spoilt
+    assert ruined == wanted
+    assert ruined
 
 
 def test_what_is_left_out_shows() -> None:

@@ -1,4 +1,4 @@
-"""Inf and NaN: the first layer and tensor that went bad is named, and no scale is spoilt for good."""
+"""Inf and NaN: the first layer and tensor that went bad is named, and no scale is ruined for good."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
             return self.head(x)
 
 
-def spoil(parameter, value, at=5):
+def ruin(parameter, value, at=5):
     host = parameter.numpy().copy()
     host.reshape(-1)[at] = value
     with no_grad():
@@ -61,7 +61,7 @@ def bad(shape, value, seed=0):
 # what is done to the net, arguments of the step, and what is said
 CASES = {
     "weight": (
-        lambda net: spoil(net.layers[1].layernorm_mlp.fc1_weight, np.nan),
+        lambda net: ruin(net.layers[1].layernorm_mlp.fc1_weight, np.nan),
         {},
         (
             "layers.1.layernorm_mlp (norm_mlp): weight layers.1.layernorm_mlp.fc1_weight: "
@@ -69,12 +69,12 @@ CASES = {
         ),
     ),
     "weight of the head": (
-        lambda net: spoil(net.head.weight, np.inf),
+        lambda net: ruin(net.head.weight, np.inf),
         {},
         "head (linear): weight head.weight: got 0 NaN and 1 Inf of 96",
     ),
     "norm's weight": (
-        lambda net: spoil(net.layers[0].self_attention.layernorm_qkv.layer_norm_weight, -np.inf),
+        lambda net: ruin(net.layers[0].self_attention.layernorm_qkv.layer_norm_weight, -np.inf),
         {},
         "(norm_linear): weight layers.0.self_attention.layernorm_qkv.layer_norm_weight",
     ),
@@ -83,14 +83,14 @@ CASES = {
         {"x": bad((8, 2, H), np.inf)},
         "layers.0.self_attention.layernorm_qkv (norm_linear): input x: got 0 NaN",
     ),
-    "activation": (lambda net: spoil(net.head.weight, 3e38, slice(None)), {}, "head (linear): output y: got"),
+    "activation": (lambda net: ruin(net.head.weight, 3e38, slice(None)), {}, "head (linear): output y: got"),
     "gradient from outside": (
         lambda net: None,
         {"g": bad((8, 2, 3), np.nan)},
         "head (linear): gradient of output y: got 1 NaN",
     ),
     "gradient": (
-        lambda net: spoil(net.head.weight, 1e20, slice(None)),
+        lambda net: ruin(net.head.weight, 1e20, slice(None)),
         {"g": np.full((8, 2, 3), 1e20, np.float32)},
         "head (linear): gradient of input x: got 0 NaN",
     ),
@@ -137,7 +137,7 @@ def test_inside_a_layer_and_in_a_recomputed_backward(device):
         ):
             step(net, device)
         net = Net(device, recomputed)
-        spoil(net.layers[1].layernorm_mlp.fc2_weight, 3e38, slice(None))
+        ruin(net.layers[1].layernorm_mlp.fc2_weight, 3e38, slice(None))
         with pytest.raises(NonFiniteError, match=r"layers\.1\.layernorm_mlp \(norm_mlp\): output y"):
             step(net, device)
 

@@ -122,7 +122,7 @@ def test_callables_get_and_give_what_they_should(device):
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, -1e-39])
-def test_a_callable_cannot_spoil_a_scale(bad, device):
+def test_a_callable_cannot_ruin_a_scale(bad, device):
     recipe = DelayedScaling(
         amax_history_len=2,
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad),

@@ -133,7 +133,7 @@ CASES = {
     ),
     "norm": (norm, NormSpec(32, "RMSNorm"), {"x": draw(0, 8, 32), "norm_weight": draw(1, 32)}, "rows", True),
     "mlp": (norm_mlp, mlp(), MLP, "inner", False),
-    "mlp with its residual": (norm_mlp, mlp(joins=True), MLP, "inner", False),
+    "mlp with its residual": (norm_mlp, mlp(fused_residual=True), MLP, "inner", False),
     "attention by rows": (attention, attended(), QKV, "rows", True),
     "attention by heads": (attention, attended(), QKV, "heads", True),
     "padding": (
@@ -226,11 +226,11 @@ def test_one_scale_for_all_parts(device):
         assert_same_bits("scale_inv", out["scale_inv"], want["scale_inv"])
 
 
-@pytest.mark.parametrize("joins", [False, True])
-def test_what_an_mlp_is_made_of(joins, device):
+@pytest.mark.parametrize("fused_residual", [False, True])
+def test_what_an_mlp_is_made_of(fused_residual, device):
     """Its components, one after the other, give its bits."""
     fp8 = Float8CurrentScaling().quantization
-    spec = mlp(joins=joins)
+    spec = mlp(fused_residual=fused_residual)
     spec = dataclasses.replace(
         spec, fc1=dataclasses.replace(spec.fc1, fp8=fp8), fc2=dataclasses.replace(spec.fc2, fp8=fp8)
     )

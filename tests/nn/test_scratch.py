@@ -30,7 +30,7 @@ def counting():
     return Scratch(alloc), made
 
 
-def test_a_thread_keeps_one_room_for_each_stream():
+def test_a_thread_keeps_one_arena_for_each_stream():
     scratch, made = counting()
     first = scratch.arena(100, GPU, 0)
     assert scratch.arena(100, GPU, 0) is first
@@ -58,7 +58,7 @@ def test_much_is_not_kept_nor_anything_on_the_cpu():
     assert made == [8, Scratch.KEPT + 1, Scratch.KEPT + 1, 8, 8]
 
 
-def test_rooms_of_ever_new_streams_do_not_pile_up():
+def test_arenas_of_ever_new_streams_do_not_pile_up():
     scratch, made = counting()
     arenas = [scratch.arena(8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
     assert len(scratch.arenas) == Scratch.STREAMS
@@ -72,7 +72,7 @@ def test_rooms_of_ever_new_streams_do_not_pile_up():
     assert len(made) == len(arenas) + 2
 
 
-def test_rooms_apart_are_given_away():
+def test_separate_arenas_are_given_away():
     scratch, _ = counting()
     before = scratch.arena(8, GPU, 0)
     with scratch.separate() as arenas:
@@ -95,7 +95,7 @@ def test_layouts_of_ever_new_sizes_do_not_pile_up():
     [None, DelayedScaling(amax_history_len=2), Float8BlockScaling()],
     ids=["high", "delayed", "block"],
 )
-def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
+def test_no_two_operations_at_work_share_an_arena(recipe, monkeypatch):
     """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work
     fails. A step with recomputation in backward, and with a hook that calls another layer, gives the bits
     that fresh memory gives."""

@@ -351,14 +351,14 @@ def test_what_is_refused_leaves_the_fp8_state(kind, how, wrong, leading, seed, c
     dims = (3, 2) if kind in ("MultiheadAttention", "TransformerLayer") or 0 in leading else leading
     steps = [values((*dims, 16), F32, seed + i) for i in range(2)]
     finals = []
-    for spoil in (False, True):
+    for ruin in (False, True):
         nn.manual_seed(seed % 1000)
         layer = LAYERS[kind](device="cpu")
         for i, x in enumerate(steps):
             with autocast(calibrating=calibrating, recipe=how):
                 y = layer(x)
             y = y[0] if isinstance(y, tuple) else y
-            if spoil and i == 0:
+            if ruin and i == 0:
                 before = scales_of(layer)
 
                 def call(layer=layer):
@@ -454,7 +454,7 @@ def test_attention(batch, rows, columns, heads, dim, mask, form, seed):
     assert_close("o", got.reshape(want.shape), want, "float32", spread)
 
 
-ROOMS = [{}, {"is_paged": True, "page_size": 3, "total_num_pages": 9}]
+CACHES = [{}, {"is_paged": True, "page_size": 3, "total_num_pages": 9}]
 STEPS = st.lists(
     st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), min_size=1, max_size=3),
     min_size=1,
@@ -463,12 +463,12 @@ STEPS = st.lists(
 
 
 @examples(40)
-@given(STEPS, st.sampled_from(["sbhd", "bshd", "thd"]), st.sampled_from(ROOMS), seeds)
-def test_inference_params(steps, form, room, seed):
+@given(STEPS, st.sampled_from(["sbhd", "bshd", "thd"]), st.sampled_from(CACHES), seeds)
+def test_inference_params(steps, form, form_of_cache, seed):
     """Whatever sequences join, go on, finish and come back: each new token attends over its own sequence up
     to itself, or the step does not fit, and nothing has changed."""
     heads, dim, most = 2, 4, 9
-    params = nn.InferenceParams(3, most, qkv_format=form, device="cpu", **room)
+    params = nn.InferenceParams(3, most, qkv_format=form, device="cpu", **form_of_cache)
     layer = nn.DotProductAttention(heads, dim, qkv_format=form, layer_number=1, device="cpu")
     rng, told = np.random.default_rng(seed), {}  # sequence -> q, k, v of all its tokens
     for step in steps:

@@ -14,7 +14,7 @@ from fp8kit import arrays, autograd, formats, nn, numerics, optim, recipe, seria
 from tests.support.calls import CALLS
 from tests.support.source import ROOT
 
-ROOMS = {
+PACKAGES = {
     "": fk,
     "arrays": arrays,
     "autograd": autograd,
@@ -89,7 +89,7 @@ ELSEWHERE = {
 
 def public():
     """Dotted names of functions, classes and chosen classes' methods."""
-    for room, module in ROOMS.items():
+    for package, module in PACKAGES.items():
         names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
         for name in names:
             value = getattr(module, name)
@@ -99,9 +99,9 @@ def public():
             error = isinstance(value, type) and issubclass(value, fk.Fp8kitError)
             if error or (not hasattr(module, "__all__") and ours != module.__name__):
                 continue
-            if room and name in fk.__all__:
+            if package and name in fk.__all__:
                 continue
-            whole = f"{room}.{name}" if room else name
+            whole = f"{package}.{name}" if package else name
             yield whole
             if whole in WITH_METHODS:
                 for method, found in vars(value).items():

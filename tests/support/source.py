@@ -113,15 +113,15 @@ def long_files() -> list[str]:
 def stems() -> list[str]:
     """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a
     file of its stem, or of what comes before the first underscore (norm_fwd.cu is a part of "norm")."""
-    rooms = {
+    folders = {
         "ops": "fp8kit/ops",
         "reference": "fp8kit/backends/reference",
         "cuda": "fp8kit/backends/cuda",
         "raw": "fp8kit/raw_kernels",
     }
     found = {
-        room: {path.stem for path in (ROOT / folder).glob("*") if path.suffix in (".py", ".cu")}
-        for room, folder in rooms.items()
+        kind: {path.stem for path in (ROOT / folder).glob("*") if path.suffix in (".py", ".cu")}
+        for kind, folder in folders.items()
     }
     kernels = found["raw"] - {"__init__", "manifest"}
     elsewhere = found["ops"] | found["reference"] | found["cuda"]

@@ -187,7 +187,7 @@ def _norm_mlp(g: Graph, spec: Any) -> dict[str, Any]:
         h = g.op.Add(h, g.bias(spec.fc1))
     act = g.activation(spec.activation, spec.activation_params, h, spec.fc1.out_features)
     y = g.product(spec.fc2, act)
-    y = g.op.Add(y, x) if spec.joins else y
+    y = g.op.Add(y, x) if spec.fused_residual else y
     return {"y": g.like(y), "normed": g.like(normed), "residual": g.inputs["x"]}
 
 

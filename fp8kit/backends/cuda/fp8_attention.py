@@ -45,11 +45,11 @@ _ZEROED = {False: 2, True: 9}
 def _problem(q: Shape, k: Shape, v: Shape, spec: AttentionSpec) -> Problem:
     """Of shapes (b, h, s, d)."""
 
-    def turned(x: Shape) -> Shape:
+    def transposed(x: Shape) -> Shape:
         b, heads, length, dim = x
         return (length, b, heads, dim) if spec.qkv_format == "sbhd" else (b, length, heads, dim)
 
-    found = problem(turned(q), turned(k), turned(v), float32, spec)
+    found = problem(transposed(q), transposed(k), transposed(v), float32, spec)
     return found._replace(qkv_format="bshd", zero_padded=True)
 
 
@@ -157,8 +157,8 @@ class _Call:
         quantize.dequantize(codes, values, self.number(descale), fmt, (rows, columns), self.stream)
         if self.padding is not None:
             b, h, s, d = into.shape
-            turned = into.with_strides((b, s, h, d), (h * s * d, d, s * d, 1))
-            self.padding.zero(turned, name in ("o", "dq"))
+            transposed = into.with_strides((b, s, h, d), (h * s * d, d, s * d, 1))
+            self.padding.zero(transposed, name in ("o", "dq"))
 
 
 def fp8_attention_fwd(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.steps import Again, Launch, Step
+from fp8kit.backends.cuda.steps import Launch, Replay, Step
 from fp8kit.backends.cuda.structures import Structure
 
 _WORD = 8  # bytes of an argument
@@ -50,15 +50,15 @@ class _Arrays:
         return self.places[at], address - self.starts[at]
 
 
-class Moving(Again):
+class Moving(Replay):
     """The steps of a recording, done on arrays at other addresses; by one thread at a time."""
 
     def __init__(
-        self, made: Again, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
+        self, made: Replay, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
     ) -> None:
         super().__init__()
         self.device, self.stream, self.names = made.device, made.stream, made.names
-        arrays, launches = _Arrays(addresses, sizes), [step.again for step in steps]
+        arrays, launches = _Arrays(addresses, sizes), [step.replay for step in steps]
         words = sum(-(-one.size // 16) * 2 for one in launches if isinstance(one, Launch))
         memory = np.zeros(words + 2, np.uint64)
         self._words = memory[memory.ctypes.data % 16 // _WORD :]  # structures lie at multiples of 16 bytes
@@ -72,12 +72,12 @@ class Moving(Again):
         self._steps: list[tuple[Callable[[], int] | None, Callable[..., Any] | None, int, int]] = []
         at = 0
         for step in steps:
-            if isinstance(step.again, Launch):
-                pointers = _pointers(step.again, arrays)
+            if isinstance(step.replay, Launch):
+                pointers = _pointers(step.replay, arrays)
                 positions += [at + word for word, _ in pointers]
                 places += [place for _, place in pointers]
-                self._steps.append((self._launch(step.again, at), None, 0, 0))
-                at += -(-step.again.size // 16) * 2
+                self._steps.append((self._launch(step.replay, at), None, 0, 0))
+                at += -(-step.replay.size // 16) * 2
             elif step.work is None:
                 raise _Fixed
             else:
@@ -117,9 +117,9 @@ class Moving(Again):
 
     def _do(self, addresses: Sequence[int | None]) -> None:
         others = self.place(addresses)
-        for i, (again, work, begin, end) in enumerate(self._steps):
-            if again is not None:
-                status = again()
+        for i, (replay, work, begin, end) in enumerate(self._steps):
+            if replay is not None:
+                status = replay()
             else:
                 status = work(*others[begin:end], self.stream)  # type: ignore[misc]
             if status:
@@ -127,7 +127,7 @@ class Moving(Again):
 
 
 def moving(
-    made: Again, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
+    made: Replay, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
 ) -> Callable[[Sequence[int | None]], bool] | None:
     """The steps of ``made``, a recording, on other arrays; None where that is not certain to be the same
     call."""

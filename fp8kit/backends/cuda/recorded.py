@@ -19,7 +19,7 @@ from typing import Any
 
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.moving import moving
-from fp8kit.backends.cuda.steps import Again, Launch, Step, launch_again
+from fp8kit.backends.cuda.steps import Launch, Replay, Step, copied_launch
 from fp8kit.errors import BackendError
 
 log = logging.getLogger("fp8kit")
@@ -33,7 +33,7 @@ _graphing = launch.Locks()
 _graphed: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
-class Recording(Again):
+class Recording(Replay):
     """Steps on one stream of one device, in order. ``complete``: whether they are all that the call did."""
 
     __slots__ = ("__weakref__", "_calls", "_graph", "_graphable", "_kept", "_slow", "complete", "steps")
@@ -63,13 +63,13 @@ class Recording(Again):
         self, kernel: launch.Kernel, memory: launch.LaunchMemory, size: int, stream: int, structure: bytes
     ) -> None:
         """A kernel was launched from the first ``size`` bytes of a thread's memory, a structure last."""
-        again = launch_again(kernel, ctypes.addressof(memory.buffer), size)
-        again.structure = structure
+        copied = copied_launch(kernel, ctypes.addressof(memory.buffer), size)
+        copied.structure = structure
 
         def captured(other: int) -> int:
-            return launch_again(kernel, again.start, size, other)()
+            return copied_launch(kernel, copied.start, size, other)()
 
-        self.add(kernel.device, stream, Step(f"launch of {kernel.name}", again, captured))
+        self.add(kernel.device, stream, Step(f"launch of {kernel.name}", copied, captured))
 
     def moving(self, addresses: Sequence[int | None], sizes: Sequence[int]) -> Any:
         """See ``execution.replay.Replays``."""
@@ -90,7 +90,7 @@ class Recording(Again):
             graph()
             return
         for i, step in enumerate(steps):
-            self.check(i, step.again())
+            self.check(i, step.replay())
         self._calls += 1
         if not self._calls % OFTEN and self._worth() and not launch.capturing(self.stream):
             self._capture()
@@ -124,7 +124,7 @@ class Recording(Again):
             self._graph = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
             weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
-            self._kept = [step.again.kernel for step in self.steps if isinstance(step.again, Launch)]
+            self._kept = [step.replay.kernel for step in self.steps if isinstance(step.replay, Launch)]
             self.steps = []  # nobody comes back to them
 
 

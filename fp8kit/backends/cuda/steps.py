@@ -25,18 +25,18 @@ class Launch(partial[int]):
 
 
 class Step(NamedTuple):
-    """What is done again: by ``again()``, or on a stream to capture by ``captured(stream)``, where there is
+    """What is done again: by ``replay()``, or on a stream to capture by ``captured(stream)``, where there is
     such a function. Both give the driver's status, or None. On other arrays a launch is done from its memory
     with other pointers in it, everything else by ``work(*addresses, stream)``."""
 
     name: str
-    again: Callable[[], Any]
+    replay: Callable[[], Any]
     captured: Callable[[int], Any] | None
     work: Callable[..., Any] | None = None
     addresses: tuple[int, ...] = ()
 
 
-def launch_again(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> Launch:
+def copied_launch(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> Launch:
     """A launch of what is packed in ``size`` bytes at ``source``, on its own stream or another one."""
     memory = (ctypes.c_char * (size + launch.ALIGNMENT))()
     shift = -ctypes.addressof(memory) % launch.ALIGNMENT
@@ -51,7 +51,7 @@ def launch_again(kernel: launch.Kernel, source: int, size: int, stream: int | No
     return made
 
 
-class Again:
+class Replay:
     """What puts work on one stream of one device, whenever it is called, from any thread."""
 
     __slots__ = ("device", "names", "stream")

@@ -56,7 +56,7 @@ def _rounded(arrays: list[Float32], how: Quantizer) -> list[Float32]:
     return found
 
 
-def _turned(x: Float32) -> ArrayView:
+def _transposed(x: Float32) -> ArrayView:
     """(b, h, s, d) as a view of (b, s, h, d)."""
     return as_view(x.transpose(0, 2, 1, 3))
 
@@ -82,10 +82,12 @@ def fp8_attention_fwd(
     stream: int,
 ) -> None:
     """See ``Kernels.fp8_attention_fwd``."""
-    queries, keys, values = (_turned(_decoded(x, scale_invs, i, p.format)) for i, x in enumerate((q, k, v)))
+    queries, keys, values = (
+        _transposed(_decoded(x, scale_invs, i, p.format)) for i, x in enumerate((q, k, v))
+    )
     made = np.empty(o.shape, np.float32)
     quantized_attention.quantized_attention_fwd(
-        queries, keys, values, _turned(made), lse, extras, _in_batches(spec), p, None, 0
+        queries, keys, values, _transposed(made), lse, extras, _in_batches(spec), p, None, 0
     )
     (o.numpy()[...],) = _rounded([made], out)
 
@@ -114,19 +116,19 @@ def fp8_attention_bwd(
     stream: int,
 ) -> None:
     """See ``Kernels.fp8_attention_bwd``."""
-    upstream = _turned(_decoded(do, scale_invs, 0, ds.format))
+    upstream = _transposed(_decoded(do, scale_invs, 0, ds.format))
     queries, keys, values = (
-        _turned(_decoded(x, scale_invs, i + 1, p.format)) for i, x in enumerate((q, k, v))
+        _transposed(_decoded(x, scale_invs, i + 1, p.format)) for i, x in enumerate((q, k, v))
     )
     (given,) = _rounded([o.numpy()], out)
     made = [np.empty(x.shape, np.float32) for x in (dq, dk, dv)]
-    dqueries, dkeys, dvalues = map(_turned, made)
+    dqueries, dkeys, dvalues = map(_transposed, made)
     quantized_attention.quantized_attention_bwd(
         upstream,
         queries,
         keys,
         values,
-        _turned(given),
+        _transposed(given),
         lse,
         upstream,
         queries,

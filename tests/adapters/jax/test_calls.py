@@ -243,7 +243,7 @@ def test_a_text_of_before_means_the_defaults(monkeypatch):
     def before(program, scratch):
         whole = json.loads(text(program, scratch))
         found = json.loads(whole["program"])
-        taken.append(found[2].pop("joins"))
+        taken.append(found[2].pop("fused_residual"))
         return json.dumps(whole | {"program": json.dumps(found)})
 
     monkeypatch.setattr(Program, "text", before)

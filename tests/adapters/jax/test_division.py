@@ -39,7 +39,7 @@ def test_every_quotient_is_rounded_to_nearest(platform, numerator):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("margin", [-20, 0, 9, 20])
-def test_every_amax_gives_the_scale_of_the_other_doors(platform, margin):
+def test_every_amax_gives_the_scale_of_the_other_frontends(platform, margin):
     amax = numbers()[:20_000]
     amax = amax[amax >= np.finfo(np.float32).tiny]  # XLA's CPU code takes others for 0
     with jax.default_device(jax.devices(platform)[0]):

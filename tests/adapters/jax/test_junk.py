@@ -347,7 +347,7 @@ def complaint(name, argument, label, run, given):
     return ""
 
 
-def spoilt(name):
+def ruined(name):
     run, good = CALLS[name]
     for place, argument in enumerate(good):
         for label, junk in chosen(place):
@@ -358,5 +358,5 @@ def spoilt(name):
 def test_an_argument_that_does_not_fit_is_refused(name):
     run, good = CALLS[name]
     run(**good)
-    wrong = [said for given in spoilt(name) if (said := complaint(name, *given))]
+    wrong = [said for given in ruined(name) if (said := complaint(name, *given))]
     assert not wrong, "\n".join(wrong)

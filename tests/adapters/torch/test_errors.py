@@ -240,7 +240,7 @@ def test_several_gradients_at_once_are_refused():
         torch.autograd.grad(y, x, torch.ones(2, 4, 16), is_grads_batched=True)
 
 
-def test_what_only_the_native_door_looks_for_is_refused():
+def test_what_only_the_native_frontend_looks_for_is_refused():
     with pytest.raises(TypeError, match="check_finite"):
         ft.autocast(check_finite=True)
 

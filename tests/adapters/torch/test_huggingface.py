@@ -307,6 +307,6 @@ def accelerated():
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_accelerates_own_fp8_mode_finds_this_door(handler, accelerated):
+def test_accelerates_own_fp8_mode_finds_this_frontend(handler, accelerated):
     """``mixed_precision="fp8"`` with its Transformer Engine backend: accelerate converts the model itself."""
     assert handler not in accelerated, accelerated[handler]

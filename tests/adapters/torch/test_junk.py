@@ -69,7 +69,7 @@ def chosen(place):
     }.items()
 
 
-def spoilt(name):
+def ruined(name):
     call = CALLS[name]
     for place, argument in enumerate(call.good()):
         if argument != "self":
@@ -102,5 +102,5 @@ def complaint(name, argument, label, run, given):
 def test_an_argument_that_does_not_fit_is_refused(name):
     torch.manual_seed(3)
     CALLS[name].run(**CALLS[name].good())
-    wrong = [said for given in spoilt(name) if (said := complaint(name, *given))]
+    wrong = [said for given in ruined(name) if (said := complaint(name, *given))]
     assert not wrong, "\n".join(wrong)

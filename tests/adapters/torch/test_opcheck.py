@@ -89,7 +89,7 @@ def _operands(device):
             (),
         ),
         "norm_mlp": (
-            NormMLPSpec(norm, fc1, fc2, joins=True),
+            NormMLPSpec(norm, fc1, fc2, fused_residual=True),
             norms
             | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
             "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0",

@@ -163,11 +163,11 @@ def test_a_part_that_is_unlike_the_others_is_found_before_any_runs(device, case)
     """A parameter of another dtype or on another device."""
     make, names = PARAMETERS[case]
     for name in names:
-        for spoil in (lambda t: t.half(), lambda t: t.to("meta")):
+        for ruin in (lambda t: t.half(), lambda t: t.to("meta")):
             module = made(make, device)
             part, _, last = name.rpartition(".")
             module.get_submodule(part)._parameters[last] = torch.nn.Parameter(
-                spoil(module.get_parameter(name).detach())
+                ruin(module.get_parameter(name).detach())
             )
             options = {"encoder_output": placed(SOURCE, device)} if case == "decoder" else {}
             options |= {"m_splits": [2, 2, 2]} if case == "groups" else {}
@@ -308,9 +308,9 @@ def test_an_optimizer_that_refuses_a_state_keeps_its_own(device, make):
         param.grad = torch.ones_like(param)
     optimizer.step()
     before = state_of(optimizer)
-    for label, spoil in list(WRONG_STATES.items())[: None if isinstance(optimizer, FusedAdam) else -3]:
+    for label, ruin in list(WRONG_STATES.items())[: None if isinstance(optimizer, FusedAdam) else -3]:
         saved = copy.deepcopy(optimizer.state_dict())
-        spoil(saved)
+        ruin(saved)
         with pytest.raises(Fp8kitError):
             optimizer.load_state_dict(saved)
         assert state_of(optimizer) == before, label

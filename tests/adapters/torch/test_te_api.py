@@ -252,7 +252,7 @@ def test_the_packed_rotary_embedding(device, form):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [d, d, d])
 
 
-def test_modules_within_are_attributes_of_the_door():
+def test_modules_within_are_attributes_of_the_frontend():
     """Without ``as_transformer_engine``: the import alone."""
     assert ft.quantization.FP8GlobalStateManager is ft.fp8.FP8GlobalStateManager is State
     assert ft.ops.Linear is fusible.Linear

@@ -1,4 +1,4 @@
-"""Good calls of the public names: what ``test_arguments`` spoils one argument at a time."""
+"""Good calls of the public names: what ``test_arguments`` ruins one argument at a time."""
 
 from __future__ import annotations
 

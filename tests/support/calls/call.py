@@ -1,4 +1,4 @@
-"""A good call of a public name, argument by argument, made anew each time: a spoilt call changes nothing for
+"""A good call of a public name, argument by argument, made anew each time: a ruined call changes nothing for
 the next one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Good calls of the torch frontend's public names: what ``test_junk`` spoils one argument at a time."""
+"""Good calls of the torch frontend's public names: what ``test_junk`` ruins one argument at a time."""
 
 from __future__ import annotations
 
