@@ -63,6 +63,7 @@ def digest(run: RunFolder, reference: str | None = None) -> dict[str, Any]:
     made = {
         "about": run.about,
         "made_by": f"fp8kit {fp8kit.__version__}",
+        "steps": _steps(run),
         "losses": _losses(run, asked if isinstance(asked, str) else None),
         "maps": maps,
         "panels": DEFAULT_PANELS,
@@ -93,6 +94,12 @@ def page(shown: dict[str, Any]) -> str:
         assert mark, name
         text = before + part + after
     return text
+
+
+def _steps(run: RunFolder) -> int:
+    """How many steps the run has: from the first that is numbered, 0 or 1 as a rule, to the last."""
+    numbers = [own.steps for own in (*run.curves, *run.statistics.values()) if own.steps.size]
+    return int(max(own[-1] for own in numbers) - min(own[0] for own in numbers)) + 1 if numbers else 0
 
 
 def _title(about: dict[str, Any]) -> str:

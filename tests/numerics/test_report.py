@@ -70,6 +70,7 @@ def test_500_steps_of_12_layers_are_less_than_5_mb() -> None:
     assert len(data["maps"]) == 60
     assert sum(len(entry["times"]) for entry in data["histograms"]["entries"]) <= report.HISTOGRAMS
     assert all(len(group["steps"]) <= report.POINTS for group in data["losses"]["groups"])
+    assert data["steps"] == 500
 
 
 def test_a_column_shows_the_worst_of_its_steps() -> None:
@@ -94,6 +95,7 @@ def test_the_page_has_what_the_run_has(real: Path) -> None:
     run = read(real)
     data = data_of(report.page(report.digest(run)))
     assert data["about"] == run.about
+    assert data["steps"] == 6
     for map_ in data["maps"]:
         for layer, row in zip(map_["layers"], map_["rows"], strict=True):
             series = run.statistics[Key(layer, map_["tensor"], map_["gemm"], map_["stat"])]

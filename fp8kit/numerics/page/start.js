@@ -1,13 +1,8 @@
 // All of it, drawn, and drawn anew in another size or other colours.
 
 byId("title").textContent = document.title;
-const last = Math.max(
-  0,
-  ...data.losses.groups.map((group) => group.steps[group.steps.length - 1] || 0),
-  ...data.maps.map((map) => map.to[map.to.length - 1] || 0),
-);
 byId("summary").textContent = [
-  `${last} steps`,
+  `${data.steps} steps`,
   `${layers.length} layers with statistics`,
   `on ${data.about.device}`,
 ].join(", ");
