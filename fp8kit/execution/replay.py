@@ -110,7 +110,7 @@ class Replays:
 
     def forget(self) -> None:
         """Forget every call."""
-        Replays.total -= len(self._found) + len(self._moving)
+        type(self).total -= len(self._found) + len(self._moving)  # the module may be gone by now
         self._found.clear()
         self._moving.clear()
         self._seen.clear()

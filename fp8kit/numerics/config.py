@@ -24,8 +24,8 @@ from typing import Any
 
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.errors import ArgumentError, install, meant
-from fp8kit.inspection import TENSORS
-from fp8kit.numerics.names import Operand, request
+from fp8kit.inspection import MADE_BY, TENSORS
+from fp8kit.numerics.names import OF_PAIR, Operand, request
 from fp8kit.quantization import OPERANDS
 from fp8kit.recipes import NAMED
 
@@ -329,12 +329,17 @@ def _logged(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Logged
         if feature == "LogNvfp4TensorStats":
             stats = [stat if str(stat).startswith("nvfp4_") else f"nvfp4_{stat}" for stat in stats]
         # of a layer that casts; in another one that misses some, the log says so
+        tensor = item["tensor"]
         try:
-            request(stats, Operand(item["tensor"], NAMED["current"].recipe.quantization))
+            needs = request(stats, Operand(tensor, NAMED["current"].recipe.quantization))
         except ArgumentError as error:
             raise ArgumentError(_ASKED, f"{where}.stats", error.got, error.wanted) from None
+        if needs.spec.twin and tensor not in MADE_BY:
+            beside = next(stat.name for stat in needs.stats if stat.kind in OF_PAIR)
+            wanted = f"it of {', '.join(MADE_BY)}: only what a GEMM makes is made in high precision, too"
+            raise ArgumentError(_ASKED, f"{where}.stats", f"{beside!r} of {tensor}", wanted)
         frozen = tuple(stat if isinstance(stat, str) else _frozen(stat) for stat in stats)
-        yield Logged(item["tensor"], frozen, _steps(where, item))
+        yield Logged(tensor, frozen, _steps(where, item))
 
 
 def _frozen(stat: Mapping[str, Mapping[str, Any]]) -> tuple[str, tuple[tuple[str, Any], ...]]:

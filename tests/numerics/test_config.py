@@ -57,6 +57,7 @@ WRONG = {
     "option": (section({"LogTensorStats": {**LOG, "frequency": 2}}), "did you mean freq"),
     "stat": (section(logged(["maximum"])), "one of min, max"),
     "recipe": (section(logged(["mxfp9_mse"])), "did you mean"),
+    "no twin": (section(logged(["max", "cosine"], ["gradient"])), "'cosine' of gradient.*dgrad, wgrad"),
     "tensor": (section(logged(["max"], ["activations"])), "activation"),
     "freq": (section(logged(["max"], freq=0)), "an int >= 1"),
     "both": (section({"LogTensorStats": {**LOG, "tensors_struct": []}}), "tensors or tensors_struct"),
