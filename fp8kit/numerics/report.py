@@ -98,7 +98,8 @@ def page(shown: dict[str, Any]) -> str:
 
 def _steps(run: RunFolder) -> int:
     """How many steps the run has: from the first that is numbered, 0 or 1 as a rule, to the last."""
-    numbers = [own.steps for own in (*run.curves, *run.statistics.values()) if own.steps.size]
+    every = [curve.steps for curve in run.curves] + [series.steps for series in run.statistics.values()]
+    numbers = [steps for steps in every if steps.size]
     return int(max(own[-1] for own in numbers) - min(own[0] for own in numbers)) + 1 if numbers else 0
 
 
