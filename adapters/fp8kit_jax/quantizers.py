@@ -41,14 +41,17 @@ class QuantizerSet:
         return {name: slot for name, slot in found.items() if slot is not None}
 
 
-def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
-    """The arrays of a fresh set as a module's variables (Transformer Engine's names): ``x_scale``,
+def state_names(postfix: str = "") -> list[str]:
+    """The names of a set's arrays as a module's variables (Transformer Engine's): ``x_scale``,
     ``x_amax_history``, and those of ``kernel`` and ``grad``, in the order that ``from_variables`` takes."""
-    return {
-        f"{own}{postfix}_{name}": array
-        for own in ("x", "kernel", "grad")  # arrays of its own for each: a step may donate them
-        for name, array in Slot.fresh(history.length)._asdict().items()
-    }
+    return [f"{own}{postfix}_{part}" for own in ("x", "kernel", "grad") for part in Slot._fields]
+
+
+def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
+    """The arrays of a fresh set by ``state_names``."""
+    # arrays of its own for each slot: a step may donate them
+    arrays = [array for _ in range(3) for array in Slot.fresh(history.length)]
+    return dict(zip(state_names(postfix), arrays, strict=True))
 
 
 def from_variables(

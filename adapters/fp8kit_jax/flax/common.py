@@ -22,7 +22,7 @@ from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import residual_sum
-from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
+from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_names, state_variables
 from fp8kit_jax.scopes import history_of, keys_from, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
 
@@ -207,9 +207,12 @@ def quantizer_set(
         if not module.is_initializing() and not module.is_mutable_collection(found):
             wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
             raise RecipeError(kind, found, "none of this layer", wanted)
-    with jax.ensure_compile_time_eval():  # a product within a jitted function of JAX's own, such as einsum
-        variables = state_variables(history, postfix).items()
-    values = [module.variable(found, name, lambda v=v: v).value for name, v in variables]
+
+    def start(name: str) -> Any:
+        with jax.ensure_compile_time_eval():  # within a jitted function of JAX's own too, such as einsum
+            return state_variables(history, postfix)[name]
+
+    values = [module.variable(found, name, start, name).value for name in state_names(postfix)]
     return from_variables(recipe, values, layer, kept_as)
 
 
