@@ -138,6 +138,7 @@ CONSTRUCTED: dict[str, Rule] = {
     "cp_group": of_one,
     "get_rng_state_tracker": optional(function),
     "delay_wgrad_compute": flag,
+    "return_max_logit": flag,
 }
 
 # of modules' calls, and of functions

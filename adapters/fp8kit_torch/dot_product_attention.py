@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit import layers
+from fp8kit.errors import UnsupportedError
 from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.kv_cache import trace_cached
 from fp8kit_torch.layer import next_rng
+from fp8kit_torch.max_logit import max_logits, traced_max_logits
 from fp8kit_torch.parameters import ParameterModule, placed
 
 
@@ -23,7 +27,21 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
         offset = torch.zeros(self.num_attention_heads, device=where) if zeros else None
         self.register_buffer("softmax_offset", offset, persistent=False)
 
+    def take_further(self, arguments: SimpleNamespace) -> None:
+        super().take_further(arguments)
+        self.return_max_logit = bool(arguments.return_max_logit)
+
+    def max_logit(self, spec: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        if not self.is_compiling():
+            return max_logits(spec, inputs)
+        detached = [tensor.detach() for tensor in inputs.values()]
+        found: Tensor = traced_max_logits(detached, " ".join(inputs), spec, self.num_attention_heads)
+        return found
+
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Tensor:
+        if self.return_max_logit:
+            wanted = "False beside inference_params: the scores of a cache are not looked at"
+            raise UnsupportedError(self.layer_name, "return_max_logit", True, wanted)
         if not self.is_compiling():
             return super().call_cached(prepared, inputs, cache, rng)  # type: ignore[no-any-return]
         if rng:

@@ -77,6 +77,7 @@ class DotProductAttention(AttentionBase):
     softmax_scale: float
     softmax_type: str
     name: str | None
+    return_max_logit = False
 
     def __init__(
         self,
@@ -266,11 +267,16 @@ class DotProductAttention(AttentionBase):
         inputs.update(prepared.beside)
         if inference_params is None:
             with self.forked() if prepared.draws else _NO_FORK:
-                return self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
+                o = self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
+            return (o, self.max_logit(prepared.spec, inputs)) if self.return_max_logit else o
         kind = self.kind_of(dtype)
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
         with _NO_FORK if self.training else self.no_grad():
             return self.call_cached(prepared, inputs, inference_params, prepared.draws)
+
+    def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
+        """The largest score of each head, for ``return_max_logit``, where a frontend has it."""
+        raise NotImplementedError
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Any:
         """Attention over a cache, whose step this layer has taken then."""

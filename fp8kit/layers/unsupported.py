@@ -68,7 +68,7 @@ REASONS: dict[str, str] = {
     "cp_group": "there is no context parallelism",
     "get_rng_state_tracker": "only the PyTorch frontend has random states by name",
     "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",
-    "return_max_logit": "the kernels of attention keep the rows' log-sum-exp alone",
+    "return_max_logit": "only the PyTorch frontend computes scores beside its kernels",
     "fp8_output": "attention gives its output in high precision",
     **dict.fromkeys(
         ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), _SCORES
