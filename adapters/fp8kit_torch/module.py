@@ -40,7 +40,7 @@ from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
-from fp8kit_torch.constants import exporting
+from fp8kit_torch.constants import exporting, onnx_mode
 from fp8kit_torch.delayed_gradients import Waiting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
@@ -50,7 +50,7 @@ from fp8kit_torch.offloading import staying
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized import want_codes
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.specs import fp8_text, layer_text, scale_names
+from fp8kit_torch.specs import fp8_text, frozen_scales, layer_text, scale_names
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
@@ -436,7 +436,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if state is None:
             spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
             return trace(self.operation, spec, tensors)
-        parts, layer, traced = recipe_parts(state.recipe), self._layer(), self._traced(state)
+        parts, layer = recipe_parts(state.recipe), self._layer()
+        frozen = self._frozen(parts, layer) if onnx_mode.on else ()
+        traced = None if frozen else self._traced(state)
         if not state.enabled:
             spec = layer_text(
                 self._spec_text, (), False, bias, (*options.items(), *self.calibration_options.items())
@@ -456,7 +458,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         cached = first is not None
-        spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), layer=layer)
+        spec = layer_text(
+            self._spec_text, parts, cached, bias, tuple(options.items()), layer=layer, frozen=frozen
+        )
         return trace(self.operation, spec, tensors, traced)
 
     def _layer(self) -> tuple[str, str]:
@@ -465,6 +469,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         by_layer = state is not None and state.recipe.by_layer
         return (self.layer_name, self.name or "") if by_layer else ("", "")
 
+    def _frozen(self, parts: tuple[Any, ...], layer: tuple[str, str]) -> tuple[float, ...]:
+        """For a program that is exported as ONNX: the forward scales of delayed scaling; () with another
+        recipe."""
+        if not history_text(parts, layer):
+            return ()
+        state = self.fp8_meta.get("scaling_fwd")
+        return (1.0,) * (FORWARD_SLOTS * len(self.gemms)) if state is None else frozen_scales(state.number)
+
     def _traced(self, state: AutocastState) -> TracedState | None:
         """How a compiled call uses the state of delayed scaling; None with another recipe."""
         text = history_text(recipe_parts(state.recipe), self._layer())
@@ -472,7 +484,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             return None
         if exporting():  # an exported program has no module whose scales it could change
             raise NotImplementedError(
-                "fp8kit_torch: delayed scaling is not supported within torch.export; Float8CurrentScaling is"
+                "fp8kit_torch: delayed scaling is not supported within torch.export but onnx_export; "
+                "Float8CurrentScaling is"
             )
         record = torch.is_grad_enabled() or state.calibrating
         # what is computed once more in backward would find the scales as they are by then

@@ -3,6 +3,8 @@ within ``torch.compile``."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,13 @@ from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
 from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.quantization import Quantization
+from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.autocast import layer_recipe, recipe_of
 from fp8kit_torch.constants import constant_result
+from fp8kit_torch.state import named
+from fp8kit_torch.torch_compat import unseen
 
 
 @constant_result
@@ -24,15 +31,46 @@ def layer_text(
     options: tuple[tuple[str, Any], ...],
     cast: int = -1,
     layer: tuple[str, str] = ("", ""),
+    frozen: tuple[float, ...] = (),
 ) -> str:
     """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
-    ``cast``: of this product's weight cast instead."""
+    ``cast``: of this product's weight cast instead. ``frozen``: delayed scaling's forward scales, which are
+    what they are from now on."""
     own = layer_recipe(recipe, layer) if recipe else None
     fp8 = None if own is None else own.quantization
     found = layer_spec(decode(spec), fp8, cached, bias, options)
+    if frozen and fp8 is not None:
+        found = _with_scales(found, fp8, frozen)
     if cast >= 0:
         found = LinearSpec(layer_products(found)[cast])
     return encode(found)
+
+
+def _with_scales(spec: Any, fp8: Quantization, scales: tuple[float, ...]) -> Any:
+    """The spec whose products cast their operands with these scales, by the slots of the forward state."""
+    changes, start = {}, 0
+    for field in dataclasses.fields(spec):
+        part = getattr(spec, field.name)
+        if isinstance(part, ProductSpec):
+            x, w = (
+                partial(dataclasses.replace, scale_source="static", static_scale=scale)
+                for scale in scales[start : start + 2]
+            )
+            own = (
+                fp8.map(x, "x").map(w, "w").map(lambda g: dataclasses.replace(g, scale_source="current"), "g")
+            )
+            changes[field.name] = dataclasses.replace(part, fp8=own)
+            start += FORWARD_SLOTS
+    return dataclasses.replace(spec, **changes)
+
+
+@constant_result
+def frozen_scales(state: int) -> tuple[float, ...]:
+    """The scales of the live state of that number, as they are."""
+    found = named(state)
+    assert found is not None
+    with unseen():
+        return tuple(found.scale.tolist())
 
 
 @constant_result

@@ -41,9 +41,9 @@ class ScalingState:
     (``fp8kit.scaling``).
 
     ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots),
-    zeros at first, row 0 the amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU,
-    by which a compiled graph names the state. ``group``: the process group over which its amaxes are reduced,
-    None for all processes.
+    zeros at first, row 0 the amaxes since the last update, row 1 the oldest. ``number``: of the state;
+    ``handle``: the same, int64 () on the CPU, by which a compiled graph names it. ``group``: the process
+    group over which its amaxes are reduced, None for all processes.
     """
 
     def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
@@ -61,6 +61,7 @@ class ScalingState:
     def _take(self, parts: Sequence[Tensor]) -> None:
         self.scale, self.scale_inv, self.amax_history = parts
         number = next(_HANDLES)
+        self.number = number
         self.handle = torch.tensor(number, device="cpu")
         self.group: Any = None
         self._seen: Any = (None, None, None, {})

@@ -85,6 +85,29 @@ def test_products_in_fp8(recipe):
     assert operators.count("MatMul") == 2
 
 
+def test_delayed_scaling_keeps_the_scales_of_the_export():
+    """Each operand its own, learnt in training; a later step of the model changes the program no more."""
+    recipe = DelayedScaling(amax_history_len=2)
+    layer, x = ft.LayerNormMLP(WIDTH, 64), torch.randn(*ROWS, WIDTH)
+    with ft.autocast(recipe=recipe):
+        layer(x * 2).sum().backward()
+    assert len(set(layer.fp8_meta["scaling_fwd"].scale.tolist())) > 3
+    operators = same(layer, (x,), recipe)
+    assert operators.count("QuantizeLinear") == operators.count("DequantizeLinear") == 4
+    with torch.no_grad(), ft.autocast(recipe=recipe):
+        want = layer(x)
+    _, run = exported(layer, (x,), recipe)
+    layer.reset_fp8_meta_tensors()
+    assert (run(x) - want).abs().max() <= 64 * 2.0**-23 * want.abs().max()
+
+
+def test_a_model_of_delayed_scaling_that_never_ran_has_scales_of_one():
+    operators = same(
+        ft.TransformerLayer(WIDTH, 64, HEADS, **DROPPED), (torch.randn(*ROWS, WIDTH),), DelayedScaling()
+    )
+    assert operators.count("QuantizeLinear") == 8
+
+
 def test_a_scale_of_an_operand_of_zeros():
     same(ft.Linear(WIDTH, 16), (torch.zeros(3, WIDTH),), Float8CurrentScaling())
 
@@ -140,7 +163,10 @@ def test_a_length_that_is_left_open():
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
-    [(Float8BlockScaling(), "one scale a tensor"), (DelayedScaling(), "delayed scaling is not supported")],
+    [
+        (Float8BlockScaling(), "one scale a tensor"),
+        (DelayedScaling(fp8_format=Format.E4M3, amax_compute_algo=max), "callables"),
+    ],
 )
 def test_other_recipes_say_so(recipe, words):
     with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:

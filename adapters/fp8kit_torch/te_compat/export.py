@@ -21,8 +21,9 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
                               custom_translation_table=te_translation_table)
 
     (``te_translation_table`` of ``transformer_engine.pytorch.export``). No gradient is recorded. Products
-    with one scale a tensor in E4M3, as ``Float8CurrentScaling`` has them, become MatMul of QuantizeLinear and
-    DequantizeLinear; other recipes, delayed scaling among them, are a NotImplementedError. ``enabled``: False
+    with one scale a tensor in E4M3, as ``Float8CurrentScaling`` and ``DelayedScaling`` have them, become
+    MatMul of QuantizeLinear and DequantizeLinear; delayed scaling's scales are what they are at the export
+    from then on. Other recipes are a NotImplementedError. ``enabled``: False
     does nothing. Needs the package ``onnxscript``.
     """
     flag("onnx_export", "enabled", enabled)
