@@ -185,14 +185,18 @@ class Inspector:
         self._begin()
 
     def close(self, failed: bool = False) -> None:
-        """End. What a step has shown that did not end is written, too, unless it ``failed``."""
+        """End. What a step has shown that did not end is written, too, unless it ``failed``: then there are
+        the steps that ended, if the device still answers."""
         try:
             if self._wait is not None and self._looked_at is not None:
                 self._wait()
             if self._shown.taken and not failed:
                 self._finish()
+            self.flush()
+        except Exception as error:
             if not failed:
-                self.flush()
+                raise
+            log.warning("inspect: rows of the last steps are lost: %s", error)  # the failure itself goes on
         finally:
             self._shown, self._blocks, self._ended = Shown(), Blocks(), []
             self._open, _current[0] = False, None

@@ -344,6 +344,29 @@ def test_rows_come_a_step_later_where_a_device_must_be_waited_for(monkeypatch):
     assert [row["value"] for row in sink] == [np.float32(X.max() * k) for k in (1, 3, 5, 7)]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_step_before_a_failure_is_written(answers, monkeypatch, caplog):
+    """The one that a user wants to see; and where a device does not answer, the failure is what is raised."""
+    monkeypatch.setattr(Copy, "on_host", False)
+    model, sink = Native(), []
+    config = section(logged(["max"], ("activation",)), OUT_LAYER)
+
+    def lost(self, array):
+        raise RuntimeError("an illegal memory access")
+
+    with pytest.raises(ZeroDivisionError), fk.inspect(model, config, sinks=sink.extend) as log:
+        for number in range(3):
+            model.out(fk.tensor(X * (number + 1.0)))
+            if number == 2:
+                if not answers:
+                    monkeypatch.setattr(Copy, "part", lost)
+                raise ZeroDivisionError
+            log.step()
+    assert [row["step"] for row in sink] == ([0, 1] if answers else [0])
+    assert ("illegal memory access" in caplog.text) != answers
+    assert inspection.inspector is None
+
+
 def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
     monkeypatch.setattr(shown, "_BLOCK", 256)
     config = section(logged(["max", "exponents"], ("activation", "weight")))
