@@ -354,14 +354,18 @@ def test_the_step_before_a_failure_is_written(answers, monkeypatch, caplog):
     def lost(self, array):
         raise RuntimeError("an illegal memory access")
 
-    with pytest.raises(ZeroDivisionError), fk.inspect(model, config, sinks=sink.extend) as log:
-        for number in range(3):
-            model.out(fk.tensor(X * (number + 1.0)))
-            if number == 2:
-                if not answers:
-                    monkeypatch.setattr(Copy, "part", lost)
-                raise ZeroDivisionError
-            log.step()
+    def train():
+        with fk.inspect(model, config, sinks=sink.extend) as log:
+            for number in range(3):
+                model.out(fk.tensor(X * (number + 1.0)))
+                if number == 2:
+                    if not answers:
+                        monkeypatch.setattr(Copy, "part", lost)
+                    raise ZeroDivisionError
+                log.step()
+
+    with pytest.raises(ZeroDivisionError):
+        train()
     assert [row["step"] for row in sink] == ([0, 1] if answers else [0])
     assert ("illegal memory access" in caplog.text) != answers
     assert inspection.inspector is None
