@@ -57,7 +57,8 @@ def in_dtype_of(x: Any, *parameters: Any) -> list[Any]:
     elsewhere, for the operation to refuse by name. Gradients come back in the parameters' own dtypes."""
 
     def high(array: Any) -> bool:
-        return getattr(array, "dtype", None) in (jnp.float32, jnp.bfloat16, jnp.float16)
+        is_array = isinstance(array, np.ndarray | np.generic | jax.Array)  # a dtype has a dtype, too
+        return is_array and array.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def cast(value: Any) -> Any:
         return jnp.asarray(value, x.dtype) if high(x) and high(value) else value

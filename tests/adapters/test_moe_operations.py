@@ -14,8 +14,8 @@ from fp8kit.autograd import apply, tensor
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
 from fp8kit.ops.product import ProductSpec
-from fp8kit.testing import assert_same_bits
 from tests.support.gate import GateSpec, gate
+from tests.support.named import same_steps
 
 
 def normal(seed, *shape, scale=1.0):
@@ -60,13 +60,6 @@ CALLS = {
 }
 
 
-def same(got, want):
-    for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert_same_bits(f"step {step}: {name}", a[name], b[name])
-
-
 def native_call(name):
     operation, spec, inputs, fixed, g = CALLS[name]
     leaves = {key: tensor(value, requires_grad=True, device="cpu") for key, value in inputs.items()}
@@ -89,7 +82,7 @@ def test_operations_in_torch(name, compiled):
     y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaves)
     y.backward(torch.from_numpy(g.copy()))
     made = {"y": y.detach().numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
-    same([made], [native_call(name)])
+    same_steps([made], [native_call(name)])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -102,4 +95,4 @@ def test_operations_in_jax(name):
         return {"y": y} | {f"d{key}": grad for key, grad in pull(g)[0].items()}
 
     made = step(dict(inputs), dict(fixed), g)
-    same([{key: np.asarray(value) for key, value in made.items()}], [native_call(name)])
+    same_steps([{key: np.asarray(value) for key, value in made.items()}], [native_call(name)])

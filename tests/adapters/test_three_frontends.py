@@ -13,9 +13,9 @@ import torch
 import fp8kit as fk
 from fp8kit.autograd import apply, tensor
 from fp8kit.ops.dropout_add import AddSpec, add
-from fp8kit.testing import assert_same_bits
 from tests.support.gate import GateSpec, gate
 from tests.support.layers import MODES
+from tests.support.named import same_steps
 
 RECIPE = fk.recipe.DelayedScaling(amax_history_len=3)
 ROWS, K, N = 20, 24, 40
@@ -102,13 +102,6 @@ def native():
     return list(native_steps())
 
 
-def same(got, want):
-    for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert_same_bits(f"step {step}: {name}", a[name], b[name])
-
-
 def test_the_steps_exercise_delayed_scaling(native):
     """Scales move at every step, in both directions, so that a stale or a lost state shows."""
     for name in ("x_scale", "w_scale", "g_scale"):
@@ -119,19 +112,19 @@ def test_the_steps_exercise_delayed_scaling(native):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
 def test_torch(native, compiled):
-    same(torch_steps(compiled), native)
+    same_steps(torch_steps(compiled), native)
 
 
 def test_jax_inside_jit(native):
-    same(jax_steps(), native)
+    same_steps(jax_steps(), native)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_recipe(mode):
     recipe = MODES[mode]
     want = list(native_steps(recipe))
-    same(torch_steps(False, recipe), want)
-    same(jax_steps(recipe), want)
+    same_steps(torch_steps(False, recipe), want)
+    same_steps(jax_steps(recipe), want)
 
 
 def test_a_users_operation_is_what_its_formula_says():
@@ -178,5 +171,5 @@ def test_an_operation(what):
     """Values and gradients in torch, eager and compiled, and inside ``jax.jit``."""
     want = native_call(*OPERATIONS[what])
     for compiled in (False, True):
-        same([torch_call(*OPERATIONS[what], compiled)], [want])
-    same([jax_call(*OPERATIONS[what])], [want])
+        same_steps([torch_call(*OPERATIONS[what], compiled)], [want])
+    same_steps([jax_call(*OPERATIONS[what])], [want])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import fp8kit as fk
 from fp8kit import formats, nn, recipe
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED
+from fp8kit.testing import assert_same_bits
+from tests.support.layers import draw
 
 OVERRIDES = ("high_precision", "dequantized")
 
@@ -117,10 +120,12 @@ MODULES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def draw(seed: int, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
-    """Normal numbers of the host."""
-    values = np.random.default_rng(seed).standard_normal(shape) * scale
-    return values.astype(np.float32).astype(formats.dtype(dtype).numpy)
+def same_steps(got: Iterable[Mapping[str, Any]], want: Iterable[Mapping[str, Any]]) -> None:
+    """The same arrays of every step, bit for bit."""
+    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.keys() == b.keys()
+        for name in b:
+            assert_same_bits(f"step {step}: {name}", a[name], b[name])
 
 
 def parameters(module: Any, dtype: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.testing import assert_close
+from fp8kit.testing import assert_close, assert_same_bits
 
 RECIPES = {
     "high": None,
@@ -41,16 +41,22 @@ def mesh():
     return Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
 
 
-def placed(args, specs):
+def placed(args, specs, devices=mesh):
     return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
+        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(devices(), P(*own))), a)
         for a, own in zip(args, specs, strict=True)
     ]
 
 
-def near(got, want, bound):
+def near(got, want, bound=BITS):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert_close("parts", got, want, "float32", bound * np.abs(want).max())
+
+
+def same_bits(got, want):
+    """Of every leaf."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits("leaves", np.asarray(a), np.asarray(b))
 
 
 @functools.cache
@@ -92,20 +98,13 @@ def explicit_mesh():
     return jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
 
 
-def explicitly_placed(args, specs):
-    return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(explicit_mesh(), P(*own))), a)
-        for a, own in zip(args, specs, strict=True)
-    ]
-
-
 def check_explicit(function, args, specs, bound=BITS):
     """Value and gradients of the sum of squares, split and whole. Gradients come split as what they are
     gradients of."""
     step = squares(function, len(args))
     want = step(*args)
     with jax.set_mesh(explicit_mesh()):
-        given = explicitly_placed(args, specs)
+        given = placed(args, specs, explicit_mesh)
         compiled = step.lower(*given).compile()
         got = compiled(*given)
     jax.tree.map(lambda a, b: near(a, b, bound), got, want)

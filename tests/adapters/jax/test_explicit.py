@@ -19,9 +19,9 @@ from tests.support.sharding import (
     check_explicit,
     draw,
     explicit_mesh,
-    explicitly_placed,
     mlp,
     near,
+    placed,
     two,
 )
 
@@ -64,7 +64,10 @@ def test_types_of_outputs():
     """Also where no mesh is set, and of what cannot be split as it is: then the output is whole, its gradient
     still of its type."""
     x, gamma = draw(0, 8, 16, 64), jnp.ones(64)
-    (rows,), (sequence,) = explicitly_placed([x], [("data",)]), explicitly_placed([x], [(None, "data")])
+    (rows,), (sequence,) = (
+        placed([x], [("data",)], explicit_mesh),
+        placed([x], [(None, "data")], explicit_mesh),
+    )
     for function, spec in (
         (lambda x: fj.rmsnorm(x, gamma), P("data", None, None)),
         (lambda x: fj.dropout_add(x, x), P("data", None, None)),

@@ -17,7 +17,7 @@ import fp8kit as fk
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.combinations import combinations
-from tests.support.effort import FACTOR
+from tests.support.effort import FACTOR, chosen
 
 X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(3, 8)
 W, V = np.ones((8, 6), np.float32), np.ones(8, np.float32)
@@ -326,13 +326,6 @@ CALLS = {
 STEP = 1 if FACTOR else 5  # every how many of them in the default run, others for each argument
 
 
-def chosen(place):
-    """The junk for an argument by its place: None, and some of the rest, or all of it."""
-    return {
-        label: junk for i, (label, junk) in enumerate(JUNK.items()) if i == 0 or (i + place) % STEP == 0
-    }.items()
-
-
 def complaint(name, argument, label, run, given):
     """What is wrong with this refusal; "" for a right one and for a call that works."""
     try:
@@ -350,7 +343,7 @@ def complaint(name, argument, label, run, given):
 def ruined(name):
     run, good = CALLS[name]
     for place, argument in enumerate(good):
-        for label, junk in chosen(place):
+        for label, junk in chosen(JUNK, place, STEP):
             yield argument, label, run, good | {argument: junk}
 
 

@@ -32,6 +32,7 @@ from tests.support.sharding import (
     mlp,
     near,
     placed,
+    same_bits,
     two,
 )
 
@@ -144,11 +145,6 @@ def pulled(function, args, g):
     """Output and gradients of the arguments for the output's gradient ``g``."""
     out, back = jax.vjp(function, *args)
     return out, back(g)
-
-
-def same_bits(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_same_bits("split", np.asarray(a), np.asarray(b))
 
 
 @combinations({"split": SPLITS.keys()}, usual=["both", "batches by both"])

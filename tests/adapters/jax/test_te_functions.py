@@ -13,17 +13,12 @@ from fp8kit_jax.te_compat import modules as te_modules
 
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
-from fp8kit.testing import assert_close, assert_same_bits
-from tests.support.sharding import BITS, mesh, near
+from fp8kit.testing import assert_close
+from tests.support.sharding import BITS, mesh, near, same_bits
 
 
 def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-def same(got, want):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_same_bits("values", np.asarray(a), np.asarray(b))
 
 
 X, W, B = draw(0, 4, 8, 32), draw(1, 32, 48), draw(2, 48)
@@ -40,7 +35,7 @@ def test_without_a_set_products_are_in_high_precision():
             functions.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED),
         )
     mlp = fj.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED)
-    same(got, (fj.dense(X, W, B, DIMS), fj.layernorm_dense(X, W, G, S, B), mlp))
+    same_bits(got, (fj.dense(X, W, B, DIMS), fj.layernorm_dense(X, W, G, S, B), mlp))
 
 
 GATED = ("silu", "linear")
@@ -65,7 +60,7 @@ def test_with_sets(made):
     with fj.autocast(True, Float8CurrentScaling()):
         mlp = fj.layernorm_mlp(X, G, None, (K1, K2), (B1, B2), "rmsnorm", activation_type=GATED)
         want = fj.dense(X, W, B, DIMS), fj.layernorm_dense(X, W, G, S, B), mlp
-    same(got, want)
+    same_bits(got, want)
 
 
 def test_logical_axes_constrain():
@@ -109,15 +104,15 @@ def test_a_mesh_by_either_way():
 
 
 def test_small_functions():
-    same(functions.layernorm(X, G, S, "layernorm"), fj.layernorm(X, G, S))
-    same(functions.activation(draw(9, 4, 2, 8), GATED), fj.activation(draw(9, 4, 2, 8), GATED))
+    same_bits(functions.layernorm(X, G, S, "layernorm"), fj.layernorm(X, G, S))
+    same_bits(functions.activation(draw(9, 4, 2, 8), GATED), fj.activation(draw(9, 4, 2, 8), GATED))
     kinds = functions.SoftmaxFusionType
     scores, mask = draw(10, 2, 4, 6, 6), draw(11, 2, 1, 6, 6) > 0.5
     causal = ~jnp.tri(6, dtype=bool)
-    same(functions.softmax(scores, mask, 0.5), fj.softmax(scores, None, 0.5))
-    same(functions.softmax(scores, mask, 0.5, kinds.SCALED_MASKED), fj.softmax(scores, mask, 0.5))
+    same_bits(functions.softmax(scores, mask, 0.5), fj.softmax(scores, None, 0.5))
+    same_bits(functions.softmax(scores, mask, 0.5, kinds.SCALED_MASKED), fj.softmax(scores, mask, 0.5))
     got = functions.softmax(scores, None, 2.0, kinds.SCALED_UPPER_TRIANG_MASKED)
-    same(got, fj.softmax(scores, causal, 2.0))
+    same_bits(got, fj.softmax(scores, causal, 2.0))
     with pytest.raises(UnsupportedError, match="layernorm: quantizer: got object, expected None"):
         functions.layernorm(X, G, S, "layernorm", quantizer=object())
 
@@ -134,7 +129,7 @@ def test_the_softmax_module():
         want = e / (e.sum(-1, keepdims=True) + sink)
         assert_close("softmax", np.asarray(got), want, "float32", 32 * 2.0**-24)  # below 1
     plain = te_modules.Softmax(0.5).apply({}, scores, bias=jnp.ones_like(scores))
-    same(plain, fj.softmax(scores + 1, None, 0.5))
+    same_bits(plain, fj.softmax(scores + 1, None, 0.5))
 
 
 def test_sets_of_a_state():
@@ -182,12 +177,12 @@ def test_functions_as_modules():
     assert "x_own_scale" in variables[fj.FP8_COLLECTION_NAME]
     state = fj.create_set(recipe)
     y = module.apply(variables, "bsk,kn->bsn", X, W)
-    same(y, fj.dense(X, W, None, DIMS, state))
+    same_bits(y, fj.dense(X, W, None, DIMS, state))
     grouped = te_modules.make_grouped_dense_cls(Float8CurrentScaling(), "codes")
     rows, kernels, sizes = draw(1, 1, 16, 32), draw(2, 2, 32, 48), jnp.array([4, 12])
     got = grouped.apply({}, rows, kernels, sizes)
     with fj.autocast(True, Float8CurrentScaling()):
-        same(got, fj.grouped_dense(rows[0], kernels, sizes)[None])
+        same_bits(got, fj.grouped_dense(rows[0], kernels, sizes)[None])
 
 
 def test_policies_know_products():
@@ -210,7 +205,7 @@ def test_collectives():
     gather = collectives.CollectiveOpSet.create(collectives.CollectiveOp.ALL_GATHER)
     assert gather.forward.is_all_gather
     assert gather.backward.is_reduce_scatter
-    same(functions.dense(X, W, None, DIMS, collective_op_set=gather), fj.dense(X, W, None, DIMS))
+    same_bits(functions.dense(X, W, None, DIMS, collective_op_set=gather), fj.dense(X, W, None, DIMS))
     collectives.collective_gemm_bootstrap(8, 1, 7, 4, num_max_streams=3)
     with pytest.raises(ArgumentError, match="tensor_parallel_size: got 3, expected a divisor of 8"):
         collectives.collective_gemm_bootstrap(8, 1, 0, 3)
@@ -270,7 +265,7 @@ def test_rows_of_several_sequences(given, causal):
         True,
         max_segments_per_seq=5,
     )
-    same(plain, got[0])
+    same_bits(plain, got[0])
 
 
 def test_one_sequence_a_row():
@@ -281,9 +276,9 @@ def test_one_sequence_a_row():
         fj.SequenceDescriptor.from_seqlens((lengths, lengths)),
         fj.SequenceDescriptor.from_segment_ids_and_pos((IDS != 0).astype(jnp.int32)),
     ):
-        same(module.apply({}, Q, K, V, made), want)
+        same_bits(module.apply({}, Q, K, V, made), want)
     hidden = jnp.broadcast_to((IDS == 0)[:, None, None, :], (2, 1, 10, 10))
-    same(module.apply({}, Q, K, V, hidden), module.apply({}, Q, K, V, mask=hidden))
+    same_bits(module.apply({}, Q, K, V, hidden), module.apply({}, Q, K, V, mask=hidden))
     qkv = draw(3, 2, 10, 3, 4, 8)
     layers = [qkv[:, :, i] for i in range(3)]
     own = {"attn_mask_type": "padding", "max_segments_per_seq": 3}
@@ -291,7 +286,7 @@ def test_one_sequence_a_row():
         {}, qkv, None, None, PACKED["ids"]
     )
     apart = modules.DotProductAttention(8, 4, qkv_layout="thd_thd_thd", **own)
-    same(packed, apart.apply({}, *layers, PACKED["ids"]))
+    same_bits(packed, apart.apply({}, *layers, PACKED["ids"]))
 
 
 def test_what_does_not_fit_is_said():
@@ -317,7 +312,7 @@ def test_the_order_of_tokens(strategy):
     if strategy is attention.ReorderStrategy.Striped:
         options, order = {"stripe_size": 3}, [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
     got = attention.reorder_causal_load_balancing(x, strategy, 2, 1, **options)
-    same(got, x[:, np.array(order)])
-    same(attention.inverse_reorder_causal_load_balancing(got, strategy, 2, 1, **options), x)
+    same_bits(got, x[:, np.array(order)])
+    same_bits(attention.inverse_reorder_causal_load_balancing(got, strategy, 2, 1, **options), x)
     with pytest.raises(ShapeError, match="12 tokens"):
         attention.reorder_causal_load_balancing(x, strategy, 5, 1)

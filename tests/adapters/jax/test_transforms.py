@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import fp8kit as fk
 from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.testing import assert_close, assert_same_bits
+from fp8kit.testing import assert_same_bits
+from tests.support import sharding
 from tests.support.combinations import combinations
 
 RECIPES = {
@@ -28,6 +29,7 @@ RECIPES = {
 }
 K, N = 32, 48
 BITS = 2.0**-20  # another order of float32 sums of at most K * 8 terms, relative to the largest value
+near = functools.partial(sharding.near, bound=BITS)
 
 
 def draw(seed, *shape):
@@ -42,11 +44,6 @@ def same(what, got, want):
     for path, a in jax.tree_util.tree_leaves_with_path(got):
         b = dict(jax.tree_util.tree_leaves_with_path(want))[path]
         assert_same_bits(f"{what}{jax.tree_util.keystr(path)}", np.asarray(a), np.asarray(b))
-
-
-def near(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert_close("values", got, want, "float32", BITS * np.abs(want).max())
 
 
 def alike(what, got, want):

@@ -11,7 +11,7 @@ import torch
 from fp8kit.errors import Fp8kitError
 from tests.adapters.torch.calls import CALLS
 from tests.support.combinations import combinations
-from tests.support.effort import FACTOR
+from tests.support.effort import FACTOR, chosen
 from tests.support.torch_state import state_of
 
 W = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -62,18 +62,11 @@ ALLOWED = (Fp8kitError, NotImplementedError)
 STEP = 1 if FACTOR else 3  # every how many of them in the default run, others for each argument
 
 
-def chosen(place):
-    """The junk for an argument by its place: None, and some of the rest, or all of it."""
-    return {
-        label: junk for i, (label, junk) in enumerate(JUNK.items()) if i == 0 or (i + place) % STEP == 0
-    }.items()
-
-
 def ruined(name):
     call = CALLS[name]
     for place, argument in enumerate(call.good()):
         if argument != "self":
-            for label, junk in chosen(place):
+            for label, junk in chosen(JUNK, place, STEP):
                 if argument in call.users and (callable(junk) or argument == "x"):
                     continue
                 given = call.good() | {argument: junk}
