@@ -284,8 +284,11 @@ class CustomRecipe(Recipe):
         if not (self.history is None or isinstance(self.history, AmaxHistory)):
             raise self._refuse("history", "an AmaxHistory or None")
         for name in ("qfactory", "accumulation"):
-            if not (callable(getattr(self, name)) or (name == "accumulation" and self.accumulation is None)):
-                raise self._refuse(name, "a function")
+            function = getattr(self, name)
+            if function is None and name == "accumulation":
+                continue
+            if not callable(function) or type(function).__hash__ is None:
+                raise self._refuse(name, "a function, which has a hash")
         self._keep()
 
     def _keep(self) -> None:

@@ -112,6 +112,10 @@ NAMED: dict[str, Named] = {
         "DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2; DeepGEMM, utils/math.py",
     ),
     "block": Named(Float8BlockScaling(), "Transformer Engine, block scaling; DeepSeek-V3, 3.3.2"),
+    "fog": Named(
+        DelayedScaling(fp8_dpa=True),
+        "FOG, arXiv 2505.20524: every product in FP8, attention's too, of layers without outliers",
+    ),
     "static": Named(
         DataRecipe(Quantization.of(_STATIC, _STATIC, replace(_STATIC, format=E5M2)), "static"),
         "muS, arXiv 2502.05967; u-muP, arXiv 2407.17465: casts that clip, no amax anywhere",

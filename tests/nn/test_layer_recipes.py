@@ -140,6 +140,7 @@ def test_refusals() -> None:
         lambda: recipe.PerLayer(MX, (("head", "bf16"),)),
         lambda: recipe.PerLayer(recipe.PerLayer(MX)),
         lambda: recipe.CustomRecipe(None),
+        lambda: recipe.CustomRecipe(type("Rule", (), {"__call__": len, "__eq__": max})()),
         lambda: recipe.DataRecipe(MX),
         lambda: recipe.DataRecipe(recipe.DelayedScaling().quantization),
         lambda: recipe.CustomRecipe(lambda role: "e4m3").quantization,
