@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ class Inspector:
         self._like: dict[Any, _Like] = {}
         self._now = _Like({}, {}, {}, {})
         self._said: set[tuple[str, str]] = set()
-        self._open, self._serial = False, next(_SERIAL)
+        self._open, self._paused, self._serial = False, False, next(_SERIAL)
         self._looked_at: Any = None
 
     # --- the user's ----------------------------------------------------------------------------------------
@@ -154,16 +155,33 @@ class Inspector:
         On the CPU, with ``group`` and with dumped tensors its rows are made now, and go to the sinks.
         Otherwise that is done when the next step ends, or by ``rows``, ``flush`` and the end of the block, so
         that a step waits for no device."""
-        if not self._open:
-            raise ArgumentError("inspect", "step", "a call outside of the block", "one within it")
+        if not self._open or self._paused:
+            got = "a call within paused()" if self._paused else "a call outside of the block"
+            raise ArgumentError("inspect", "step", got, "one within the block, and not while it is paused")
         self._finish()
         self.number += 1
         self._begin()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context manager: within it layers run as without an inspector, for an evaluation in the middle of
+        a step. ArgumentError outside of the block, and for one within another."""
+        if not self._open or self._paused:
+            raise ArgumentError("inspect", "paused", "a call outside of the block, or a second one", "one")
+        self._paused = True
+        self._switch(None)
+        try:
+            yield
+        finally:
+            self._paused = False
+            if self._open:
+                self._begin()
+
     def go_to(self, number: int) -> None:
         """Let the step that runs have this number."""
         self.number = integer("inspect", "step", number, 0)
-        self._begin()
+        if not self._paused:
+            self._begin()
 
     def rows(self) -> list[Row]:
         """The rows of all steps that have ended: dicts with step, layer, tensor, stat, value, and gemm where

@@ -344,6 +344,23 @@ def test_rows_come_a_step_later_where_a_device_must_be_waited_for(monkeypatch):
     assert [row["value"] for row in sink] == [np.float32(X.max() * k) for k in (1, 3, 5, 7)]
 
 
+def test_an_evaluation_is_left_out():
+    model, config = Native(), section(logged(["max"], ("activation",)), OUT_LAYER)
+    with fk.inspect(model, config) as log:
+        model.out(fk.tensor(X))
+        with log.paused():
+            assert inspection.inspector is None
+            model.out(fk.tensor(100 * X))
+            for wrong in (log.step, log.paused().__enter__):
+                with pytest.raises(ArgumentError, match="paused"):
+                    wrong()
+        model.out(fk.tensor(2 * X))
+        log.step()
+    assert [row["value"] for row in log.rows()] == [2 * X.max()]
+    with pytest.raises(ArgumentError, match="outside"), log.paused():
+        pass
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_step_before_a_failure_is_written(answers, monkeypatch, caplog):
     """The one that a user wants to see; and where a device does not answer, the failure is what is raised."""
