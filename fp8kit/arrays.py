@@ -176,10 +176,13 @@ class ArrayView:
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
     def repeated(self, count: int) -> ArrayView:
-        """A single element as an array (count,), each of which it is. ShapeError for another size."""
-        if self.size != 1:
-            raise ShapeError("repeated", "shape", self.shape, "one element")
-        return ArrayView(self.ptr, (count,), self.dtype, self.device, self.owner, (0,))
+        """A single element as an array (count,), each of which it is. ShapeError for another size, and for
+        what is no count."""
+        (extent,) = sizes("repeated", (count,), ShapeError)
+        if self.size != 1 or extent < 0:
+            got = f"{extent} times one of {self.shape}"
+            raise ShapeError("repeated", "count", got, "at least 0 times a single element")
+        return ArrayView(self.ptr, (extent,), self.dtype, self.device, self.owner, (0,))
 
     def transpose(self, *axes: int) -> ArrayView:
         """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a

@@ -70,6 +70,10 @@ def test_a_view_has_the_values(x, data):
     assert isinstance(part, Fp8kitError) != inside
     if inside:
         assert_same_bits("slice", part.numpy(), np.take(x.values, range(start, start + length), dim))
+    again = attempt(lambda: view.repeated(start), x)
+    assert isinstance(again, Fp8kitError) != (view.size == 1 and start >= 0)
+    if not isinstance(again, Fp8kitError):
+        assert_same_bits("repeated", again.numpy(), np.repeat(x.values.reshape(-1), start))
 
 
 class Dlpack:

@@ -26,6 +26,7 @@ CALLS: dict[str, Call] = {
     "ArrayView.reshape": positional(
         lambda self, *shape: self.reshape(*shape), self=view, first=always(4), second=always(-1)
     ),
+    "ArrayView.repeated": method("repeated", lambda: view().slice(0, 0, 1).slice(1, 0, 1), count=always(3)),
     "ArrayView.slice": method("slice", view, dim=always(0), start=always(1), length=always(2)),
     "ArrayView.transpose": positional(
         lambda self, *axes: self.transpose(*axes), self=view, first=always(1), second=always(0)
