@@ -242,6 +242,26 @@ class QuantizerRole(NamedTuple):
     operand: str
     gemm: str
 
+    @property
+    def tensor_type(self) -> str:
+        """``operand``, as Transformer Engine calls it."""
+        return self.operand
+
+    @property
+    def module_type(self) -> str:
+        """The kind of layer, as Transformer Engine calls it: "linear" or "grouped_linear"."""
+        return "grouped_linear" if self.module.startswith("Grouped") else "linear"
+
+
+# class of what a ``CustomRecipe``'s function may give besides -> what that means for a role
+_MEANINGS: dict[type, Callable[[Any, QuantizerRole], Quantizer | None]] = {}
+
+
+def answers_with(kind: type, meaning: Callable[[Any, QuantizerRole], Quantizer | None]) -> None:
+    """Let functions of ``CustomRecipe`` give objects of a class: ``meaning`` is called with one and the role.
+    An attribute ``history`` of it, an ``AmaxHistory``, is the recipe's where that has none."""
+    _MEANINGS[kind] = meaning
+
 
 @dataclass(frozen=True)
 class _Answers:
@@ -269,7 +289,8 @@ class CustomRecipe(Recipe):
     * ``history``: how the scales of operands with ``scale_source`` "delayed" follow from earlier steps.
 
     What ``torch.compile`` traces holds the function's answers. Raises RecipeError, also for an answer that is
-    neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects instead.
+    neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects: in PyTorch those of
+    ``fp8kit_torch`` may be answers too.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]
@@ -342,11 +363,17 @@ class CustomRecipe(Recipe):
 @lru_cache(maxsize=4096)
 def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
     gemms = []
+    histories: set[AmaxHistory | None] = {recipe.history}
     for gemm, operands in OPERANDS.items():
         sides = []
         for operand in operands:
             role = QuantizerRole(kind, name, _NAMES[operand], gemm)
             side: Any = recipe.qfactory(role)
+            for known, meaning in _MEANINGS.items():
+                if isinstance(side, known):
+                    histories.add(getattr(side, "history", None))
+                    side = meaning(side, role)
+                    break
             if side is not None and not isinstance(side, Quantizer):
                 wanted = f"a Quantizer or None for {role}"
                 raise RecipeError(type(recipe).__name__, "qfactory", shown(side), wanted)
@@ -358,4 +385,9 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
     if all(gemm.compute == "high_precision" for gemm in gemms):
         return None
     data = Quantization(*gemms)
-    return DataRecipe(data, recipe.short_name(), history=recipe.history if data.stateful else None)
+    asked = histories - {None}
+    if len(asked) > 1:
+        wanted = "one for all operands with state"
+        raise RecipeError(type(recipe).__name__, "history", f"{len(asked)} different ones", wanted)
+    history = asked.pop() if asked and data.stateful else None
+    return DataRecipe(data, recipe.short_name(), history=history)

@@ -60,6 +60,8 @@ _SAME = {
     "permutation": "fp8kit_torch.moe",
     "router": "fp8kit_torch.router",
     "ep": "",
+    "custom_recipes": "",
+    "custom_recipes.quantizer_factories": "fp8kit_torch.te_compat.custom_recipes",
     "cpu_offload": "fp8kit_torch.cpu_offload",
     "export": "fp8kit_torch.te_compat.export",
     "onnx_extensions": "fp8kit_torch.te_compat.onnx_extensions",
@@ -96,6 +98,8 @@ _LAZY = {
         MXFP8TensorStorage NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensorStorage Quantizer
         prepare_for_saving restore_from_func_ctx restore_from_saved""",
     "utilities": "deinterleave_glu_tensor interleave_glu_tensor",
+    "custom_recipes": """DelayedScalingRequest HybridQuantizer IdentityQuantizer QuantizerRequest
+        QuantizerRole""",
 }
 _LATER = {name: module for module, names in _LAZY.items() for name in names.split()}
 _BASE = "transformer_engine.pytorch"

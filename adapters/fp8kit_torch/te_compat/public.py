@@ -26,7 +26,7 @@ _MODULES = {
     ),
     "transformer_engine.pytorch.attention.linear_attention": "linear attention is not there",
     "transformer_engine.pytorch.custom_recipes": (
-        "quantizers of a CustomRecipe are fp8kit.quantization.Quantizer values here"
+        "a CustomRecipe's function gives quantizers of te.pytorch or fp8kit.quantization.Quantizer values"
     ),
     "transformer_engine.pytorch.distributed": "there is no tensor parallelism",
     "transformer_engine.pytorch.distributed_weight": "weights are not distributed by the layers",

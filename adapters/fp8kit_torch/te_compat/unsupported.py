@@ -19,8 +19,7 @@ _NAMES = {
     _PARALLEL: """initialize_ub destroy_ub fill_userbuffers_buffer_for_all_gather get_ub AllGather
         AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer
         FullyShardedDataParallel""",
-    _QUANTIZER: """HybridQuantizer IdentityQuantizer QuantizerRole QuantizerRequest DelayedScalingRequest
-        HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
+    _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
         GroupedTensor GroupedTensorStorage""",
     _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": (

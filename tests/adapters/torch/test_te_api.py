@@ -263,7 +263,7 @@ def test_modules_within_are_attributes_of_the_frontend():
     with pytest.raises(AttributeError, match=r"'autocst'; did you mean autocast\?"):
         ft.quantization.autocst  # noqa: B018
     with pytest.raises(AttributeError, match="recipes say how"):
-        ft.HybridQuantizer  # noqa: B018
+        ft.HybridQuantizedTensor  # noqa: B018
     with pytest.raises(AttributeError, match="no tensor parallelism"):
         ft.ops.AllReduce  # noqa: B018
 

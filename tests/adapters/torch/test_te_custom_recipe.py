@@ -1,0 +1,138 @@
+"""CustomRecipe with Transformer Engine's quantizers as answers."""
+
+from __future__ import annotations
+
+import copy
+
+import fp8kit_torch as te
+import pytest
+import torch
+from fp8kit_torch.te_compat import custom_recipes as factories
+
+from fp8kit.errors import ArgumentError, RecipeError, UnsupportedError
+from fp8kit.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
+
+E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
+
+
+def results(recipe, steps=1, kind=te.Linear):
+    """Outputs, gradients and scales of a few steps."""
+    torch.manual_seed(0)
+    layer, found = kind(128, 128, device="cpu"), []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        x = torch.randn(128, 128, requires_grad=True)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x)
+        y.square().sum().backward()
+        found += [y.detach(), x.grad]
+    found += [p.grad for p in layer.parameters()]
+    return found + [part for state in layer.fp8_meta.values() for part in state.parts]
+
+
+def same(recipe, wanted, **options):
+    pairs = zip(results(recipe, **options), results(wanted, **options), strict=True)
+    assert [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)] == []
+
+
+@pytest.mark.parametrize(
+    ("factory", "recipe"),
+    [
+        (factories.current_scaling_factory, te.Float8CurrentScaling()),
+        (factories.float8_block_scaling_factory, te.Float8BlockScaling()),
+        (factories.mxfp8_factory, MXFP8BlockScaling()),
+        (factories.nvfp4_factory, NVFP4BlockScaling()),
+        (factories.high_precision_factory, None),
+    ],
+)
+def test_factories_give_what_the_recipes_give(factory, recipe):
+    same(CustomRecipe(qfactory=factory), recipe)
+
+
+def test_requests_share_delayed_scalings_state():
+    """Products are summed otherwise than DelayedScaling's: a CustomRecipe's are split, as TE's."""
+    request = te.DelayedScalingRequest(amax_history_len=2)
+    recipe = CustomRecipe(
+        lambda role: request, accumulation=lambda gemm: "fast" if gemm == "fprop" else "split"
+    )
+    same(recipe, te.DelayedScaling(amax_history_len=2), steps=3)
+
+
+def test_requests_of_a_layer_are_alike():
+    def factory(role):
+        return te.DelayedScalingRequest(amax_history_len=2 if role.tensor_type == "input" else 3)
+
+    with pytest.raises(RecipeError, match="history"):
+        results(CustomRecipe(factory))
+
+
+def test_a_function_reads_the_role_as_transformer_engine_has_it():
+    seen = set()
+
+    def factory(role):
+        seen.add((role.module_type, role.tensor_type, role.name))
+        return te.IdentityQuantizer()
+
+    with te.autocast(recipe=CustomRecipe(factory)):
+        te.LayerNormMLP(32, 32, device="cpu", name="mlp")(torch.ones(16, 32))
+        te.GroupedLinear(1, 32, 32, device="cpu")(torch.ones(16, 32), [16])
+    assert seen == {
+        (kind, operand, name)
+        for kind, name in (("linear", "mlp"), ("grouped_linear", ""))
+        for operand in ("input", "weight", "grad_output")
+    }
+
+
+def test_a_hybrid_is_one_format_forward_and_another_backward():
+    """fprop as MXFP8, both products of backward in high precision: y is MXFP8's, gradients are those of plain
+    products."""
+    rows = te.MXFP8Quantizer(E4M3)
+
+    def factory(role):
+        if role.tensor_type == "grad_output":
+            return te.IdentityQuantizer()
+        return te.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=te.IdentityQuantizer())
+
+    found, forward = results(CustomRecipe(factory)), results(MXFP8BlockScaling())
+    assert torch.equal(found[0], forward[0])
+    torch.manual_seed(0)
+    layer = te.Linear(128, 128, device="cpu")
+    torch.manual_seed(0)
+    x = torch.randn(128, 128)
+    dy = 2 * found[0]
+    torch.testing.assert_close(found[1], dy @ layer.weight.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], dy.T @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_a_scale_that_is_given_stays():
+    quantizer = te.Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), E4M3)
+    recipe = CustomRecipe(lambda role: quantizer if role.gemm == "fprop" else None)
+    with te.autocast(recipe=recipe):
+        y = te.Linear(32, 32, bias=False, device="cpu", init_method=torch.nn.init.eye_)(
+            torch.full((16, 32), 300.0)
+        )
+    assert bool((y == 224).all())  # 448 / 2
+
+
+def test_an_identity_gives_its_input():
+    x = torch.randn(2, 32)
+    assert te.IdentityQuantizer()(x) is x
+    assert te.IdentityQuantizer(torch.bfloat16)(x).dtype is torch.bfloat16
+
+
+def test_what_cannot_be_is_refused_by_name():
+    quantizer = te.Float8CurrentScalingQuantizer(E5M2)
+    hybrid = te.HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=quantizer)
+    with pytest.raises(UnsupportedError, match="two formats at once"):
+        hybrid(torch.ones(2, 32))
+    with pytest.raises(ArgumentError, match="rowwise_quantizer"):
+        te.HybridQuantizer(rowwise_quantizer=3, columnwise_quantizer=quantizer)
+    with pytest.raises(RecipeError, match="qfactory"):
+        results(CustomRecipe(lambda role: 3))
+
+
+def test_a_model_under_such_a_recipe_can_be_copied():
+    layer = te.Linear(32, 32, device="cpu")
+    with te.autocast(recipe=CustomRecipe(factories.current_scaling_factory)):
+        layer(torch.ones(16, 32))
+    copy.deepcopy(layer)
