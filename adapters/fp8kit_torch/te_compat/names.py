@@ -55,7 +55,7 @@ _SAME = {
     "distributed": """fp8kit_torch.recompute fp8kit_torch.rng fp8kit_torch.te_compat.parallel
         fp8kit_torch.te_compat.recompute_phases""",
     "graph": "fp8kit_torch.graphs fp8kit_torch.te_compat.capture",
-    "jit": "fp8kit_torch.te_compat.capture",
+    "jit": "fp8kit_torch.te_compat.capture fp8kit_torch.te_compat.fused_functions",
     "cross_entropy": "fp8kit_torch.cross_entropy",
     "permutation": "fp8kit_torch.moe",
     "router": "fp8kit_torch.router",
@@ -86,6 +86,7 @@ _SAME = {
     "attention": "fp8kit_torch",
     "attention.rope": "fp8kit_torch.rope",
     "attention.dot_product_attention": "fp8kit_torch.dot_product_attention",
+    "attention.dot_product_attention.utils": "fp8kit_torch.te_compat.attention_utils",
     "attention.multi_head_attention": "fp8kit_torch.attention",
     "attention.inference": "fp8kit_torch.inference",
     "transformer": "fp8kit_torch",
@@ -133,6 +134,10 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
         while above := above.rpartition(".")[0]:
             if name in public_names().get(above, ()):
                 return getattr(sys.modules[above], name)
+        if at.startswith(f"{_BASE}.cpp_extensions"):  # has the names of the C++ library too
+            found = vars(sys.modules["transformer_engine_torch"]).get(name)
+            if found is not None:
+                return found
         return refused(at, name)
     raise missing(module, name, known)
 

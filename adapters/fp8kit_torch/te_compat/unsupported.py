@@ -28,8 +28,6 @@ _NAMES = {
     "the activation is not there": "ScaledTanhSReLU",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
-    "it is an inner part of Transformer Engine": """jit bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused
-        get_bias_dropout_add""",
 }
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 
