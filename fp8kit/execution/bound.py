@@ -147,8 +147,8 @@ class BoundOp(Interface):
         self.memory: Any = memory
         self.device: Device = memory if isinstance(memory, Device) else memory.device
         self.kernels = kernels  # held: the plan's key has their identity
-        self._shown = Places(operation, spec, self.watched)
-        self._grad_shown = Places(operation, spec, self.grad_watched)
+        self._shown = Places(operation, spec, self.watched) or None
+        self._grad_shown = Places(operation, spec, self.grad_watched) or None
         # what is looked at must outlive its use; ranks communicate in each call, and from whole buffers
         parallel = operation.communicates(spec)
         streaming = streaming and operation.streams and not (self._shown or self._grad_shown or parallel)
@@ -188,7 +188,7 @@ class BoundOp(Interface):
         """Fill the outputs and maximise the amaxes. Returns what was saved for backward, as arrays of the
         frontend: the block, where there is one, then each streamed buffer."""
         memory, nbytes = self.memory, self.saved.nbytes
-        if self._shown:
+        if self._shown is not None:
             shown, places = self._shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
@@ -206,7 +206,7 @@ class BoundOp(Interface):
         else:  # nothing is streamed then
             key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
-        if self._shown:
+        if self._shown is not None:
             self._shown.take(shown)
         return saved
 
@@ -264,7 +264,7 @@ class BoundOp(Interface):
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
         """
         memory = self.memory
-        if self._grad_shown:
+        if self._grad_shown is not None:
             shown, places = self._grad_shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
@@ -281,7 +281,7 @@ class BoundOp(Interface):
             key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
             self._backward_replays.run(key, self._backward, *given)
             made = {}
-        if self._grad_shown:
+        if self._grad_shown is not None:
             self._grad_shown.take(shown)
         return made
 

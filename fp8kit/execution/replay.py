@@ -119,8 +119,7 @@ class Replays:
         return len(self._found)
 
     def __del__(self) -> None:
-        if Replays is not None:  # not when the interpreter ends
-            self.forget()
+        self.forget()  # also when the interpreter ends, and the module's names are gone
 
 
 def replays(kernels: Any, sizes: Sequence[int] = (), joined: Sequence[int] = ()) -> Replays | None:
