@@ -36,6 +36,7 @@ from fp8kit.ops.norm_linear import NormLinearSpec, NormStage, further_outputs, n
 from fp8kit.ops.partition import Component, Partition, Products, SharedAmaxes
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_emulated import EmulatedProduct
+from fp8kit.ops.product_row import RowProduct
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_class, product_of
 from fp8kit.ops.smooth import LINES, Smoothing, inner_product
@@ -165,8 +166,8 @@ class _Passes:
 
 
 def _known(spec: ProductSpec) -> ProductSpec:
-    """The product with amaxes as inputs where it takes them itself."""
-    if spec.fp8 is None or issubclass(product_class(spec.fp8), EmulatedProduct):
+    """The product with amaxes as inputs where it takes those of tensors itself."""
+    if spec.fp8 is None or issubclass(product_class(spec.fp8), EmulatedProduct | RowProduct):
         return spec
     return replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
 
