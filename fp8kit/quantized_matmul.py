@@ -21,9 +21,10 @@ def matmul(
     """The product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
 
     * ``accumulate``: "fp32", as ``a @ b``: the device's own product with sums promoted to float32, whose last
-      bits differ from device to device. Or a sum with the same bits on every device: "exact"; the arithmetic
-      of a chip, "hopper_fast", "hopper_split", "ada_fast", "hopper_mma", "blackwell", and, with scales of
-      blocks in E8M0 or E4M3, "blackwell_mx" and "blackwell_fp4"; or any ``fk.Accumulation``.
+      bits differ from device to device. Or a sum with the same bits on every device, a NaN's payload aside:
+      "exact"; the arithmetic of a chip, "hopper_fast", "hopper_split", "ada_fast", "hopper_mma", "blackwell",
+      and, with scales of blocks in E8M0 or E4M3, "blackwell_mx" and "blackwell_fp4"; or any
+      ``fk.Accumulation``.
     * ``dtype``: float32, bfloat16 or float16; the float32 result is rounded to it once.
 
     With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32. With

@@ -52,6 +52,8 @@ def _words(spec: StatisticsSpec, record: Any) -> Array:
         view = arrays.as_view(record, "statistics", "sums")
         if view.device.kind != "cpu":
             raise ShapeError("statistics", "sums", f"an array on {view.device}", wanted)
+        if view.nbytes != spec.nbytes:  # before it is copied
+            raise ShapeError("statistics", "sums", f"{view.nbytes} bytes", wanted)
         raw = np.array(view.numpy(), order="C")
     if raw.nbytes != spec.nbytes:
         raise ShapeError("statistics", "sums", f"{raw.nbytes} bytes", wanted)

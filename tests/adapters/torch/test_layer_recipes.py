@@ -76,10 +76,11 @@ def _random(role):
     return Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", stochastic_bits=8 * (role.gemm != "fprop"))
 
 
+WINDOW = AmaxHistory(448.0, 57344.0, 4)
 CUSTOM = {
     "roles": (_mixed,),
     "sums": (_mixed, lambda gemm: "fast" if gemm == "fprop" else "split"),
-    "delayed": (_delayed, None, AmaxHistory(448.0, 57344.0, 4)),
+    "delayed": (_delayed, None, WINDOW),
     "random bits": (_random,),
 }
 
@@ -101,6 +102,14 @@ def test_a_function_is_compiled_too(name):
     again = recipe.CustomRecipe(*CUSTOM[name])
     assert (again, again.key) == (how, how.key)
     assert other.key != how.key
+
+
+def test_a_function_for_one_layer_is_compiled_too():
+    how = recipe.PerLayer(recipe.MXFP8BlockScaling(), (("0", recipe.CustomRecipe(_delayed, None, WINDOW)),))
+    model = make()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        assert equal(step(compiled, how), step(model, how))
 
 
 def test_a_function_says_what_one_layer_computes():
