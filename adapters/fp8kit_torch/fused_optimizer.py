@@ -19,6 +19,7 @@ from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitErr
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
 from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.sharded_weight import note_written
 from fp8kit_torch.views import FLOATS, as_view, optional_view
 
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
@@ -184,6 +185,8 @@ def written(param: Tensor, values: Tensor) -> None:
     """What a step does after the kernel, which wrote by address: autograd sees that, and a parameter that is
     held in FP8 becomes the cast of its new ``values``."""
     increment_version(param)
+    if hasattr(param, "to_local"):
+        note_written(stored.local(param.detach()))
     if isinstance(param, QuantizedTensor):
         param.copy_(values)
 

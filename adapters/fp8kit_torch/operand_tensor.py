@@ -21,6 +21,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import Operand, QuantizedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization, Quantizer
+from fp8kit_torch import torch_compat
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import shown
 from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
@@ -31,6 +32,8 @@ from fp8kit_torch.views import as_view
 # makes a quantizer that casts as a tensor was cast; ``te_compat.quantizers``, which needs this file, puts its
 # function here
 MADE_BY: list[Callable[[Any], Any]] = []
+# makes a process's rows of a weight under ``fully_shard``; ``sharded_weight`` puts its function here
+SHARDED_BY: list[Callable[[Tensor, Quantization], Tensor]] = []
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -204,6 +207,17 @@ class OperandTensor(QuantizedTensor):
             fresh = {**fresh, "w_q": fresh["w_q"][:n, :k]}
         super().take_parts(fresh, noop_flag)
         self._lag = _lag(self._parts)
+
+    def refill(self, parts: dict[str, Tensor]) -> None:
+        """Take over the values of ``parts``, unseen by autograd: backward reads what forward did."""
+        with torch.no_grad(), torch_compat.unseen_writes(tuple(self._parts.values())):
+            for name, part in self._parts.items():
+                if part is not parts[name]:
+                    part.copy_(parts[name])
+        self._lag = _lag(self._parts)
+
+    def rows_in_parts(self, values: Tensor) -> Tensor:
+        return SHARDED_BY[0](values, self._fp8)
 
     def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
         """Of one scale any shape, without the transposed codes unless rows stay; of blocks those whose rows

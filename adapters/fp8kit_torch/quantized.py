@@ -26,6 +26,7 @@ from fp8kit_torch.checks import check
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.sharded_weight import ShardedWeight
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
 
 
@@ -100,9 +101,12 @@ def quantized_model_init(
 
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
     one weight a product, because it has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as
-    Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, and for weights
-    that something else stands for since (``fully_shard``), and for recipes whose formats no quantizer of
-    Transformer Engine has. RecipeError for what is no recipe.
+    Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, for weights that
+    something else stands for since, and for recipes whose formats no quantizer of Transformer Engine has.
+    RecipeError for what is no recipe.
+
+    Under torch's ``fully_shard`` each process has its rows in high precision (``ShardedWeight``), and codes
+    are gathered; not of MXFP8 and NVFP4.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
@@ -131,6 +135,7 @@ __all__ = [
     "Float8Tensor",
     "OperandTensor",
     "QuantizedTensor",
+    "ShardedWeight",
     "fp8_model_init",
     "quantized_model_init",
 ]

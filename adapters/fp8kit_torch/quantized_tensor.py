@@ -88,6 +88,11 @@ class QuantizedTensor(torch.Tensor):
         """The same codes under another shape, None where their scales do not allow it."""
         return None
 
+    def rows_in_parts(self, values: Tensor) -> Tensor:
+        """``values``, zeros h (rows, K), as a process's rows of a parameter that ``fully_shard`` divides, and
+        that know how they are gathered; as they are where there is no such way."""
+        return values
+
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         """(function, first arguments) that make such a tensor of parts, for pickles and copies."""
         raise NotImplementedError
@@ -270,6 +275,13 @@ class QuantizedTensor(torch.Tensor):
                 return own._like(
                     lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)
                 )
+            if func is _aten.as_strided.default and _is_all(own, *args[1:]):
+                return own._like(lambda part: part)
+            if func is _aten.new_zeros.default and isinstance(own, torch.nn.Parameter):
+                like = torch.empty(0, dtype=own.dtype, device=own.device)
+                zeros = like.new_zeros(*args[1:], **kwargs)
+                rows = zeros.ndim == own.ndim == 2 and zeros.shape[1] == own.shape[1]
+                return own.rows_in_parts(zeros) if rows and zeros.dtype == own.dtype else zeros
             if func in _VIEWS:
                 with _as_made(own), _counting():
                     shared = own.shared_view(_whole_shape(args[1], own.numel()))
@@ -306,6 +318,11 @@ class QuantizedTensor(torch.Tensor):
         rebuild, first = self._rebuilding()
         last = tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter)
         return rebuild, (*first, *last, self._high)
+
+
+def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
+    """Whether these are a tensor's own sizes and strides."""
+    return not offset and tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride()
 
 
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:

@@ -152,6 +152,10 @@ def global_hooks() -> bool:
 no_torch_function: Any = _required(torch._C, "_disabled_torch_function_impl")
 # A tensor of a subclass that has a shape and no memory of its own.
 wrapper_subclass: Callable[..., Any] = _required(torch.Tensor, "_make_wrapper_subclass")
+# The same memory as a tensor of a subclass.
+make_subclass: Callable[..., Any] = _required(torch.Tensor, "_make_subclass")
+# Within, writes to tensors do not count as changes of what autograd keeps.
+unseen_writes: Callable[..., Any] = _required(torch.autograd, "_unsafe_preserve_version_counter")
 tree_map: Callable[..., Any] = _pytree.tree_map
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
-from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.float8 import quantize
-from fp8kit.formats import float32
-from fp8kit.tiles import tiling
 from fp8kit_torch.checks import is_group, shown
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.views import as_view
+from fp8kit_torch.weight_scales import amax_of, scales_of
 
 
 def prepare_for_saving(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[Any]]:
@@ -160,21 +156,15 @@ def _cast_part(weight: OperandTensor, values: Tensor | None, first: int, group: 
         whole[first : first + values.numel()] = values
     quantizer = weight._quantizer
     given = getattr(quantizer, "scale", None) if rule.needs_state else None
-    (tile, grid), rows = tiling(rule.granularity, shape), as_view(whole.view(shape))
-    amax = torch.zeros(grid, dtype=torch.float32, device=weight.device)
-    kernels, stream = dispatch.kernels(rows.device), arrays.current_stream(rows.device)
-    kernels.amax(rows, as_view(amax), tile, stream)
+    amax = amax_of(whole.view(shape), rule)
     if group is not None:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
     if given is not None:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
-        scale.copy_(given.view_as(scale))
-        inverse.copy_(1 / scale)
+        scale = given.view_as(amax)
+        inverse = 1 / scale
     else:
-        least = rows.dtype.max if tile[0] and rule.granularity != "tensor" else float32.max
-        how = rule.format.max, rule.power_2, rule.epsilon, least
-        kernels.scale_from_amax(as_view(amax), as_view(scale), as_view(inverse), *how, stream)
+        scale, inverse = scales_of(amax, rule, weight.dtype)
     own = weight._rowwise_scale_inv
     assert own is not None
     held = weight.product.grid(own, rule)

@@ -19,11 +19,14 @@ from fp8kit_torch import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Linear,
+    MXFP8BlockScaling,
     TransformerLayer,
     autocast,
     checkpoint,
     quantized_model_init,
+    sharded_weight,
 )
+from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.optimizers import FusedAdam
 from fp8kit_torch.te_compat.dtypes import DType
 from fp8kit_torch.te_compat.saved_tensors import cast_master_weights_to_fp8, post_all_gather_processing
@@ -160,15 +163,93 @@ def single(rank, world):
 
 
 def held_in_fp8(rank, world):
-    """``fully_shard`` of weights that ``quantized_model_init`` made says that it is not supported."""
-    with quantized_model_init():
-        net = model()
+    """``fully_shard`` of weights that ``quantized_model_init`` made: codes are gathered, those of one
+    process, in half the bytes of bfloat16; amaxes are reduced once a step; training is that of
+    DistributedDataParallel with weights in high precision."""
+    reductions, gathered = [], []
+    known, pre = sharded_weight._share_amaxes, sharded_weight.ShardedWeight.fsdp_pre_all_gather
+
+    def share(group):
+        reductions.append(group)
+        known(group)
+
+    def noted(self, mesh, size, stride, module, policy):
+        found = pre(self, mesh, size, stride, module, policy)
+        gathered.append((self._rows.padded.numel(), *(part.nbytes for part in found[0])))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_weight, "_share_amaxes", share)
+        patch.setattr(sharded_weight.ShardedWeight, "fsdp_pre_all_gather", noted)
+        held_under_recipes(rank, world, reductions, gathered)
+    with quantized_model_init(recipe=MXFP8BlockScaling()):
+        net = torch.nn.Sequential(Linear(K, K, device=PLACE))
     shard(net[0])
     with (
-        autocast(recipe=DelayedScaling()),
-        pytest.raises(NotImplementedError, match=r"weight0: got .* fully_shard"),
+        autocast(recipe=MXFP8BlockScaling()),
+        pytest.raises(NotImplementedError, match=r"weight0: got a Parameter, expected the QuantizedTensor"),
     ):
         net(batch(0, rank))
+
+
+def held_under_recipes(rank, world, reductions, gathered):
+    """What ``held_in_fp8`` says. ``reductions`` has an item for each of amaxes, ``gathered`` for each weight
+    that is gathered its elements and the bytes that move."""
+    for recipe, features, hidden, steps in (
+        (Float8CurrentScaling(), 64, 96, 100),
+        (DelayedScaling(amax_history_len=2), 64, 96, 100),
+        (Float8BlockScaling(), 256, 512, 20),
+        (Float8CurrentScaling(), 64, 37, 5),  # rows that processes do not divide
+        (Float8BlockScaling(), 64, 96, 5),  # blocks that they do not: in high precision
+    ):
+        torch.manual_seed(0)
+        sizes = [(features, hidden), (hidden, features)]
+        with quantized_model_init(recipe=recipe):
+            net = torch.nn.Sequential(*(Linear(*each, device=PLACE) for each in sizes))
+        twin = torch.nn.Sequential(*(Linear(*each, device=PLACE) for each in sizes))
+        with torch.no_grad():
+            for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+                other.copy_(own)
+        shard(net[0], net[1], net)
+        codes = hidden % world == 0 and (features % 256 == 0 or not isinstance(recipe, Float8BlockScaling))
+        reductions.clear(), gathered.clear()
+        found = follow(net, recipe, rank, features, steps)
+        wanted = follow(DistributedDataParallel(twin), recipe, rank, features, steps)
+        far = [abs(a / b - 1) for a, b in zip(found, wanted, strict=True)]
+        assert max(far) < 1e-2, (recipe.short_name(), [f"{x:.1e}" for x in far], wanted)
+        assert sum(found) == pytest.approx(sum(wanted), rel=1e-3), recipe
+        if codes:
+            for elements, first, *scales in gathered:
+                assert first == elements
+                assert sum(scales) == (elements // 128**2 * 4 if scales else 0)
+        if not isinstance(recipe, Float8BlockScaling):
+            # the first step learns which weights belong together
+            assert len(reductions) == steps + 1, (len(reductions), steps)
+        for layer in net:
+            whole, values = layer.weight, layer.weight.full_tensor()
+            layer.unshard()
+            held, alone = layer.weight, OperandTensor.of(values, recipe.quantization)
+            assert isinstance(held, OperandTensor), type(whole)
+            for name, part in held._operands().items():
+                assert_same_bits(f"{recipe} {name}", bits(part.clone()), bits(alone._operands()[name]))
+            layer.reshard()
+
+
+def follow(net, recipe, rank, features, steps):
+    """Losses of the mean over all processes, of so many steps."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for step in range(steps):
+        g = torch.Generator().manual_seed(1000 * rank + step)
+        x = torch.randn(32, features, generator=g).to(PLACE)
+        optimizer.zero_grad()
+        with autocast(recipe=recipe):
+            loss = (net(x) - x.roll(1, -1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
 
 
 def masters_in_parts(rank, world):

@@ -1,0 +1,216 @@
+"""``ShardedWeight``: a process's rows of a weight of ``quantized_model_init`` under torch's ``fully_shard``.
+
+The rows stay in high precision, as an optimiser wants them; what is gathered are codes, a byte an element.
+Each process casts its rows by the scale of the whole weight, so that all have the codes that one process
+would: the amaxes of all weights are reduced together, once after each change of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit import slowness
+from fp8kit.float8 import quantize
+from fp8kit.ops.products import product_class
+from fp8kit.quantization import Quantization
+from fp8kit_torch import torch_compat
+from fp8kit_torch.collectives import TorchCollectives
+from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
+from fp8kit_torch.state import _stream
+from fp8kit_torch.views import as_view
+from fp8kit_torch.weight_scales import amax_of, scales_of
+
+_aten = torch.ops.aten
+_NUMBERS = itertools.count()
+_ALL: weakref.WeakValueDictionary[int, _Rows] = weakref.WeakValueDictionary()
+_BLOCKS = "block_128x128"
+
+
+class _Rows:
+    """A process's rows of one weight, with those that make all processes' parts as long: ``padded`` h (rows,
+    K). ``fp8``: how the weight is held; ``group``, ``count``: the processes, and the whole weight's rows,
+    once they are known; ``amax``: of the whole weight; ``changed``: whether rows were written to since."""
+
+    def __init__(self, padded: Tensor, fp8: Quantization) -> None:
+        self.padded, self.fp8 = padded, fp8
+        self.group: Any = None
+        self.count, self.changed = 0, True
+        self.amax: Tensor | None = None
+        self.number = next(_NUMBERS)
+        _ALL[self.number] = self
+
+
+class ShardedWeight(torch.Tensor):
+    """Rows h (rows, K) of a weight that its layer multiplies in FP8, a plain tensor to everybody but
+    ``fully_shard``, which makes it: any optimiser takes it, and ``state_dict`` has its values.
+
+    Gathered are uint8 codes, and with scales of blocks these: of rows that are a multiple of 128 in each
+    process. Where they are not, or a recipe scales neither tensors nor such blocks, the values themselves are
+    gathered, and cast by each process, with a warning.
+    """
+
+    _rows: _Rows
+    _plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, rows: _Rows) -> ShardedWeight:
+        made: ShardedWeight = torch_compat.make_subclass(cls, plain)
+        made._plain, made._rows = plain, rows
+        return made
+
+    def __init__(self, plain: Tensor, rows: _Rows) -> None:
+        pass
+
+    __torch_function__ = torch_compat.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation on the plain tensor; those by which ``fully_shard`` and modules move rows give such
+        rows again."""
+        given, named = torch_compat.tree_map(_plain, args), torch_compat.tree_map(_plain, kwargs or {})
+        own = args[0] if args and isinstance(args[0], ShardedWeight) else None
+        for place, argument in enumerate(torch_compat.schema_arguments(func)):
+            value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
+                note_written(one)
+        if own is not None and func in _MOVING:
+            whole = func(own._rows.padded, *given[1:], **named)
+            rows = _Rows(whole, own._rows.fp8)
+            return ShardedWeight(whole[: own.shape[0]], rows)
+        out = func(*given, **named)
+        if own is None:
+            return out
+        if func is _aten.new_zeros.default and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
+            return ShardedWeight(out, _Rows(out, own._rows.fp8))
+        if func in _ROWS and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
+            return ShardedWeight(out, own._rows)
+        return own if out is own._plain else out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedWeight({self._plain!r})"
+
+    # --- what fully_shard calls -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What is gathered of this process's rows, and, where that is not gathered, the weight's scale_inv.
+        ``mesh``: of the processes; ``outer_size``: the whole weight's."""
+        rows, rule = self._rows, self._rows.fp8.w
+        rows.group, rows.count = mesh.get_group(), outer_size[0]
+        if not _codes_fit(rows, mesh.size()):
+            return (rows.padded,), None
+        if rule.granularity == _BLOCKS:
+            scale, inverse = scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype)
+        else:
+            if rows.changed:
+                _share_amaxes(rows.group)
+            assert rows.amax is not None
+            scale, inverse = scales_of(rows.amax, rule, rows.padded.dtype)
+        codes = quantize(rows.padded, rule.format, scale, rule.granularity).data
+        return ((codes, inverse), None) if rule.granularity == _BLOCKS else ((codes,), inverse)
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """(The whole weight, memory that it has beside what was gathered), or None where ``out``, what this
+        gave before, is filled anew."""
+        rows, first = self._rows, all_gather_outputs[0]
+        size = rows.count, first.shape[-1]
+        local: OperandTensor | None = getattr(out, "_local_tensor", out)
+        if first.dtype is torch.uint8:
+            inverse = all_gather_outputs[1] if metadata is None else metadata
+            former = {} if local is None else local._parts
+            with torch_compat.unseen_writes(tuple(former.values())):
+                parts = _of_codes(first, inverse, rows.fp8, size, former)
+        else:
+            cast = OperandTensor.of(first[: rows.count].to(param_dtype), rows.fp8)
+            parts = {name: part.clone() for name, part in cast._parts.items()}  # memory that can be freed
+        if local is None:
+            beside = [part for part in parts.values() if part.dtype is torch.uint8]
+            shared = first.untyped_storage().data_ptr()
+            own = tuple(part for part in beside if part.untyped_storage().data_ptr() != shared)
+            return of_parts(parts, rows.fp8, size, param_dtype), own
+        local.refill(parts)
+        return None
+
+
+def note_written(tensor: Any) -> None:
+    """Say that somebody wrote to the memory of ``tensor``, where that is a process's rows of a weight."""
+    if isinstance(tensor, ShardedWeight):
+        tensor._rows.changed = True
+
+
+def _plain(value: Any) -> Any:
+    return value._plain if isinstance(value, ShardedWeight) else value
+
+
+def _codes_fit(rows: _Rows, processes: int) -> bool:
+    """Whether the codes of the processes' rows are those of the whole weight, one after the other."""
+    how, own = rows.fp8.w.granularity, rows.padded.shape[0]
+    fits = how == "tensor" or (how == _BLOCKS and own % 128 == 0 and rows.count == own * processes)
+    if not fits:
+        what = f"{rows.count} rows of {processes} processes with scales by {how}"
+        slowness.say(
+            f"fully_shard: codes of parts are not those of the whole: {what}",
+            "weights are gathered in high precision, and cast by each process",
+            "take scales of tensors, or rows that are a multiple of 128 in each process",
+        )
+    return fits
+
+
+def _share_amaxes(group: Any) -> None:
+    """Take anew the amaxes of all weights of these processes that have changed: one reduction."""
+    changed = [rows for _, rows in sorted(_ALL.items()) if rows.group is group and rows.changed]
+    changed = [rows for rows in changed if rows.fp8.w.granularity == "tensor"]
+    amaxes = torch.cat([amax_of(rows.padded, rows.fp8.w) for rows in changed])
+    view = as_view(amaxes)
+    TorchCollectives.of(group).all_reduce(view, "max", _stream(view.device), "amaxes of sharded weights")
+    for rows, amax in zip(changed, amaxes.split(1), strict=True):
+        rows.amax, rows.changed = amax, False
+
+
+def _of_codes(
+    codes: Tensor, inverse: Tensor, fp8: Quantization, size: tuple[int, int], former: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """A weight's parts, of its codes (rows and perhaps more, K) and its scales' inverses; in the memory of
+    ``former`` parts, where there are any."""
+    (n, k), rule = size, fp8.w
+    product: Any = product_class(fp8)
+    shapes_of = product.shapes
+    shapes = {"w_q": shapes_of(n, k, rule), "w_qt": shapes_of(k, n, rule)}
+    parts = {}
+    for name, (shape, of_scales) in shapes.items():
+        rows, columns = (n, k) if name == "w_q" else (k, n)
+        if name == "w_q" and shape == (n, k):  # as they lie
+            parts[name] = former.get(name, codes[:n])
+        else:
+            held = former[name] if name in former else codes.new_empty(shape)
+            if shape != (rows, columns):
+                held.zero_()
+            held[:rows, :columns] = codes[:n] if name == "w_q" else codes[:n].t()
+            parts[name] = held
+        if rule.granularity == _BLOCKS:
+            grid = inverse if name == "w_q" else inverse.t()
+            parts[f"{name}_inv"] = inverse.new_ones(of_scales)
+            parts[f"{name}_inv"][: grid.shape[0], : grid.shape[1]] = grid
+    return parts if rule.granularity == _BLOCKS else parts | {"w_scale_inv": inverse.reshape(1)}
+
+
+def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
+    return ShardedWeight(values, _Rows(values, fp8))
+
+
+SHARDED_BY.append(_rows_of)
+_MOVING = (_aten._to_copy.default, _aten.clone.default, _aten._pin_memory.default)
+_ROWS = (_aten.detach.default, _aten.alias.default, _aten.slice.Tensor, _aten.view.default)
