@@ -131,6 +131,33 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(own) if own else None
 
 
+def worst_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The operand that loses most; None where none loses anything."""
+    lossy = [row for row in rows if row["sqnr"] is not None]
+    return min(lossy, key=lambda row: row["sqnr"]) if lossy else None
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """The table's rows: of each case the operand that loses most, and the products' errors."""
+    path, found = folder / "explain.json", []
+    known = files.read(path)["cases"] if path.exists() else {}
+    for name in [name for name in CASES if name in known]:
+        own, worst = known[name], worst_of(known[name]["rows"])
+        said = ["no operand", "", "", "", ""]
+        if worst is not None:
+            numbers = (f"{worst[stat]:.1f}" for stat in ("sqnr", "underflows%", "saturated%"))
+            said = [f"{_PLAIN[worst['tensor']]} of {worst['layers']}", worst["gemm"], *numbers]
+        products = ("exact" if value is None else f"{value:.1f}" for value in own["sqnr"].values())
+        found.append((f"`{name}`", *said, *products))
+    return found
+
+
+COLUMNS = (
+    *("case", "what loses most", "in", "dB", "become 0, %", "clipped, %"),
+    *(f"{GEMM_OF[name]}, dB" for name in RESULTS),
+)
+
+
 def sentence(
     rows: Sequence[Mapping[str, Any]],
     results: Mapping[str, float | None],
@@ -138,10 +165,9 @@ def sentence(
     high: bool,
 ) -> str:
     """Which operand of which layers loses most, in plain words."""
-    lossy = [row for row in rows if row["sqnr"] is not None]
-    if not lossy:
+    worst = worst_of(rows)
+    if worst is None:
         return "No operand loses anything."
-    worst = min(lossy, key=lambda row: row["sqnr"])
     words = f"Most is lost of the {_PLAIN[worst['tensor']]} of {worst['layers']} in {worst['gemm']}: "
     words += f"{worst['sqnr']:.1f} dB"
     shares = []

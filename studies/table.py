@@ -15,7 +15,7 @@ import numpy as np
 from fp8kit.errors import ArgumentError
 from fp8kit.models.plots import figure, smoothed
 from fp8kit.numerics import run_folder
-from studies import files, gaps, layer, linear
+from studies import explain, files, gaps, layer, linear
 from studies.cases import CASES
 
 COLUMNS = ("case", "what", "seeds", "validation loss", "spread", "gap %", "gap / spread", "tokens/s")
@@ -68,16 +68,9 @@ def write(folder: Path) -> str:
     if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
     text = markdown(COLUMNS, rows(folder)) + "\n\n" + textwrap.fill(_words(runs), 110) + "\n" if runs else ""
-    for part in (layer, linear):
+    for part in (layer, linear, explain):
         if lines := part.rows(folder):
             text += "\n" + markdown(part.COLUMNS, lines) + "\n"
-    explained = folder / "explain.json"
-    if explained.exists():
-        sentences = files.read(explained)["cases"]
-        text += "\n" + "\n".join(
-            f"- `{name}`: {sentences[name]['sentence']}" for name in CASES if name in sentences
-        )
-        text += "\n"
     (folder / "table.md").write_text(text)
     if runs:
         _curves(folder, runs)
@@ -86,15 +79,13 @@ def write(folder: Path) -> str:
 
 
 def _words(runs: gaps.Runs) -> str:
-    """What the columns mean, and where the runs were made."""
+    """What the runs are, and where they were made."""
     one = next(iter(runs.values()))
     size, machines = one["settings"]["size"], sorted({own["machine"] for own in runs.values()})
     return (
         f"{one['parameters'] / 1e6:.1f} M parameters, {size['steps']} steps of {size['sequences']} x "
-        f"{size['context']} bytes on {', '.join(machines)}. Validation loss: nats a byte, mean over the "
-        "seeds; spread: their standard deviation. Gap: the mean over the seeds of loss less the yardstick's "
-        "from the same seed, in percent of the yardstick's and in its spread over the seeds; a gap below the "
-        "spread counts as 0. tokens/s: each case alone."
+        f"{size['context']} bytes on {', '.join(machines)}; losses of the validation text in nats a byte; "
+        "docs/studies.md says what the columns are."
     )
 
 

@@ -57,6 +57,14 @@ def test_explanations_of_a_training(tmp_path, text, size, capsys):
     assert found["attention"] == found["current"]  # of the same casts
     assert found["nvfp4_last"]["high_precision"]
     assert "in high precision, lose nothing" in found["nvfp4_last"]["sentence"]
+    lines = explain.rows(tmp_path)
+    assert [line[0] for line in lines] == [f"`{name}`" for name in ("current", "nvfp4_last", "attention")]
+    for line in lines:
+        own = found[line[0].strip("`")]
+        least = min(row["sqnr"] for row in own["rows"] if row["sqnr"] is not None)
+        assert line[3] == f"{least:.1f}"
+        assert len(line) == len(explain.COLUMNS)
+        assert line[6:] == tuple(f"{value:.1f}" for value in own["sqnr"].values())
     assert explain.explain(tmp_path, size, text, CPU, names, 0.0)  # all are there
     assert not explain.explain(tmp_path, size, text, CPU, [*names, "mxfp4"], time.monotonic() - 1)
     assert "no time for mxfp4" in capsys.readouterr().out
