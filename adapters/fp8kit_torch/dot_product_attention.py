@@ -12,10 +12,12 @@ from torch import Tensor
 from fp8kit import layers
 from fp8kit.errors import UnsupportedError
 from fp8kit.layers.attention_inputs import ResolvedCall
+from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.kv_cache import trace_cached
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.max_logit import max_logits, traced_max_logits
+from fp8kit_torch.packed_views import packed_views
 from fp8kit_torch.parameters import ParameterModule, placed
 
 
@@ -30,6 +32,12 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
     def take_further(self, arguments: SimpleNamespace) -> None:
         super().take_further(arguments)
         self.return_max_logit = bool(arguments.return_max_logit)
+
+    def packed(self, q: Any, k: Any, v: Any, form: Any) -> Any:
+        if self.is_compiling() or form not in FORMATS or k is None or v is None:
+            return None
+        sizes = self.num_attention_heads, self.num_gqa_groups, self._dims
+        return packed_views(q, k, v, 1 if form == "thd" else 2, *sizes)
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         if not self.is_compiling():

@@ -209,6 +209,12 @@ class DotProductAttention(AttentionBase):
             qkv_layer, kv_layer = unpacked[:2]
             if len(unpacked) > 2 and key_layer is None and value_layer is None:
                 (key_layer, value_layer), qkv_interleave_dim = unpacked[2:], -3
+        elif prepared is None and inference_params is None:
+            form = self.qkv_format if qkv_format is None else qkv_format
+            found = self.packed(query_layer, key_layer, value_layer, form)
+            if found is not None:
+                query_layer, kv_layer, qkv_layer, qkv_interleave_dim = found
+                key_layer = value_layer = None
         layers = {
             "query_layer": query_layer,
             "key_layer": key_layer,
@@ -273,6 +279,11 @@ class DotProductAttention(AttentionBase):
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
         with _NO_FORK if self.training else self.no_grad():
             return self.call_cached(prepared, inputs, inference_params, prepared.draws)
+
+    def packed(self, q: Any, k: Any, v: Any, form: Any) -> Any:
+        """(query_layer, kv_layer, qkv_layer, qkv_interleave_dim) where layers are views of one array, which a
+        frontend knows; None otherwise."""
+        return None
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
         """The largest score of each head, for ``return_max_logit``, where a frontend has it."""

@@ -135,7 +135,6 @@ def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ft.DotProductAttention(2, 4, return_max_logit=True), "log-sum-exp"),
         (lambda: ft.autocast(_graph=True), "_graph"),
         (lambda: ft.fp8_autocast(_graph=True), "_graph"),
         (lambda: ft.InferenceParams(2, 8, custom_cache_manager="mine"), "custom_cache_manager"),
