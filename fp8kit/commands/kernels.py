@@ -76,7 +76,9 @@ def add(commands: Any) -> None:
     )
     for each in (check, bench):
         add_device(each)
-    bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
+    bench.add_argument(
+        "--shape", type=int, nargs="+", metavar="N", help="of the arrays: rows, columns, terms of a product"
+    )
     bench.add_argument(
         "--dtype",
         default="bfloat16",
@@ -254,7 +256,8 @@ def _time(
 ) -> None:
     for operation in found.operations:
         with _with(found, operation):
-            print(f"{lead}{timing.measure(operation, device, shape and tuple(shape), dtype)}")
+            for each in timing.measure_all(operation, device, shape and tuple(shape), dtype):
+                print(f"{lead}{each}")
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -30,9 +30,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
-_KERNEL = re.compile(
-    r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S
-)
+_KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s+)*(\w+)\s*\(([^)]*)\)', re.S)
 _EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")

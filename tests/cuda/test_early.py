@@ -12,6 +12,7 @@ import pytest
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import implementation
 from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import E4M3, bfloat16, float32, uint8
@@ -183,6 +184,20 @@ CALLS: dict[str, Call] = {
         )
         for along in (1, 0)
     },
+    "fp8_gemm by a kernel of our own": lambda k, x, r: implementation("fp8_gemm", "hopper_gemm.cu")(
+        ArrayView(x.ptr, (ROWS, COLUMNS), uint8, GPU, x),  # whatever its bytes are as codes
+        r.ones(COLUMNS, COLUMNS, dtype=uint8),
+        r.blank(ROWS, COLUMNS, dtype=bfloat16),
+        E4M3,
+        E4M3,
+        r.ones(1, dtype=float32),
+        r.ones(1, dtype=float32),
+        None,
+        None,
+        True,
+        None,
+        0,
+    ),
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(
         ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0
     ),

@@ -212,7 +212,7 @@ def test_other_functions_and_other_threads_keep_the_engines_kernels(
         start("rng_next")
         start("add")
 
-    monkeypatch.setattr(substitute.cuda, "implementation", lambda operation: body)
+    monkeypatch.setattr(substitute.cuda, "implementation", lambda operation, source: body)
     replaced = substitute.engine_with("add", table, lambda: notes.append(None))
     with launch.launching_by(lambda *arguments: pytest.fail("another block's launcher")):
         replaced(None, None, None, 0)

@@ -21,11 +21,18 @@ if TYPE_CHECKING:
 MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
 
 
-def implementation(kernel: str) -> Callable[..., Any]:
-    """The function that implements a kernel of the contract, in the module of its family; KeyError for a name
-    that is not in it. Imports the module."""
-    module = importlib.import_module(f"{__name__}.{SPECS[kernel].family}")
-    return getattr(module, kernel)  # type: ignore[no-any-return]
+# A source whose kernels do what a library does elsewhere: the module that launches them, and the kernels of
+# the contract which it implements so.
+OWN = {"hopper_gemm.cu": ("hopper_gemm", ("fp8_gemm", "block_gemm"))}
+
+
+def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
+    """The function that implements a kernel of the contract: in the module of its family, or where
+    ``source``, which it is to launch kernels of, is among ``OWN``, in that module. KeyError for a name that
+    is not in the contract. Imports the module."""
+    module, kernels = OWN.get(source, ("", ()))
+    name = module if kernel in kernels else SPECS[kernel].family
+    return getattr(importlib.import_module(f"{__name__}.{name}"), kernel)  # type: ignore[no-any-return]
 
 
 def recorder() -> AbstractContextManager[Any]:
@@ -51,3 +58,9 @@ def register(registry: OpRegistry) -> None:
         if "timed" in inspect.signature(function).parameters:
             timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
+    for source, (module, names) in OWN.items():  # not chosen, unless a policy names them
+        for name in names:
+            function, priority = implementation(name, source), PRIORITY[Kind.VENDOR] - 1
+            registry.register_impl(
+                impl(name, f"{module.partition('_')[0]}_{name}", function, priority=priority)
+            )

@@ -46,7 +46,7 @@ class Packer:
                 at += struct.calcsize("=Q" if code == "P" else f"={code}")
         self.pointers = tuple(found)
 
-    def pack(self, *values: float) -> Structure:
+    def pack(self, *values: float | bytes) -> Structure:
         """The structure of these values."""
         made = Structure(self._pack(*values))
         made.pointers = self.pointers

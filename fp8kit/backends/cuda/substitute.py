@@ -48,9 +48,9 @@ _TYPES = {
 def engine_with(
     operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
 ) -> Callable[..., Any]:
-    """The engine's implementation of an operation of the contract, its kernels replaced; ``note`` is called
-    at every use of one."""
-    function = cuda.implementation(operation)
+    """The engine's implementation of an operation of the contract, the one that launches what is replaced
+    (functions of one source); ``note`` is called at every use of one."""
+    function = cuda.implementation(operation, next(iter(replacements))[0])
 
     def launcher(
         kernel: launch.Kernel, grid: Extent, block: Extent, args: Sequence[Any], stream: int, shared: int

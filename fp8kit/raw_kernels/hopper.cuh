@@ -1,0 +1,214 @@
+// What a kernel for Hopper (sm_90a) is made of: barriers in shared memory, tiles copied by the tensor memory
+// accelerator (TMA), clusters of blocks, and products by warpgroups (wgmma). Names and rules: PTX ISA,
+// chapters "mbarrier", "cp.async.bulk.tensor" and "wgmma". Addresses in shared memory are u32.
+#pragma once
+#include "common.cuh"
+
+DEVICE int lane() { return threadIdx.x % 32; }
+
+// --- barriers ----------------------------------------------------------------------------------------------
+// A barrier counts arrivals and, where it is told, bytes that are on their way. When all are there its phase
+// ends, and the next one (of the other parity) begins.
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes barriers that were just set up known to the copies and to the cluster.
+DEVICE void barriers_are_set() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, and says how many bytes copies will bring in this phase.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier which has that address in another block of the cluster, or in this one.
+DEVICE void barrier_arrive_at(u32 barrier, u32 block) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(block)
+      : "memory");
+}
+
+// Waits until the phase of that parity has ended. A fresh barrier's phase before the first counts as ended:
+// it has parity 1.
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+// --- clusters ----------------------------------------------------------------------------------------------
+
+DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Every thread of every block of the cluster waits for all others.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// --- copies ------------------------------------------------------------------------------------------------
+
+// Where a matrix lies, and how large the tiles are that are copied of it. The driver makes it
+// (cuTensorMapEncodeTiled); a tile's part beyond the matrix reads as zeros.
+struct alignas(64) TensorMap { u64 words[16]; };
+
+DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// One thread copies the tile whose first element is (row, column) to shared memory; its bytes count at
+// `barrier`.
+DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same to the same place in each of the cluster's `blocks`, a bit a block.
+DEVICE void copy_tile_to(u32 to, const TensorMap& map, i32 column, i32 row, u32 barrier, u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// --- registers ---------------------------------------------------------------------------------------------
+
+// From now on each thread of this warpgroup has N registers.
+template <int N> DEVICE void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> DEVICE void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// --- products ----------------------------------------------------------------------------------------------
+// wgmma: four warps multiply 64 rows of A by N rows of B, 32 bytes of each. Of the 64 x N sums each thread
+// has d[4 j + 2 h + c]: row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + c.
+
+// A tile in shared memory as the tensor cores find it: rows of 128 bytes, swizzled by the copy (128B mode),
+// at a multiple of 1024 bytes, which eight of them fill. + 2 is 32 bytes along the row, + 512 64 rows.
+DEVICE u64 tile_descriptor(u32 address) {
+  return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most N of this warp's committed groups of products are under way.
+template <int N> DEVICE void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// The compiler may not move what reads or writes these registers across this line.
+template <int N> DEVICE void hold(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+#define TEN(x) "%" #x "0,%" #x "1,%" #x "2,%" #x "3,%" #x "4,%" #x "5,%" #x "6,%" #x "7,%" #x "8,%" #x "9,"
+#define FIRST_TEN "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+#define R32(i) R16(i), R16(i + 16)
+#define R64(i) R32(i), R32(i + 32)
+// N columns; the numbers of a's and b's descriptors and of `onto` among the operands follow the sums'
+#define WGMMA(N, SUMS, A, B, ONTO, ...)                                                                    \
+  asm volatile("{.reg .pred onto; setp.ne.b32 onto, %" #ONTO ", 0;"                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TEXT(LEFT) "." TEXT(RIGHT) " {" SUMS "}," \
+               " %" #A ", %" #B ", onto, 1, 1;}"                                                           \
+               : __VA_ARGS__                                                                               \
+               : "l"(a), "l"(b), "r"(onto))
+
+// d = a b^T, onto d where `onto` is not 0; begins it. LEFT and RIGHT: e4m3 or e5m2.
+template <int N> DEVICE void multiply_tiles(float (&d)[N / 2], u64 a, u64 b, i32 onto) {
+  if constexpr (N == 32)
+    WGMMA(32, FIRST_TEN "%10,%11,%12,%13,%14,%15", 16, 17, 18, R16(0));
+  else if constexpr (N == 64)
+    WGMMA(64, FIRST_TEN TEN(1) TEN(2) "%30,%31", 32, 33, 34, R32(0));
+  else if constexpr (N == 128)
+    WGMMA(128, FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66, R64(0));
+  else if constexpr (N == 192)
+    WGMMA(192,
+          FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95",
+          96, 97, 98, R64(0), R32(64));
+  else
+    WGMMA(256,
+          FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10)
+              TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127",
+          128, 129, 130, R64(0), R64(64));
+}
+
+// Lane t of four has the words x[0 ... 3]; afterwards it has word t of each.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const bool odd = lane() & 1, high = lane() & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 other = __shfl_xor_sync(~0u, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = other;
+  }
+}
+
+DEVICE void store_words(void* to, const u32 (&words)[4]) {
+  *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Two neighbours, of which `left` exist, all if INSIDE; the others read as 0.
+template <bool INSIDE, typename X> DEVICE void load_pair(const X* from, i32 left, float (&to)[2]) {
+  if constexpr (INSIDE)
+    load<2>(from, to);
+  else
+    load_some<2>(from, left, to);
+}
+
+// 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and
+// + 1 for q = 0 ... 3, as `multiply_tiles` leaves them. INSIDE: all or none, and rows are aligned. Lanes
+// exchange 16-bit elements, so that each writes eight neighbours.
+template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, const float (&values)[8]) {
+  const int t = lane() % 4;
+  if constexpr (sizeof(X) == 4) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const float pair[2] = {values[2 * q], values[2 * q + 1]};
+      if (!INSIDE)
+        store_some<2>(to + 8 * q + 2 * t, left - 8 * q - 2 * t, pair);
+      else if (left > 0)
+        store<2>(to + 8 * q + 2 * t, pair);
+    }
+  } else {
+    u32 words[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      words[q] = (u32)from_float<X>(values[2 * q]).bits | (u32)from_float<X>(values[2 * q + 1]).bits << 16;
+    transpose_quad(words);
+    if (INSIDE) {
+      if (left > 0) store_words(to + 8 * t, words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (8 * t + i < left) to[8 * t + i] = X{(u16)(words[i / 2] >> 16 * (i % 2))};
+    }
+  }
+}

@@ -1,0 +1,412 @@
+// FP8 products on Hopper: out = (a scales) (b scales)^T + bias + addend, a (m, k), b (n, k), rows of k codes.
+//
+// functions: hopper_gemm (fp8_gemm, block_gemm)
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; HANDOFF=0
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; HANDOFF=1
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; HANDOFF=1
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; HANDOFF=0
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; HANDOFF=1
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; HANDOFF=1
+//
+// A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
+// multiprocessors). Its 12 warps have two roles:
+//
+//   warps 0 to 3, the loader: one thread of them copies tiles of a and b, 128 codes of the contraction at a
+//   time, and their blocks' scales, into a ring of STAGES places in shared memory, and runs ahead of the
+//   products, into the next tile too. It waits at a place's `empty` barrier before it fills it.
+//   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
+//   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and writes
+//   its half of the result in the end.
+//
+// The loader gives its registers to the multipliers, whose sums fill them.
+//
+// Sums: Hopper adds FP8 products with 13 fraction bits (docs/numerics.md). PROMOTE: after how many codes such
+// a sum is added to a float32 one; 0: never ("fast accumulation"). With SCALES of blocks it is at most 128,
+// and the partial sum is scaled first. The order is that of fk.Accumulation's "hopper_fast" and
+// "hopper_split".
+//
+// HANDOFF 1: the two multipliers begin their products in turn, so that one adds to its float32 sums while the
+// other's products run. CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if
+// BM < BN; each loads half of these and sends it to both.
+#include "fp8.cuh"
+#include "hopper.cuh"
+
+// Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
+// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, of clusters;
+// band: rows of tiles that are made together, since what they read stays in the L2 cache.
+struct alignas(64) Job {
+  TensorMap a, b, a_lines, b_lines;
+  const float *a_scale, *b_scale;
+  const T *bias, *addend;
+  T* out;
+  i64 m, n, out_stride, depths, a_step, b_step, tall, wide, band;
+};
+
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // no other chip has wgmma
+extern "C" __global__ void hopper_gemm(const __grid_constant__ Job job) { __trap(); }
+#else
+
+constexpr int DEPTH = 128;               // codes of a row in a tile: 128 bytes, the width of the swizzle
+constexpr int STEPS = DEPTH / 32;        // wgmma instructions along it
+constexpr int WAVES = BM / 128;          // 64 rows at a time, of a multiplier
+constexpr int MULTIPLIERS = 256;         // threads
+// a scale for a tensor or for each row; for lines of 1 x 128 codes, squares of 128 x 128
+enum Scales { whole, lines_squares, squares_lines, lines_lines };
+constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
+constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
+constexpr bool SHARE_A = BM >= BN;       // what a cluster's blocks have in common
+constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
+constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
+constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
+constexpr int STAGES = SHARED / STAGE_BYTES < 8 ? SHARED / STAGE_BYTES : 8;
+static_assert(BM % 128 == 0 && BN % 32 == 0, "");
+static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
+static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
+static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
+static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
+
+// A place of the ring, and the parity of its phase.
+struct Place {
+  u32 stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+struct Tile { i32 row, column; };
+
+// Tile number `tile` of the blocks' list: bands of rows, in them column after column.
+DEVICE Tile tile_at(const Job& job, i32 tile, u32 rank) {
+  const i32 wide = (i32)job.wide, band = tile / ((i32)job.band * wide) * (i32)job.band;
+  const i32 rows = min((i32)job.band, (i32)job.tall - band), local = tile - band * wide;
+  i32 row = band + local % rows, column = local / rows;
+  (SHARE_A ? column : row) = (SHARE_A ? column : row) * CLUSTER + (i32)rank;
+  return {row * BM, column * BN};
+}
+
+// Shared memory, from a multiple of 1024 bytes on.
+struct Memory {
+  u32 base;
+  __device__ __forceinline__ u32 a(u32 stage) const { return base + stage * A_BYTES; }
+  __device__ __forceinline__ u32 b(u32 stage) const { return base + STAGES * A_BYTES + stage * B_BYTES; }
+  __device__ __forceinline__ u32 a_scales(u32 stage) const {
+    return base + STAGES * (A_BYTES + B_BYTES) + stage * A_SCALE_BYTES;
+  }
+  __device__ __forceinline__ u32 b_scales(u32 stage) const {
+    return base + STAGES * (A_BYTES + B_BYTES + A_SCALE_BYTES) + stage * B_SCALE_BYTES;
+  }
+  __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
+  __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
+  // of a multiplier
+  __device__ __forceinline__ u32 turn(int group) const { return full(2 * STAGES + group); }
+};
+
+DEVICE float shared_float(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  return x;
+}
+
+DEVICE float2 shared_pair(u32 address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+
+// --- the loader --------------------------------------------------------------------------------------------
+
+// One operand's tile of ROWS rows. A cluster of two loads half a shared one in each block.
+template <int ROWS, bool SHARED_BY_CLUSTER>
+DEVICE void load_operand(u32 to, const TensorMap& map, i32 depth, i32 row, u32 barrier, u32 rank) {
+  if constexpr (SHARED_BY_CLUSTER && CLUSTER > 1) {
+    const i32 part = ROWS / CLUSTER * rank;
+    copy_tile_to(to + part * DEPTH, map, depth, row + part, barrier, (1 << CLUSTER) - 1);
+  } else {
+    copy_tile(to, map, depth, row, barrier);
+  }
+}
+
+DEVICE void load(const Job& job, const Memory& memory, u32 rank) {
+  Place place;
+  const i32 tiles = (i32)(job.tall * job.wide);
+  for (i32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+    const Tile at = tile_at(job, tile, rank);
+    for (i32 depth = 0; depth < (i32)job.depths; ++depth, place.next()) {
+      const u32 stage = place.stage, full = memory.full(stage);
+      barrier_wait(memory.empty(stage), place.parity ^ 1);
+      barrier_expect(full, STAGE_BYTES);
+      load_operand<BM, SHARE_A>(memory.a(stage), job.a, depth * DEPTH, at.row, full, rank);
+      load_operand<BN, !SHARE_A>(memory.b(stage), job.b, depth * DEPTH, at.column, full, rank);
+      if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, depth, full);
+      if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, depth, full);
+    }
+  }
+}
+
+// --- the multipliers ---------------------------------------------------------------------------------------
+
+// This warp needs a place no more: every block of the cluster that loads it is told.
+DEVICE void release(const Memory& memory, u32 stage) {
+  __syncwarp();
+  if constexpr (CLUSTER > 1) {
+    if (lane() < CLUSTER) barrier_arrive_at(memory.empty(stage), lane());
+  } else {
+    if (lane() == 0) barrier_arrive(memory.empty(stage));
+  }
+}
+
+// The scales of a row of squares of 128 x 128 codes, one after another. Each lane reads one, 32 depths ahead,
+// so that no product waits for it.
+struct Squares {
+  const float* from;
+  i32 depths;
+  float now, next;
+
+  // Of the squares in which row `row` of an operand lies; beyond its last one that one's.
+  __device__ __forceinline__ Squares(const float* scales, i64 step, i64 row, i64 rows, i64 depths)
+      : from(scales + min64(row, rows - 1) / 128 * step), depths((i32)depths), next(read(0)) {}
+  __device__ __forceinline__ float read(i32 first) const {
+    return first + lane() < depths ? from[first + lane()] : 0.0f;
+  }
+  // That of `depth`; they are asked for in ascending order, each once.
+  __device__ __forceinline__ float at(i32 depth) {
+    if (depth % 32 == 0) now = next, next = read(depth + 32);
+    return __shfl_sync(~0u, now, depth % 32);
+  }
+};
+
+// total += part, which is the sum of the products of 128 codes (or of PROMOTE), with their scales: `rows`, of
+// this thread's two rows (and of b's square), and where b has lines those of its columns.
+DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const float (&rows)[2],
+                    u32 b_scales) {
+#pragma unroll
+  for (int j = 0; j < BN / 8; ++j) {
+    float2 columns{1.0f, 1.0f};
+    if constexpr (B_LINES) columns = shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int i = 4 * j + 2 * h + c;
+        const float column = c ? columns.y : columns.x;
+        if constexpr (SCALES == whole)
+          total[i] = __fadd_rn(total[i], part[i]);
+        else if constexpr (SCALES == lines_lines)
+          total[i] = __fmaf_rn(__fmul_rn(part[i], rows[h]), column, total[i]);
+        else if constexpr (SCALES == squares_lines)
+          total[i] = __fmaf_rn(part[i], __fmul_rn(rows[h], column), total[i]);
+        else
+          total[i] = __fmaf_rn(part[i], rows[h], total[i]);
+      }
+  }
+}
+
+// The sums of one tile. `group`: 0 or 1, which multiplier; `turn`: parity of its next turn.
+DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group, u32& turn,
+                     float (&total)[WAVES][BN / 2]) {
+  const i32 depths = (i32)job.depths, first = group * 64 * WAVES;  // of the tile's rows
+  if constexpr (PROMOTE == 0) {
+    u32 before = 0;
+    for (i32 depth = 0; depth < depths; ++depth, place.next()) {
+      barrier_wait(memory.full(place.stage), place.parity);
+      const u64 a = tile_descriptor(memory.a(place.stage) + first * DEPTH);
+      const u64 b = tile_descriptor(memory.b(place.stage));
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w) hold(total[w]);
+      products_fence();
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i)
+          multiply_tiles<BN>(total[w], a + 512 * w + 2 * i, b + 2 * i, depth | i);
+      products_commit();
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w) hold(total[w]);
+      products_wait<1>();  // those before these
+      if (depth) release(memory, before);
+      before = place.stage;
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int w = 0; w < WAVES; ++w) hold(total[w]);
+    release(memory, before);
+    return;
+  }
+  constexpr int PIECE = PROMOTE < DEPTH ? PROMOTE / 32 : STEPS;  // instructions of a partial sum, here
+  constexpr int TILES = PROMOTE > DEPTH ? PROMOTE / DEPTH : 1;   // tiles of one
+  constexpr bool OF_A = SCALES == squares_lines, SQUARES = OF_A || SCALES == lines_squares;
+  const int row = first + threadIdx.x / 32 % 4 * 16 + lane() / 4;  // of the tile: this thread's first
+  Squares squares(OF_A ? job.a_scale : job.b_scale, OF_A ? job.a_step : job.b_step,
+                  OF_A ? at.row + first : at.column, OF_A ? job.m : job.n, SQUARES ? depths : 0);
+  float part[BN / 2], rows[2];
+#pragma unroll
+  for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) total[w][i] = 0.0f;
+  for (i32 depth = 0; depth < depths; ++depth, place.next()) {
+    const u32 stage = place.stage;
+    barrier_wait(memory.full(stage), place.parity);
+    const u64 a = tile_descriptor(memory.a(stage) + first * DEPTH), b = tile_descriptor(memory.b(stage));
+    float square = 1.0f;
+#pragma unroll
+    for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+      for (int begin = 0; begin < STEPS; begin += PIECE) {
+        if constexpr (HANDOFF) barrier_wait(memory.turn(group), turn), turn ^= 1;
+        hold(part);
+        products_fence();
+#pragma unroll
+        for (int i = begin; i < begin + PIECE; ++i)
+          multiply_tiles<BN>(part, a + 512 * w + 2 * i, b + 2 * i, i - begin + depth % TILES);
+        products_commit();
+        hold(part);
+        if (HANDOFF && lane() == 0) barrier_arrive(memory.turn(1 - group));
+        // scales, while the products run
+        if (SQUARES && w == 0 && begin == 0) square = squares.at(depth);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          rows[h] = square;
+          const u32 line = memory.a_scales(stage) + 4 * (row + 64 * w + 8 * h);
+          if constexpr (A_LINES) rows[h] = __fmul_rn(shared_float(line), square);
+        }
+        products_wait<0>();
+        hold(part);
+        const bool end = w + 1 == WAVES && begin + PIECE == STEPS;
+        // b's lines are still to be read, else the place may be filled again
+        if (end && !B_LINES) release(memory, stage);
+        if (TILES == 1 || depth % TILES == TILES - 1 || depth + 1 == depths)
+          promote(total[w], part, rows, memory.b_scales(stage));
+        if (end && B_LINES) release(memory, stage);
+      }
+  }
+}
+
+// --- the result --------------------------------------------------------------------------------------------
+
+// Where a thread's two rows of the result are, eight rows apart; scales that it knows before the columns'.
+struct Corner {
+  T* out;
+  const T* addend;
+  bool exists[2], by_row;
+  float a[2], b;
+};
+
+// What is to be done to a part of the result: its scale alone, a bias, anything; or anything at the matrix's
+// edge, or where rows are not aligned. Every instruction counts here: tensor cores stand still meanwhile.
+enum How { SCALED, BIASED, ANY, EDGE };
+
+// Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`. What is to be fused with the
+// product is done to `values` here, before they are rounded.
+template <How HOW>
+DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first) {
+  constexpr bool INSIDE = HOW != EDGE, ROWS = SCALES == whole && HOW >= ANY;
+  const bool biased = HOW == BIASED || (HOW >= ANY && job.bias != nullptr);
+  const bool added = HOW >= ANY && job.addend != nullptr;
+  const i32 t = 2 * (lane() % 4), left = (i32)job.n - first - 32 * k;
+  float columns[4][2], bias[4][2];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const i32 column = first + 32 * k + 8 * q + t, some = left - 8 * q - t;
+    columns[q][0] = columns[q][1] = at.b;
+    if (ROWS && at.by_row) load_pair<INSIDE>(job.b_scale + column, some, columns[q]);
+    if (biased) load_pair<INSIDE>(job.bias + column, some, bias[q]);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const i64 offset = 8 * h * job.out_stride + 32 * k;
+    float values[8];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      float addend[2] = {0.0f, 0.0f};
+      if (added && at.exists[h]) load_pair<INSIDE>(at.addend + offset + 8 * q + t, left - 8 * q - t, addend);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float value = total[16 * k + 4 * q + 2 * h + c];
+        if constexpr (SCALES == whole) value = __fmul_rn(value, columns[q][c]);
+        if constexpr (ROWS) value = __fmul_rn(value, at.a[h]);
+        if (biased) value = __fadd_rn(value, bias[q][c]);
+        if (added) value = __fadd_rn(value, addend[c]);
+        values[2 * q + c] = value;
+      }
+    }
+    store_columns<INSIDE>(at.out + offset, at.exists[h] ? left : 0, values);
+  }
+}
+
+// Sixty-four rows of the result, from registers, 32 columns at a time.
+DEVICE void write(const Job& job, const float (&total)[BN / 2], i32 first_row, i32 first_column) {
+  const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4;
+  const i64 corner = top * job.out_stride + first_column;
+  const bool by_row = SCALES == whole && job.a_step != 0;
+  const bool exists[2] = {top < job.m, top + 8 < job.m};
+  Corner at{job.out + corner, job.addend + corner, {exists[0], exists[1]}, by_row, {1.0f, 1.0f}, 1.0f};
+  if (by_row)
+    at.a[0] = job.a_scale[min64(top, job.m - 1)], at.a[1] = job.a_scale[min64(top + 8, job.m - 1)];
+  else if (SCALES == whole)
+    at.b = __fmul_rn(job.a_scale[0], job.b_scale[0]);  // and a is 1, which changes nothing
+  const bool aligned = rows_aligned<16>(job.out, job.out_stride) &&
+                       rows_aligned<16>(job.addend, job.out_stride) &&
+                       rows_aligned<2 * sizeof(T)>(job.bias, 0);
+#pragma unroll
+  for (int k = 0; k < BN / 32; ++k) {
+    asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
+    if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
+      write_columns<EDGE>(job, at, total, k, first_column);
+    else if (by_row || job.addend != nullptr)
+      write_columns<ANY>(job, at, total, k, first_column);
+    else if (job.bias != nullptr)
+      write_columns<BIASED>(job, at, total, k, first_column);
+    else
+      write_columns<SCALED>(job, at, total, k, first_column);
+  }
+}
+
+// --- the kernel --------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+hopper_gemm(const __grid_constant__ Job job) {
+  start_early();
+  extern __shared__ u8 dynamic[];
+  const Memory memory{((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u};
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) {
+    prefetch_map(job.a), prefetch_map(job.b);
+    for (u32 stage = 0; stage < STAGES; ++stage) {
+      barrier_init(memory.full(stage), 1);
+      barrier_init(memory.empty(stage), MULTIPLIERS / 32 * CLUSTER);  // of every warp that multiplies it
+    }
+    for (int group = 0; group < 2; ++group) barrier_init(memory.turn(group), MULTIPLIERS / 2 / 32);
+    barriers_are_set();
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    registers_down<40>();
+    if (threadIdx.x == 0) load(job, memory, rank);
+  } else {
+    registers_up<232>();
+    // by a shuffle the compiler knows it to be the same in a warp, and so what follows from it
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;
+    const i32 tiles = (i32)(job.tall * job.wide), step = gridDim.x / CLUSTER;
+    Place place;
+    float total[WAVES][BN / 2];
+    u32 turn = group ^ 1;  // the first multiplier's first one is at once
+    for (i32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += step) {
+      const Tile at = tile_at(job, tile, rank);
+      multiply(job, memory, place, at, group, turn, total);
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w) write(job, total[w], at.row + 64 * (WAVES * group + w), at.column);
+    }
+  }
+  // a block stays until the cluster has nothing more to send it
+  if constexpr (CLUSTER > 1) cluster_sync();
+}
+#endif

@@ -1,0 +1,227 @@
+"""Our own FP8 product for Hopper: the contract, every bit against the model of its sums, calls that are
+recorded, moved and captured, and how the result is cut into tiles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays, formats
+from fp8kit.accumulation import ACCUMULATIONS
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import OWN, hopper_gemm, launch, register
+from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.registry import CannotTake, OpRegistry
+from fp8kit.bench.random import codes as drawn
+from fp8kit.errors import BackendError
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.raw_kernels import manifest
+from fp8kit.testing.compare import assert_same_bits
+from fp8kit.testing.contract import Case, cases, get, put
+
+GPU = Device("cuda", 0)
+OURS = SelectionPolicy(per_op={name: (f"impl:cuda.hopper_{name}",) for name in OWN["hopper_gemm.cu"][1]})
+LINE, SQUARE = (1, 128), (128, 128)
+PRODUCTS = [case for name in OWN["hopper_gemm.cu"][1] for case in cases(name)]
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """Every kernel, these products by our own."""
+    if launch.capability(0) != hopper_gemm.CAPABILITY:
+        pytest.skip("the kernel is Hopper's")
+    with policy_context(OURS):
+        yield dispatch.kernels(GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PRODUCTS, ids=[f"{case.kernel}-{case.name}" for case in PRODUCTS])
+def test_contract(case: Case, kernels: Any) -> None:
+    case.run(kernels, GPU)
+
+
+# --- bits ---------------------------------------------------------------------------------------------------
+
+
+def operand(
+    rows: int, k: int, fmt: Format, seed: int, tile: tuple[int, int] | None
+) -> tuple[ArrayView, ArrayView]:
+    """Codes (rows, k up to what ``tile`` asks for), zeros beyond, and scales, each another one."""
+    shape, scales = ((rows + -rows % 16, k), (1,)) if tile is None else block_shapes(rows, k, tile)
+    spread = 64.0 if fmt == E4M3 else 8192.0
+    dtype = formats.dtype_of_format(fmt)
+    assert dtype is not None
+    values = drawn(shape, seed, dtype, spread).view(np.uint8).copy()
+    values[rows:], values[:, k:] = 0, 0
+    inverse = np.exp2(np.random.default_rng(seed).uniform(-7, -5, scales)).astype(np.float32)
+    return put(values, GPU), put(inverse, GPU)
+
+
+def model_scales(inverse: ArrayView, tile: tuple[int, int] | None, rows: int, k: int) -> ArrayView:
+    """Scales as ``model_gemm`` has them: one a tile, row-major."""
+    values = get(inverse)
+    if tile is None:
+        return put(values.reshape(1, 1), GPU)
+    values = values.T[:rows] if tile == LINE else values[: -(-rows // 128), : -(-k // 128)]
+    return put(np.ascontiguousarray(values), GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [None, (LINE, SQUARE), (SQUARE, LINE), (LINE, LINE)], ids=["tensor", "1x2", "2x1", "1x1"]
+)
+@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
+@pytest.mark.parametrize("size", [(1, 16, 32), (300, 520, 1040), (1025, 777, 4096)], ids=str)
+def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, kernels: Any) -> None:
+    """Sizes that no tile divides; a ring of stages that is used many times over."""
+    if fast and tiles is not None:
+        return  # blocks have no fast accumulation
+    m, n, k = size
+    (a, a_inv), (b, b_inv) = (
+        operand(rows, k, fmt, seed, tiles and tiles[seed])
+        for seed, (rows, fmt) in enumerate(zip((m, n), pair, strict=True))
+    )
+    out, want = (arrays.empty((m, n), float32, GPU) for _ in range(2))
+    if tiles is None:
+        kernels.fp8_gemm(a, b, out, *pair, a_inv, b_inv, None, None, fast, None, 0)
+    else:
+        kernels.block_gemm(a, b, out, *pair, a_inv, b_inv, *tiles, None, None, None, 0)
+    scales = [
+        model_scales(*which)
+        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
+    ]
+    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    codes = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*codes, want, *pair, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
+    assert_same_bits("out", get(out), get(want))
+
+
+@pytest.mark.gpu
+def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None:
+    (a, scale), (b, _) = operand(640, 1024, E4M3, 1, None), operand(512, 1024, E4M3, 2, None)
+    whole = arrays.empty((640, 512), bfloat16, GPU)
+    kernels.fp8_gemm(a, b, whole, E4M3, E4M3, scale, scale, None, None, True, None, 0)
+    for rows in (16, 64, 272):
+        part = arrays.empty((rows, 512), bfloat16, GPU)
+        kernels.fp8_gemm(a.slice(0, 0, rows), b, part, E4M3, E4M3, scale, scale, None, None, True, None, 0)
+        assert_same_bits(f"{rows} rows", get(part), get(whole)[:rows])
+
+
+# --- recorded, moved, captured ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_recorded_call_is_made_again_elsewhere(kernels: Any) -> None:
+    from fp8kit.backends.cuda import recorded
+    from fp8kit.backends.cuda.moving import moving
+
+    sets = [(*operand(200, 512, E4M3, i, LINE), *operand(384, 512, E4M3, i + 9, SQUARE)) for i in range(3)]
+    outs = [arrays.zeros((200, 384), bfloat16, GPU) for _ in sets]
+
+    def call(i: int, out: ArrayView) -> None:
+        a, a_inv, b, b_inv = sets[i]
+        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, LINE, SQUARE, None, None, None, 0)
+
+    with recorded.recording() as made:
+        call(0, outs[0])
+    everything = [(*sets[i], outs[i]) for i in range(3)]
+    addresses = [[view.ptr for view in views] for views in everything]
+    sizes = [view.nbytes for view in everything[0]]
+    mover = moving(made, made.steps, addresses[0], sizes)
+    assert made.complete
+    assert mover is not None
+    arrays.zero_(outs[0])
+    made()
+    assert mover(addresses[1])
+    assert mover(addresses[2])
+    for i in range(3):
+        want = arrays.zeros((200, 384), bfloat16, GPU)
+        call(i, want)
+        assert_same_bits(f"call {i}", get(outs[i]), get(want))
+
+
+@pytest.mark.gpu
+def test_a_captured_call_is_launched_again(kernels: Any) -> None:
+    import cupy
+
+    (a, scale), (b, _) = operand(256, 256, E4M3, 1, None), operand(256, 256, E4M3, 2, None)
+    out, want = (arrays.zeros((256, 256), bfloat16, GPU) for _ in range(2))
+
+    def call(to: ArrayView, stream: int) -> None:
+        kernels.fp8_gemm(a, b, to, E4M3, E4M3, scale, scale, None, None, True, None, stream)
+
+    call(want, 0)
+    arrays.synchronize(GPU)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        call(out, stream.ptr)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert_same_bits("out", get(out), get(want))
+
+
+# --- without a GPU ------------------------------------------------------------------------------------------
+
+
+class Launched(SimpleNamespace):
+    """What would be launched, on a chip of ``multiprocessors``."""
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``_plan`` without a device; kernels stand for their defines."""
+    monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
+    monkeypatch.setattr(hopper_gemm, "tensor_map", lambda *arguments: repr(arguments).encode())
+    return hopper_gemm._plan.__wrapped__
+
+
+def plan(planned: Any, m: int, n: int, k: int, scales: str = "whole", promote: int = 0, **more: Any) -> Any:
+    strides = {"a_stride": k, "b_stride": k, "out_stride": n, "a_rows": m, "b_rows": n} | more
+    return planned(0, m, n, k, *strides.values(), "e4m3", "e4m3", "bf16", scales, (0, 0), promote)
+
+
+@pytest.mark.parametrize("scales", ["whole", "lines_squares", "squares_lines", "lines_lines"])
+@pytest.mark.parametrize("m", [1, 64, 200, 1024, 8192, 16384])
+@pytest.mark.parametrize("n", [16, 384, 4096, 12288])
+def test_every_tile_has_a_block_and_every_variant_is_compiled(
+    n: int, m: int, scales: str, planned: Any
+) -> None:
+    for promote in (0, 128) if scales == "whole" else (128,):
+        found = plan(planned, m, n, 1024, scales, promote)
+        defines = dict(found.kernel)
+        assert found.kernel in manifest.source("hopper_gemm.cu").variants
+        rows, columns, cluster = (int(defines[name]) for name in ("BM", "BN", "CLUSTER"))
+        *_, tall, wide, band = found.sizes
+        down, across = (rows, columns * cluster) if rows >= columns else (rows * cluster, columns)
+        assert (tall - 1) * down < m <= tall * down
+        assert (wide - 1) * across < n <= wide * across
+        assert found.blocks % cluster == 0
+        assert 0 < found.blocks <= min(132, tall * wide * cluster)
+        assert 1 <= band <= tall
+
+
+def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotTake, match="multiples of 16"):
+        plan(planned, 64, 64, 64, a_stride=72)
+    with pytest.raises(BackendError, match="not E5M2 twice"):
+        planned(0, 16, 16, 16, 16, 16, 16, 16, 16, "e5m2", "e5m2", "bf16", "whole", (0, 0), 0)
+    monkeypatch.setattr(launch, "capability", lambda index: (10, 0))
+    with pytest.raises(CannotTake, match=r"10\.0"):
+        plan(planned, 64, 64, 64)
+
+
+def test_they_are_not_chosen_where_no_policy_names_them() -> None:
+    registry = OpRegistry()
+    register(registry)
+    for name in OWN["hopper_gemm.cu"][1]:
+        found = [impl.impl_id for impl in registry.get_implementations(name)]
+        assert found.index(f"cuda.{name}") < found.index(f"cuda.hopper_{name}")
