@@ -6,6 +6,7 @@
 #   make test-clients  other projects' packages (extra clients) on fp8kit_torch and fp8kit_jax
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes
+#   make test-ranks    the tests of several processes, over Gloo on the CPU
 #   make test-report   a report in a real browser: the packages chromium and chromium-driver (Debian)
 #   make notebooks  the notebooks, run from top to bottom
 #   make campaign   kills of savers, damaged files and odd calls, thousands of each   (some minutes)
@@ -39,8 +40,8 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-report notebooks \
-        campaign docs test-gpu test-gpu2 bench info size clean
+.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks test-report \
+        notebooks campaign docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -64,6 +65,11 @@ test-combinations: $(TEST)
 
 test-programs: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "programs and not gpu" -n 2 --dist worksteal
+
+test-ranks: $(TEST)
+	$(TESTING) $(BIN)/python -m pytest -m "programs and not gpu2" tests/commands/test_launch.py \
+	  tests/nn/test_sharded_optimizer.py tests/adapters/torch/test_distributed.py \
+	  tests/adapters/torch/test_tensor_parallel.py
 
 test-report: a-browser $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m report tests/numerics
