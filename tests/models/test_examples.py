@@ -219,6 +219,21 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
 
 @pytest.mark.programs
 @pytest.mark.timeout(200)
+def test_own_product(printed):
+    text = printed("own_product", "4")
+    engine, mine = numbers(r"(\d+)% of bits", text)
+    assert engine < 100  # sums promoted elsewhere, and no limit
+    assert mine == 100
+    assert numbers(r"largest ([\d.]+)", text)[1] == 24.0
+    calls = numbers(r"(\d+) calls of mine", text)
+    assert calls[0] == 0
+    assert calls[1] > 4 * 12  # steps, products of two layers
+    losses = numbers(r"-> ([\d.]+) nats", text)
+    assert abs(losses[0] - losses[1]) < 0.02
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(200)
 def test_train_gpt(printed):
     losses = numbers(r"step \d+: ([\d.]+)", printed("train_gpt", "6"))
     assert losses[-1] < losses[0] - 0.1
