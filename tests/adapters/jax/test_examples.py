@@ -53,6 +53,14 @@ def test_flax_decode(capsys, monkeypatch):
 
 
 @pytest.mark.programs
+def test_jax_devices(capsys, monkeypatch):
+    text = printed("jax_devices", capsys, monkeypatch)
+    losses = numbers(r"step \d+: ([\d.]+)", text)
+    assert losses[-1] < 0.7 * losses[0]
+    assert numbers(r"scale of the MLP's input: ([\d.e+]+)", text)[0] > 1
+
+
+@pytest.mark.programs
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_benchmark_checks_its_results(device):
     setting = setting_for(arrays.device(device), sizes=SMALL, rounds=1, calls=1, warmups=1)

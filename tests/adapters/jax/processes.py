@@ -1,0 +1,63 @@
+"""Programs that several processes of ``jax.distributed`` run together on CPUs: ``python -m
+tests.adapters.jax.processes NAME RANK RANKS PORT``. A rank has two devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+if __name__ == "__main__":  # tvm_ffi imports torch where it is installed, which takes as long as all the rest
+    sys.modules["torch"] = None
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+
+import jax
+import numpy as np
+
+
+def training(rank):
+    """Losses of each model, and the FP8 state of the last one, by layouts over all processes' devices."""
+    from tests.support.meshes import LAYOUTS, fp8_state, train
+
+    found = {}
+    for model, recipe, layout in CASES:
+        losses, state = train(model, recipe, STEPS, LAYOUTS[layout])
+        found[f"{model} {recipe} {layout}"] = losses
+    own = {name: float(np.sum(leaf)) for name, leaf in fp8_state(state).items()}
+    print(json.dumps({"losses": found, "state": own}), flush=True)
+
+
+STEPS, HEARTBEAT = 10, 20
+CASES = [
+    ("DenseGeneral", "current", "fsdp and tp"),
+    ("LayerNormMLP", "high", "shard_map"),
+    ("LayerNormMLP", "delayed", "fsdp and tp"),
+]
+
+
+def dying(rank):
+    """Rank 1 is killed between two steps; the others go on."""
+    import fp8kit_jax as fj
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        x = jax.make_array_from_callback((16, 32), rows, lambda part: np.ones((16, 32), np.float32)[part])
+        step = jax.jit(lambda x, w: fj.dense(x, w, name="projection").sum())
+        for number in range(200):
+            if rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print("step", number, float(step(x, np.ones((32, 16), np.float32))), flush=True)
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    name, rank, ranks, port = sys.argv[1], *map(int, sys.argv[2:])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", ranks, rank, heartbeat_timeout_seconds=HEARTBEAT)
+    {f.__name__: f for f in (training, dying)}[name](rank)
