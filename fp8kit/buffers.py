@@ -58,28 +58,51 @@ class Buffers(dict[str, ArrayView | None]):
         return self[name] if name in self or name in self.metas else default
 
 
+class Lasting(dict[str, ArrayView]):
+    """Buffers at fixed places in a block. ``later``: name -> where it lies after ``free_contents``, once and
+    once more."""
+
+    __slots__ = ("later",)
+
+    def __init__(self, found: Mapping[str, ArrayView], later: Mapping[str, list[ArrayView]]) -> None:
+        super().__init__(found)
+        self.later = later
+
+    def again(self, names: Mapping[str, str] | None = None) -> Lasting:
+        """The same for another call. ``names``: only these, own name -> name here."""
+        if names is None:
+            return Lasting(self, {name: [*views] for name, views in self.later.items()})
+        later = {own: [*self.later[name]] for own, name in names.items() if name in self.later}
+        return Lasting({own: self[name] for own, name in names.items()}, later)
+
+
 def free(views: Mapping[str, ArrayView | None], *names: str) -> None:
     """Give up those buffers: the operation has put all that reads or writes them on the stream. Names that
     are not there are skipped. No variable may hold them, or their memory stays."""
-    if type(views) is Buffers:
+    if isinstance(views, Buffers):
         for name in names:
             if name in views:
                 views[name] = None
 
 
 def free_contents(views: Mapping[str, ArrayView | None], *names: str) -> None:
-    """As ``free``, but a buffer that is read again is allocated anew, contents undefined."""
-    if type(views) is Buffers:
+    """As ``free``, but a buffer that is read again is allocated anew, or lies elsewhere, contents
+    undefined."""
+    if isinstance(views, Buffers):
         for name in names:
             if name in views.metas:
                 views.pop(name, None)
+    elif type(views) is Lasting:
+        for name in names:
+            if rest := views.later.get(name):
+                views[name] = rest.pop(0)
 
 
 def take(views: Mapping[str, ArrayView], names: Iterable[str]) -> Mapping[str, ArrayView]:
     """Move those buffers out of ``views`` into a mapping of their own, so that ``free`` on that drops the
     last reference."""
     found = {name: views[name] for name in names}
-    if type(views) is not Buffers:
+    if not isinstance(views, Buffers):
         return found
     free(views, *found)
     return Buffers(found, {}, views.allocate)  # type: ignore[return-value]

@@ -36,6 +36,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
+NOWHERE = Device("nowhere", 0)  # of arrays that are planned and not there
 _GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each
 
 
@@ -140,7 +141,20 @@ class _Host:
         return view.numpy()
 
 
-_PROVIDERS: dict[str, DeviceProvider] = {"cpu": _Host()}
+class _Nowhere(_Host):
+    """The provider of ``NOWHERE``, where nothing is done."""
+
+    def count(self) -> int:
+        return 0
+
+    def fill_zero(self, view: ArrayView, stream: int) -> None:
+        return None
+
+    def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
+        return None
+
+
+_PROVIDERS: dict[str, DeviceProvider] = {"cpu": _Host(), "nowhere": _Nowhere()}
 _LOADERS: dict[str, str] = {"cpu": "", "cuda": "fp8kit.backends.cuda.device"}
 
 

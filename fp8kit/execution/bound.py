@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.errors import AutogradError
+from fp8kit.execution import lifetimes
 from fp8kit.execution.memory import Arena, Layout, Memory
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import Replays, replays
@@ -154,8 +155,11 @@ class BoundOp(Interface):
         streaming = streaming and operation.streams and not (self._shown or self._grad_shown or parallel)
         self.streamed_grads = streamed(self.grads) if streaming else {}
         self.saved = Layout(s.saved, streaming and not save_in_block)
-        self.scratch = Layout(plan.scratch, streaming)
-        self.backward_scratch = Layout(plan.backward_scratch, streaming)
+        spans = [
+            lifetimes.spans(operation, plan, metas, frozenset(needs), backward) for backward in (False, True)
+        ]
+        self.scratch = Layout(plan.scratch, streaming, spans[0])
+        self.backward_scratch = Layout(plan.backward_scratch, streaming, spans[1] if s.grads else None)
         self.measure_scratch = Layout(plan.measure_scratch)
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
         self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2], *_parts(self.watched)]

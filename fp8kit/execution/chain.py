@@ -9,15 +9,16 @@ operation, because each then frees its memory as soon as it can.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fp8kit.buffers import Lasting
 from fp8kit.errors import AutogradError, Fp8kitError
-from fp8kit.execution.memory import Layout
+from fp8kit.execution import lifetimes
+from fp8kit.execution.memory import Span
 from fp8kit.execution.refusals import signature_of
-from fp8kit.formats import uint8
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
@@ -64,12 +65,12 @@ class _Step(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A step, its plan, and where its temporaries lie."""
+    """A step, its plan, and its temporaries' names: the step's own -> the chain's."""
 
     step: _Step
     plan: Plan
-    scratch: Layout
-    backward_scratch: Layout
+    scratch: dict[str, str]
+    backward_scratch: dict[str, str]
 
 
 class Chain(Operation):
@@ -172,9 +173,6 @@ class Chain(Operation):
         steps, between = self._steps(spec, metas, needs)
         signature = self._signature(steps, between)
         ready = []
-        for step in steps:
-            plan = step.operation.plan(step.spec, step.metas, step.needs, kernels)
-            ready.append(_Ready(step, plan, Layout(plan.scratch), Layout(plan.backward_scratch)))
         forward = {value: meta for value, meta in between.items() if value not in signature.saved}
         backward = {
             step.gradient(name): meta
@@ -182,26 +180,58 @@ class Chain(Operation):
             for name, meta in step.signature.grads.items()
             if ":" in step.gradient(name)
         }
-        # steps run one after the other, so their temporaries share one buffer
-        forward["steps"] = Meta((max(1, *(one.scratch.nbytes for one in ready)),), uint8)
-        backward["steps"] = Meta((max(1, *(one.backward_scratch.nbytes for one in ready)),), uint8)
+        for step in steps:
+            plan = step.operation.plan(step.spec, step.metas, step.needs, kernels)
+            names = {name: f"{step.number}/{name}" for name in plan.scratch}
+            forward |= {names[name]: meta for name, meta in plan.scratch.items()}
+            back = {name: f"{step.number}/{name}" for name in plan.backward_scratch if step.needs}
+            backward |= {back[name]: plan.backward_scratch[name] for name in back}
+            ready.append(_Ready(step, plan, names, back))
         return Plan(spec, signature, kernels, forward, backward, ready)
+
+    def lives(self, plan: Plan, backward: bool) -> dict[str, tuple[Span, ...]]:
+        """When each temporary of a pass is in use (``execution.lifetimes``): a step's within the step, what
+        passes between steps from the one that fills it to the last one that reads it."""
+        found: dict[str, tuple[Span, ...]] = {}
+        first: dict[str, float] = {}  # of what passes between steps
+        last: dict[str, float] = {}
+        clock = 0.0
+        for step, own, *scratch in reversed(plan.extra) if backward else plan.extra:
+            if backward and not step.needs:
+                continue
+            names, end = scratch[backward], clock + 1
+            filled, read = dict[str, float](), dict[str, float]()
+            found |= dict.fromkeys(names.values(), ((clock, end),))
+            if lifetimes.known(step.operation, own):
+                lives = lifetimes.of(step.operation, own, step.metas, step.needs, backward)
+                filled, read, end = dict(lives.filled), dict(lives.read), clock + lives.end + 1
+                found |= dict.fromkeys(names.values(), ((clock, end),))
+                spans = lifetimes.later(lives.spans, clock, end)
+                found |= {names[name]: times for name, times in spans.items()}
+            made = {name: step.gradient(name) for name in step.signature.grads} if backward else step.outputs
+            for name, value in made.items():
+                first.setdefault(value, clock + filled.get(name, 0))
+                last[value] = end
+            for name, value in (step.cotangents if backward else step.inputs).items():
+                last[value] = max(last.get(value, 0), clock + read.get(name, end - clock))
+            clock = end
+        return found | {value: ((begin, last[value]),) for value, begin in first.items() if ":" in value}
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         there = {**ws.inputs, **ws.scratch, **ws.saved, **ws.outputs}
-        for step, own, layout, _ in plan.extra:
+        for step, own, names, _ in plan.extra:
             s = step.signature
             inputs = {name: there[value] for name, value in step.inputs.items()}
             outputs = {name: there[value] for name, value in step.outputs.items()}
             saved = {name: there[step.own(name)] for name in s.saved}
-            step.operation.forward(
-                own, ws._replace(inputs=inputs, outputs=outputs, saved=saved, scratch=_at(layout, ws.scratch))
-            )
+            scratch = _part(ws.scratch, names)
+            own_ws = ws._replace(inputs=inputs, outputs=outputs, saved=saved, scratch=scratch)
+            step.operation.forward(own, own_ws)
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         read = {**ws.inputs, **ws.saved}
         between = {**ws.scratch, **ws.outputs, "y": cotangents["y"]}
-        for step, own, _, layout in reversed(plan.extra):
+        for step, own, _, names in reversed(plan.extra):
             if not step.needs:
                 continue
             s = step.signature
@@ -212,7 +242,7 @@ class Chain(Operation):
                 inputs=found,
                 outputs={name: between[step.gradient(name)] for name in s.grads},
                 saved={name: ws.saved[step.own(name)] for name in s.saved},
-                scratch=_at(layout, ws.scratch),
+                scratch=_part(ws.scratch, names),
             )
             incoming = {name: between.get(step.cotangents.get(name, "")) for name in results}
             step.operation.backward(own, own_ws, incoming)
@@ -229,11 +259,11 @@ def user_names(operation: Operation, inputs: Container[str]) -> Iterator[None]:
         raise error.renamed(operation.name, operation.argument(error.argument, inputs)) from None
 
 
-def _at(layout: Layout, scratch: Views) -> Views:
-    """A step's temporaries."""
-    whole = scratch["steps"]
-    assert whole is not None
-    return layout.at(whole.ptr, whole.device)
+def _part(scratch: Views, names: Mapping[str, str]) -> Views:
+    """A step's temporaries, by its own names."""
+    if isinstance(scratch, Lasting):
+        return scratch.again(names)
+    return {own: scratch[name] for own, name in names.items()}
 
 
 chain = Chain()

@@ -83,7 +83,7 @@ class Linear(OneProduct):
     def plan(self, spec: LinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
         space = workspace(p.workspace(kernels))
-        passes = p.scratch() | space, p.backward_scratch() | space
+        passes = p.scratch() | space, p.backward_scratch() | p.bias_workspace(kernels) | space
         return Plan(spec, self.infer(spec, metas, needs), kernels, *passes, p)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:

@@ -211,7 +211,8 @@ class NormLinear(OneProduct):
         stage = self._stage(spec, metas, needs)
         p = stage.product
         space = workspace(max(p.workspace(kernels), kernels.norm_bwd_workspace(p.m, p.k)))
-        passes = p.scratch() | stage.scratch() | space, stage.backward_scratch() | space
+        backward = stage.backward_scratch() | p.bias_workspace(kernels) | space
+        passes = p.scratch() | stage.scratch() | space, backward
         return Plan(spec, self.infer(spec, metas, needs), kernels, *passes, stage, stage.measure_scratch())
 
     def measure(self, plan: Plan, ws: WorkingSet) -> None:

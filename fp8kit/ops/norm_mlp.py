@@ -303,7 +303,7 @@ class NormMLP(Products):
         sizes = fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k)
         space = workspace(max(sizes))
         forward = first.scratch() | space
-        backward = st.norm.backward_scratch() | fc2.backward_scratch() | space
+        backward = st.norm.backward_scratch() | fc2.backward_scratch() | fc2.bias_workspace(kernels) | space
         if passes.numbers is not None:
             forward |= first.saved()
             backward |= passes.again()

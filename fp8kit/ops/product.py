@@ -234,6 +234,11 @@ class Product:
         """Bytes of workspace for any of the three products and the casts around them."""
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
+    def bias_workspace(self, k: Any) -> dict[str, Meta]:
+        """Where a cast of g sums the bias's gradient, apart from the products' workspace, which is larger and
+        not needed then."""
+        return {}
+
     # --- forward --------------------------------------------------------------------------------------------
 
     def x_cast(self, ws: WorkingSet) -> Cast:

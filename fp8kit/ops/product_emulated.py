@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import slowness
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import CPU, ArrayView
 from fp8kit.buffers import free
+from fp8kit.devices import NOWHERE
 from fp8kit.formats import float16, float32, uint8
 from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, PARTS, Cast, EmulatedCasts
 from fp8kit.ops.product import ProductSpec, want, want_rng
@@ -397,7 +398,7 @@ class EmulatedProduct(EmulatedCasts):
         addend: ArrayView | None = None,
     ) -> None:
         """out = a b (+ bias) (+ addend), as ``layout`` says, of what ``_operand`` gives."""
-        if out.device.kind != "cpu":
+        if out.device not in (CPU, NOWHERE):
             _say_slow(out.device.kind)
         ws.kernels.gemm(a, b, out, layout, bias, addend, ws.scratch["workspace"], ws.stream)
 

@@ -7,7 +7,7 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
-from fp8kit.formats import float32
+from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import ProductSpec, want
 from fp8kit.ops.product_quantized import ALIGN, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
@@ -106,6 +106,10 @@ class TensorProduct(QuantizedProduct):
     def workspace(self, k: Any) -> int:
         return max(super().workspace(k), int(k.quantize_transpose_workspace(self.m, self.n)))
 
+    def bias_workspace(self, k: Any) -> dict[str, Meta]:
+        size = int(k.quantize_transpose_workspace(self.m, self.n)) if self.needs_b and self.casts_g else 0
+        return {f"{self.spec.prefix}g_sums": Meta((size,), uint8)} if size else {}
+
     # --- casts ----------------------------------------------------------------------------------------------
 
     def x_cast(self, ws: WorkingSet) -> Cast:
@@ -127,7 +131,9 @@ class TensorProduct(QuantizedProduct):
         if self.cast_rules[operand][1] and not amax_known:
             ws.kernels.amax(x, cast.amax, x.shape, ws.stream)
             self.share(ws, operand, cast.amax)
-        space = None if dbias is None else ws.scratch["workspace"]
+        space = None
+        if dbias is not None:
+            space = ws.scratch.get(f"{self.spec.prefix}g_sums") or ws.scratch["workspace"]
         ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:

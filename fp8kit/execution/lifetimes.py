@@ -1,0 +1,186 @@
+"""When an operation uses each of its temporaries, so that those which are not in use at once share memory.
+
+It is found out by running the operation's own code over memory that is not there, with kernels that do
+nothing: a buffer lives from when it is first read by its name until nothing holds it any more (``buffers``).
+That order follows from the spec and from which arrays there are, and holds for all sizes, so one run serves
+every length of a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import views
+from fp8kit.buffers import Buffers
+from fp8kit.devices import NOWHERE
+from fp8kit.execution.memory import Span
+from fp8kit.inspection import is_watched
+from fp8kit.lru import LRU, SHAPES
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, WorkingSet
+
+_APART = 1 << 32  # bytes between arrays that are not there: none begins where another ends
+
+
+class Lives(NamedTuple):
+    """``spans``: of each temporary the times that it is in use, in their order; none where its name is never
+    read. ``filled``: when each output or gradient is first asked for. ``read``: after the last kernel that
+    takes an input, or a cotangent; none where no kernel does. ``end``: after everything."""
+
+    spans: Mapping[str, tuple[Span, ...]]
+    filled: Mapping[str, float]
+    read: Mapping[str, float]
+    end: float
+
+
+_known: LRU[Any, tuple[Any, Lives]] = LRU(SHAPES, name="lifetimes")  # the spec is held: its identity counts
+
+
+class _Log:
+    """Events in their order: (name, whether it begins)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, bool]] = []
+        self.filled: dict[str, float] = {}
+        self.read: dict[str, float] = {}
+        self._given: dict[int, str] = {}  # by address, in units of _APART
+        self._addresses = itertools.count(_APART, _APART)
+
+    def view(self, meta: Meta, owner: object = None) -> ArrayView:
+        return ArrayView(next(self._addresses), meta.shape, meta.dtype, NOWHERE, owner)
+
+    def views(self, metas: Mapping[str, Meta | None]) -> dict[str, ArrayView]:
+        return {name: self.view(meta) for name, meta in metas.items() if meta is not None}
+
+    def given(self, metas: Mapping[str, Meta | None]) -> dict[str, ArrayView]:
+        """Views whose readers are noted."""
+        found = self.views(metas)
+        self._given |= {view.ptr // _APART: name for name, view in found.items()}
+        return found
+
+    def kernel(self, *arguments: Any, **named: Any) -> None:
+        """A kernel that does nothing with its arrays."""
+        for view in views((*arguments, *named.values())):
+            if (name := self._given.get(view.ptr // _APART)) is not None:
+                self.read[name] = len(self.events)
+
+    def allocate(self, named: tuple[str, Meta]) -> ArrayView:
+        """A temporary, which ends with its last holder."""
+        name, meta = named
+        return self.view(meta, _Life(self, name))
+
+
+class _Life:
+    """What a temporary's views hold."""
+
+    __slots__ = ("log", "name")
+
+    def __init__(self, log: _Log, name: str) -> None:
+        self.log, self.name = log, name
+        log.events.append((name, True))
+
+    def __del__(self) -> None:
+        self.log.events.append((self.name, False))
+
+
+class _Temporaries(Buffers):
+    """Buffers that are all there, as in a call of a small operation, and begin when they are read."""
+
+    __slots__ = ()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.metas
+
+
+class _Filled(dict[str, ArrayView]):
+    """Outputs, or gradients, that note when they are first asked for."""
+
+    def __init__(self, log: _Log, metas: Mapping[str, Meta | None]) -> None:
+        super().__init__(log.views(metas))
+        self.log = log
+
+    def __getitem__(self, name: str) -> ArrayView:
+        self.log.filled.setdefault(name, len(self.log.events))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if self.keys() & {name} else default
+
+
+class _Idle:
+    """Kernels that do nothing but note what they read."""
+
+    def __init__(self, log: _Log) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        return self._log.kernel
+
+
+def known(operation: Operation, plan: Plan) -> bool:
+    """Whether an operation's lifetimes can be found: it is one of fp8kit's that give buffers up
+    (``Operation.streams``), no ranks communicate in it, and nobody looks at its arrays."""
+    ours = type(operation).__module__.startswith("fp8kit.ops.")
+    watched = any(map(is_watched, [*plan.signature.outputs, *plan.signature.grads]))
+    return operation.streams and ours and not watched and not operation.communicates(plan.spec)
+
+
+def spans(
+    operation: Operation, plan: Plan, metas: Metas, needs: Needs, backward: bool
+) -> Callable[[], Mapping[str, tuple[Span, ...]]] | None:
+    """What a ``Layout`` of a pass's temporaries asks; None where nothing is known. An operation that is made
+    of others says its own (``lives``)."""
+    own = getattr(operation, "lives", None)
+    if own is not None:
+        return partial(own, plan, backward)
+    return (lambda: of(operation, plan, metas, needs, backward).spans) if known(operation, plan) else None
+
+
+def of(operation: Operation, plan: Plan, metas: Metas, needs: Needs, backward: bool) -> Lives:
+    """The lifetimes of a pass of an operation that is ``known``."""
+    kinds = tuple((name, meta.dtype.name) for name, meta in metas.items() if meta is not None)
+    empty = any(0 in meta.shape for meta in metas.values() if meta is not None)
+    scratch = plan.backward_scratch if backward else plan.scratch
+    key = operation.name, id(plan.spec), needs, backward, kinds, empty, *scratch
+    found = _known.get(key)
+    if found is None:
+        found = _known.put(key, (plan.spec, _run(operation, plan, metas, backward)))
+    return found[1]
+
+
+def _run(operation: Operation, plan: Plan, metas: Metas, backward: bool) -> Lives:
+    log, s = _Log(), plan.signature
+    idle = _Idle(log)
+    scratch = plan.backward_scratch if backward else plan.scratch
+    named: Any = {name: (name, meta) for name, meta in scratch.items()}
+    own: Any = _Temporaries({}, named, log.allocate)
+    if backward:
+        there = {**metas, **s.outputs}
+        kept = log.views({name: there.get(name) for name in s.kept} | s.backward_inputs)
+        results = {name: meta for name, meta in s.outputs.items() if not meta.zero}
+        results |= {name: there[source] for name, source in s.passes.items()}  # type: ignore[misc]
+        ws = WorkingSet(idle, kept, _Filled(log, s.grads), log.views(s.saved), own, 0)
+        operation.backward(plan, ws, log.given(results))
+    else:
+        ws = WorkingSet(idle, log.given(metas), _Filled(log, s.outputs), log.views(s.saved), own, 0)
+        operation.forward(plan, ws)
+    events = log.events[:]
+    found: dict[str, list[Span]] = {}
+    for time, (name, begins) in enumerate(events):
+        if begins:
+            found.setdefault(name, []).append((time, math.inf))
+        else:
+            found[name][-1] = found[name][-1][0], time
+    return Lives({name: tuple(times) for name, times in found.items()}, log.filled, log.read, len(events))
+
+
+def later(spans: Mapping[str, tuple[Span, ...]], by: float, end: float) -> dict[str, tuple[Span, ...]]:
+    """The spans ``by`` steps later; what lasts, lasts until ``end``."""
+    return {
+        name: tuple([(start + by, min(stop + by, end)) for start, stop in times])
+        for name, times in spans.items()
+    }
