@@ -11,6 +11,7 @@ import pytest
 from fp8kit import formats, nn, serialization
 from fp8kit.arrays import CPU
 from fp8kit.autograd import no_grad, tensor
+from fp8kit.collectives import Collectives
 from fp8kit.errors import BackendError, Fp8kitError, ShapeError
 from fp8kit.models import demo, plots, resume, text, train
 from fp8kit.models.gpt import GPT, generate, parameter_count
@@ -190,7 +191,7 @@ def test_accumulation_is_the_mean_over_microbatches(corpus):
         model.zero_grad()
     run = resume.Run("float32", model, None)
     for micro in range(2):
-        train._microbatch(run, TINY, corpus.train, 0, micro, half)
+        train._microbatch(run, TINY, corpus.train, 0, micro, half, Collectives(0, 1))
     got = model.head.weight.grad.numpy()
     assert np.abs(got - sum(grads) / 2).max() <= 4 * 2.0**-24 * max(np.abs(g).max() for g in grads)
 
