@@ -58,6 +58,9 @@ class Buffers(dict[str, ArrayView | None]):
         return self[name] if name in self or name in self.metas else default
 
 
+FREED: set[type] = {Buffers}  # the kinds of mappings whose buffers go when they are given up
+
+
 class Lasting(dict[str, ArrayView]):
     """Buffers at fixed places in a block. ``later``: name -> where it lies after ``free_contents``, once and
     once more."""
@@ -79,10 +82,10 @@ class Lasting(dict[str, ArrayView]):
 def free(views: Mapping[str, ArrayView | None], *names: str) -> None:
     """Give up those buffers: the operation has put all that reads or writes them on the stream. Names that
     are not there are skipped. No variable may hold them, or their memory stays."""
-    if isinstance(views, Buffers):
+    if type(views) in FREED:
         for name in names:
             if name in views:
-                views[name] = None
+                views[name] = None  # type: ignore[index]
 
 
 def free_contents(views: Mapping[str, ArrayView | None], *names: str) -> None:

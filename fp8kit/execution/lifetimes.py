@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import views
-from fp8kit.buffers import Buffers
+from fp8kit.buffers import FREED, Buffers
 from fp8kit.devices import NOWHERE
 from fp8kit.execution.memory import Span
 from fp8kit.inspection import is_watched
@@ -94,6 +94,9 @@ class _Temporaries(Buffers):
 
     def __contains__(self, name: object) -> bool:
         return name in self.metas
+
+
+FREED.add(_Temporaries)
 
 
 class _Filled(dict[str, ArrayView]):

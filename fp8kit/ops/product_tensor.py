@@ -106,9 +106,14 @@ class TensorProduct(QuantizedProduct):
     def workspace(self, k: Any) -> int:
         return max(super().workspace(k), int(k.quantize_transpose_workspace(self.m, self.n)))
 
+    _sums = "workspace"  # where a cast sums the bias's gradient
+
     def bias_workspace(self, k: Any) -> dict[str, Meta]:
         size = int(k.quantize_transpose_workspace(self.m, self.n)) if self.needs_b and self.casts_g else 0
-        return {f"{self.spec.prefix}g_sums": Meta((size,), uint8)} if size else {}
+        if not size:
+            return {}
+        self._sums = f"{self.spec.prefix}g_sums"
+        return {self._sums: Meta((size,), uint8)}
 
     # --- casts ----------------------------------------------------------------------------------------------
 
@@ -131,9 +136,7 @@ class TensorProduct(QuantizedProduct):
         if self.cast_rules[operand][1] and not amax_known:
             ws.kernels.amax(x, cast.amax, x.shape, ws.stream)
             self.share(ws, operand, cast.amax)
-        space = None
-        if dbias is not None:
-            space = ws.scratch.get(f"{self.spec.prefix}g_sums") or ws.scratch["workspace"]
+        space = None if dbias is None else ws.scratch[self._sums]
         ws.kernels.quantize_transpose(x, cast, dbias, space, ws.stream)
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
