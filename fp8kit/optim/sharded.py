@@ -9,6 +9,7 @@ Parameters are taken in buckets, flat. Of a bucket's gradients each rank gets th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class ShardedOptimizer:
     The numbers are those of one rank with all rows, but for the order of sums. ``state_dict`` gives the state
     of a ``kind`` that is not divided, so that any number of ranks, also one without this class, loads it: all
     ranks call it, and one of them saves. Steps, ``lr`` and ``param_groups`` (whose tensors are parts) are
-    those of ``kind``. Every parameter has a gradient in a step, or none has.
+    those of ``kind``. Every parameter has a gradient in a step, or none has. Parameters may be changed in
+    place between steps, by all ranks alike.
 
     ArgumentError for parameters that ``kind`` refuses, that lie on several devices, or of which some have no
     gradient; UnsupportedError for states that are no array of the parameter's shape (encoded moments).
@@ -112,19 +114,21 @@ class ShardedOptimizer:
                     numbers, own = map(list, zip(*some, strict=True))
                     self._buckets.append(_Bucket(i, own, numbers, ranks.size, split))
         self.kind, self._count, self._reduced = kind, place, False
+        self._params = [param for bucket in self._buckets for param in bucket.params]
+        # the gradients that were reduced, and the versions of the parameters whose values the parts have
+        self._summed: list[Any] = []
+        self._versions: list[int] | None = None
         self._inner = kind(self._groups(), **options)
         self._flat = arrays.empty(
             (max(bucket.part * ranks.size * bucket.dtype.itemsize for bucket in self._buckets),),
             uint8,
             self._buckets[0].device,
         )
-        for bucket in self._buckets:
-            for param in bucket.params:
-                ranks.broadcast(param.view, 0, self._stream, name)
-                param.version().count += 1
+        for param in self._params:
+            ranks.broadcast(param.view, 0, self._stream, name)
+            param.version().count += 1
         self._factor = arrays.as_view(np.full(1, 1 / ranks.size, np.float32))
         self._factor = arrays.to(self._factor, self._buckets[0].device)
-        self._started = False
 
     def _check(self, name: str) -> None:
         params = [p for group in self._whole.param_groups for p in group["params"] if p.requires_grad]
@@ -167,7 +171,7 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._whole.zero_grad()
-        self._reduced = False
+        self._summed, self._reduced = [], False
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Scale the gradients by ``min(1, max_norm / (norm + 1e-6))``, norm that of all of them together, as
@@ -205,7 +209,7 @@ class ShardedOptimizer:
             for param, place in bucket.places(whole):
                 self._kernels.copy(place, param.view, self._stream)
                 param.version().count += 1
-        self._reduced = False
+        self._versions, self._summed, self._reduced = self._now(), [], False
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -234,10 +238,12 @@ class ShardedOptimizer:
         return norm
 
     def _reduce(self) -> None:
-        """The sums of this rank's parts of the gradients, once a step."""
-        if self._reduced:
+        """The sums of this rank's parts of the gradients, once for the same gradients."""
+        grads = [param.grad for param in self._params]
+        if self._reduced and all(map(is_, self._summed, grads)):
             return
-        having = [param.grad is not None for bucket in self._buckets for param in bucket.params]
+        self._summed, self._reduced = [], False
+        having = [grad is not None for grad in grads]
         if not all(having):
             if any(having):
                 got = f"{having.count(False)} of {len(having)} parameters without a gradient"
@@ -251,13 +257,13 @@ class ShardedOptimizer:
                 arrays.zero_(whole.slice(0, bucket.count, whole.size - bucket.count))
             self.ranks.reduce_scatter(whole, bucket.grad, self._stream, "gradients")
         if self.average and self.ranks.size > 1:
-            grads = [bucket.grad for bucket in self._buckets]
-            self._kernels.scale_(grads, self._factor, None, self._stream)
-        self._reduced = True
+            parts = [bucket.grad for bucket in self._buckets]
+            self._kernels.scale_(parts, self._factor, None, self._stream)
+        self._summed, self._reduced = grads, True  # held, so that no other has their identity
 
     def _begin(self) -> None:
-        """Take the parameters' values into the parts, before the first step."""
-        if self._started:
+        """Take the parameters' values into the parts, where these were changed since the last step."""
+        if self._versions == self._now():
             return
         for bucket in self._buckets:
             whole = self._bytes(bucket)
@@ -267,7 +273,10 @@ class ShardedOptimizer:
                 arrays.zero_(whole.slice(0, bucket.count, whole.size - bucket.count))
             own = whole.slice(0, self.ranks.rank * bucket.part, bucket.part)
             self._kernels.copy(own, bucket.shard.view, self._stream)
-        self._started = True
+
+    def _now(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return [param.version().count for param in self._params]
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -309,13 +318,7 @@ class ShardedOptimizer:
             for stem in stems:
                 own[f"{stem}.{i}"] = self._part(bucket, [views[f"{stem}.{at}"] for at in bucket.numbers])
         own["steps"] = arrays.as_view(steps)
-        take = self._inner.check_state_dict(own, strict)
-
-        def taken() -> None:
-            take()
-            self._started = False
-
-        return taken
+        return self._inner.check_state_dict(own, strict)
 
     def _part(self, bucket: _Bucket, values: Sequence[ArrayView]) -> ArrayView:
         """This rank's part of arrays of a bucket's parameters."""

@@ -101,6 +101,44 @@ def together(how, count, size, dtype=None, **options):
     return FakeCollectives(size).run(work)
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+def test_a_step_that_is_left_out_and_parameters_that_are_changed(kind):
+    """Gradients that were clipped and dropped, by the model or for others, are of no later step; what
+    parameters are loaded with between steps stays."""
+
+    def train(params, optimizer, clip):
+        (param,) = params
+
+        def pull(value):
+            param.grad = fk.tensor(np.full(4, value, np.float32), device="cpu").view
+
+        pull(np.inf)
+        clip(1.0)
+        param.grad = None
+        optimizer.step()
+        pull(1.0)
+        clip(1.0)
+        pull(-3.0)
+        optimizer.step()
+        with fk.no_grad():
+            param.copy_(np.full(4, 100.0, np.float32))
+        optimizer.step()
+        return param.numpy().copy()
+
+    def made():
+        return [fk.tensor(np.ones(4, np.float32), requires_grad=True, device="cpu")]
+
+    def work(ranks):
+        params = made()
+        optimizer = optim.ShardedOptimizer(kind, params, ranks, lr=0.25)
+        return train(params, optimizer, optimizer.clip_grad_norm_)
+
+    one = made()
+    wanted = train(one, kind(one, lr=0.25), lambda norm: optim.clip_grad_norm_(one, norm))
+    for got in FakeCollectives(2).run(work):
+        assert_same_bits("parameters", got, wanted)
+
+
 @pytest.mark.parametrize("how", RECIPES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.combinations)])
 def test_losses_and_states_are_those_of_one_rank(how, size):
