@@ -17,6 +17,8 @@ from fp8kit.errors import BackendError
 from fp8kit.settings import Place
 
 _LONGEST = 1 << 20  # bytes of a line
+_CONNECT = 5.0  # seconds of an attempt to connect
+_ANSWER = 60.0  # seconds that an answer may take: rank 0 compiles kernels, too, and keeps its interpreter
 
 
 class _Answers(socketserver.StreamRequestHandler):
@@ -64,13 +66,14 @@ class Store:
         end = time.monotonic() + timeout
         while True:
             try:
-                self._socket = socket.create_connection((place.address, port), 5.0)
+                self._socket = socket.create_connection((place.address, port), _CONNECT)
                 break
             except OSError as error:
                 if time.monotonic() > end:
                     got, wanted = f"rank {place.rank} alone at {at} ({error})", "rank 0 there"
                     raise BackendError("distributed.init", "ranks", got, wanted) from None
                 time.sleep(0.1)
+        self._socket.settimeout(_ANSWER)
         self._file = self._socket.makefile("rb")
 
     def _ask(self, what: str, name: str, value: str | None = None) -> str | None:

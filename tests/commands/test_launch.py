@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from fp8kit import cli, collectives, distributed, settings
+from fp8kit import cli, collectives, distributed, rendezvous, settings
 from fp8kit.arrays import CPU
 from fp8kit.collectives import Collectives, everyone
 from fp8kit.commands import launch
@@ -148,6 +148,17 @@ def test_refusals_of_the_command(tmp_path, capsys):
     assert "--device: got cuda:1, expected cpu or cuda" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match=r"preset.sequences: got 4, expected a multiple of 3"):
         train(preset("tiny"), None, None, "high", CPU, ranks=Collectives(0, 3))
+
+
+def test_an_answer_may_take_longer_than_a_connection(monkeypatch):
+    """Rank 0 answers when its interpreter is free."""
+    answers = rendezvous._Answers.handle
+    monkeypatch.setattr(rendezvous, "_CONNECT", 0.05)
+    monkeypatch.setattr(rendezvous._Answers, "handle", lambda self: (time.sleep(0.2), answers(self)))
+    store = Store(Place(0, 1, 0, "127.0.0.1", int(launch.places(1)[0]["MASTER_PORT"])), 5.0)
+    store.set("a", "b")
+    assert store.get("a", 1.0) == "b"
+    store.close()
 
 
 def test_ranks_share_texts():

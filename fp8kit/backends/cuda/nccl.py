@@ -29,7 +29,7 @@ _TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int32": 2, "
 _BYTES = 1
 _OPS = {"sum": 0, "max": 2}
 _FINE = (0, 7)  # ncclResult_t: success, in progress
-_GRACE = 5.0  # seconds that ranks which failed wait for what the others have to say
+_GRACE = 5.0  # seconds that ranks which failed wait for what the others have to say, and a call for rank 0
 _LEFT = 20.0  # seconds after which a process that is still stuck is ended
 _POLL = 0.5
 
@@ -71,6 +71,7 @@ class NcclCollectives(Collectives):
         # the call that is watched: what it is, an event behind it, when it was put on the stream
         self._watched: tuple[str, Any, float] | None = None
         self._closed = threading.Event()
+        self._ending = threading.RLock()  # held by who asks, aborts or destroys the communicator
         threading.Thread(target=self._watch, name=f"fp8kit {self.name}", daemon=True).start()
 
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
@@ -109,6 +110,7 @@ class NcclCollectives(Collectives):
 
     def _watch(self) -> None:
         """Look after the calls of this group until it is closed."""
+        ended = 0.0  # when the process of rank 0 was found to have ended, as it does after its last call
         while not self._closed.wait(_POLL) and self._failed is None:
             watched = self._watched
             try:
@@ -120,17 +122,32 @@ class NcclCollectives(Collectives):
                         self._last = what
                         self._fail(f"not done after {self._timeout:g} s")
                         continue
-                if int(self._nccl.comm_get_async_error(self._comm)) not in _FINE:
-                    self._fail(self._nccl.get_last_error(self._comm) or "an error of NCCL")
+                if (error := self._error()) is not None:
+                    self._fail(error)
                 elif self._store.has(f"failed/{self._path}"):
                     self._fail("another rank failed")
-            except OSError:  # the process that keeps the store has ended
-                self._fail("the process of rank 0 has ended")
+            except OSError:  # from the process that keeps the store
+                ended, watched = ended or time.monotonic(), self._watched
+                if watched is not None and time.monotonic() - max(ended, watched[2]) > _GRACE:
+                    self._last = watched[0]
+                    self._fail("the process of rank 0 has ended")
+
+    def _error(self) -> str | None:
+        """What NCCL says has failed meanwhile; None for nothing, and where the communicator is gone."""
+        with self._ending:
+            if self._closed.is_set() or self._failed is not None:
+                return None
+            if int(self._nccl.comm_get_async_error(self._comm)) in _FINE:
+                return None
+            return self._nccl.get_last_error(self._comm) or "an error of NCCL"
 
     def _fail(self, why: str) -> None:
         """Say what all ranks were doing, once, and end what hangs."""
-        if self._failed is not None:
-            return
+        with self._ending:
+            if self._failed is None and not self._closed.is_set():
+                self._end(why)
+
+    def _end(self, why: str) -> None:
         said = {self.rank: self._last}
         try:
             self._store.set(f"failed/{self._path}", why)
@@ -155,10 +172,11 @@ class NcclCollectives(Collectives):
 
     def close(self) -> None:
         """End the group: all ranks' calls are done, and no other follows."""
-        if not self._closed.is_set():
-            self._closed.set()
-            if self._failed is None:
-                self._nccl.comm_destroy(self._comm)
+        with self._ending:
+            if not self._closed.is_set():
+                self._closed.set()
+                if self._failed is None:
+                    self._nccl.comm_destroy(self._comm)
 
     # --- what NCCL does -------------------------------------------------------------------------------------
 
