@@ -210,6 +210,8 @@ def _put(target: Tensor, value: Tensor) -> None:
     """Copy, unless it lies there already."""
     if target.data_ptr() != value.data_ptr():
         target.copy_(value)
+    elif target.stride() != value.stride():  # the same memory in another order
+        target.copy_(value.clone())
 
 
 def _is_placeholder(gradient: Tensor) -> bool:
@@ -223,6 +225,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: GraphedCall, first: bool, around: Callable[[bool], Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         inputs = call.inputs
+        ctx.leaves = [value.is_leaf for value in tensors[: len(inputs)]]
         for target, value in zip(inputs, tensors[: len(inputs)], strict=True):
             _put(target.detach(), value)
         if first and call.cast_weights is not None:
@@ -249,6 +252,9 @@ class _Replay(torch.autograd.Function):
         with ctx.around():
             call.backward_graph.replay()
         found: list[Any] = [None if g is None else g.detach() for g in call.gradients]
+        for i, leaf in enumerate(ctx.leaves):  # which would keep the graph's memory as their own gradient
+            if leaf and found[i] is not None:
+                found[i] = found[i].clone()
         if call.clones:
             inputs = len(call.inputs)
             found[inputs:] = [g if g is None or _is_placeholder(g) else g.clone() for g in found[inputs:]]

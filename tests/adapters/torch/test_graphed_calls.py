@@ -449,3 +449,24 @@ def test_an_input_without_a_gradient_is_refused_unless_it_is_allowed():
     model(x, y).sum().backward()
     assert x.grad is not None
     assert y.grad is None
+
+
+def test_an_input_in_the_samples_memory_is_read_in_its_own_order():
+    x = torch.randn(ROWS, ROWS)
+    model = te.make_graphed_callables(torch.nn.ReLU(), (x,))
+    wanted = x.t().relu()
+    assert torch.equal(model(x.t()), wanted)
+
+
+def test_gradients_of_leaves_are_their_own():
+    """Else the next replay writes to what the leaf has kept."""
+    plain = torch.nn.Linear(K, K)
+    twin = copy.deepcopy(plain)
+    te.make_graphed_callables(plain, (sample(),))
+    found = []
+    for model in (plain, twin):
+        x = torch.ones(ROWS, K, requires_grad=True)
+        for factor in (1.0, 2.0, 4.0):
+            model(x).mul(factor).sum().backward()
+        found.append([x.grad])
+    same(*found)
