@@ -34,15 +34,29 @@ _BLOCKS = "block_128x128"
 class _Rows:
     """A process's rows of one weight, with those that make all processes' parts as long: ``padded`` h (rows,
     K). ``fp8``: how the weight is held; ``group``, ``count``: the processes, and the whole weight's rows,
-    once they are known; ``amax``: of the whole weight; ``changed``: whether rows were written to since."""
+    once they are known; ``amax``: of the whole weight; ``written``: whether somebody was seen to write to the
+    rows since."""
 
     def __init__(self, padded: Tensor, fp8: Quantization) -> None:
         self.padded, self.fp8 = padded, fp8
         self.group: Any = None
-        self.count, self.changed = 0, True
+        self.count, self.written = 0, True
         self.amax: Tensor | None = None
+        self._version = -1
         self.number = next(_NUMBERS)
         _ALL[self.number] = self
+
+    @property
+    def changed(self) -> bool:
+        """Whether rows were written to since ``amax`` was taken, also by a view of them."""
+        return self.written or self._version != self._now()
+
+    def take(self, amax: Tensor) -> None:
+        """Know the amax of the rows as they are."""
+        self.amax, self.written, self._version = amax, False, self._now()
+
+    def _now(self) -> int:
+        return 0 if self.padded.is_inference() else self.padded._version
 
 
 class ShardedWeight(torch.Tensor):
@@ -148,7 +162,7 @@ class ShardedWeight(torch.Tensor):
 def note_written(tensor: Any) -> None:
     """Say that somebody wrote to the memory of ``tensor``, where that is a process's rows of a weight."""
     if isinstance(tensor, ShardedWeight):
-        tensor._rows.changed = True
+        tensor._rows.written = True
 
 
 def _plain(value: Any) -> Any:
@@ -177,7 +191,7 @@ def _share_amaxes(group: Any) -> None:
     view = as_view(amaxes)
     TorchCollectives.of(group).all_reduce(view, "max", _stream(view.device), "amaxes of sharded weights")
     for rows, amax in zip(changed, amaxes.split(1), strict=True):
-        rows.amax, rows.changed = amax, False
+        rows.take(amax)
 
 
 def _of_codes(
