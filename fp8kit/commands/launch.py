@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fp8kit import arrays, settings
@@ -53,11 +54,15 @@ def _launch(options: argparse.Namespace) -> int:
 def launch(ranks: int, words: Sequence[str], name: str, seconds: float | None = None) -> int:
     """Run the command ``words`` as so many processes; the exit status is 0 where all of theirs are. ``name``:
     of the command of ``fp8kit`` that says what failed. Where one fails, or after so many ``seconds``, the
-    others get ``GRACE`` seconds to end by themselves, and are ended then."""
+    others get ``GRACE`` seconds to end by themselves, and are ended then; so are all where SIGTERM ends this
+    process."""
     environment = places(ranks)
     began, failed = time.monotonic(), None
-    processes = [subprocess.Popen(words, env=os.environ | own) for own in environment]
-    try:
+    processes: list[subprocess.Popen[bytes]] = []
+    with _terminable(), contextlib.ExitStack() as ends:
+        ends.callback(_end, processes)
+        for own in environment:
+            processes.append(subprocess.Popen(words, env=os.environ | own))
         while any(process.poll() is None for process in processes):
             codes = [process.returncode for process in processes]
             if failed is None and any(code not in (None, 0) for code in codes):
@@ -73,8 +78,23 @@ def launch(ranks: int, words: Sequence[str], name: str, seconds: float | None = 
         if failed is None and any(codes):
             _say(name, codes)
         return 0 if all(code == 0 for code in codes) and failed is None else FAILED
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM is an exception, as Ctrl-C is; signals are the main thread's alone."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
     finally:
-        _end(processes)
+        signal.signal(signal.SIGTERM, before)
 
 
 def places(ranks: int) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -176,3 +177,18 @@ def test_ranks_share_texts():
     first.close()
     with pytest.raises(BackendError, match="expected rank 0 there"):
         Store(with_port._replace(rank=1, port=1), 0.2)
+
+
+def test_processes_end_with_their_launcher(tmp_path):
+    """As a scheduler's SIGTERM ends it, and it alone."""
+    program = tmp_path / "waits.py"
+    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "fp8kit", "launch", "-n", "2", str(program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "FP8KIT_DEVICE": "cpu"}
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        numbers = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.terminate()
+        assert launcher.wait(30) == 128 + signal.SIGTERM
+    for number in numbers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
