@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,11 +44,21 @@ class HybridQuantizer(Quantizer):
                 wanted = "a quantizer of transformer_engine.pytorch"
                 raise ArgumentError("HybridQuantizer", f"{name}_quantizer", type(own).__name__, wanted)
         self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer
+        histories = {own.history for own in (rowwise_quantizer, columnwise_quantizer) if _asks(own)}
+        if len(histories) > 1:
+            wanted = "the history of rowwise_quantizer: a tensor has one"
+            raise ArgumentError("HybridQuantizer", "columnwise_quantizer", "another history", wanted)
+        self.history: AmaxHistory | None = histories.pop() if histories else None
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """Raises UnsupportedError: there is no tensor in two formats."""
         wanted = "rowwise_quantizer(tensor) and columnwise_quantizer(tensor)"
         raise UnsupportedError("HybridQuantizer", "tensor", "a cast to two formats at once", wanted)
+
+
+def _asks(quantizer: Any) -> TypeGuard[DelayedScalingRequest]:
+    """Whether it asks for delayed scaling's state."""
+    return isinstance(quantizer, DelayedScalingRequest)
 
 
 class IdentityQuantizer(Quantizer):

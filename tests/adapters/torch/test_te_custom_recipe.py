@@ -49,9 +49,12 @@ def test_factories_give_what_the_recipes_give(factory, recipe):
     same(CustomRecipe(qfactory=factory), recipe)
 
 
-def test_requests_share_delayed_scalings_state():
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_requests_share_delayed_scalings_state(hybrid):
     """Products are summed otherwise than DelayedScaling's: a CustomRecipe's are split, as TE's."""
     request = te.DelayedScalingRequest(amax_history_len=2)
+    if hybrid:
+        request = te.HybridQuantizer(rowwise_quantizer=request, columnwise_quantizer=request)
     recipe = CustomRecipe(
         lambda role: request, accumulation=lambda gemm: "fast" if gemm == "fprop" else "split"
     )
@@ -127,6 +130,9 @@ def test_what_cannot_be_is_refused_by_name():
         hybrid(torch.ones(2, 32))
     with pytest.raises(ArgumentError, match="rowwise_quantizer"):
         te.HybridQuantizer(rowwise_quantizer=3, columnwise_quantizer=quantizer)
+    short, long = (te.DelayedScalingRequest(amax_history_len=n) for n in (2, 3))
+    with pytest.raises(ArgumentError, match="columnwise_quantizer: got another history"):
+        te.HybridQuantizer(rowwise_quantizer=short, columnwise_quantizer=long)
     with pytest.raises(RecipeError, match="qfactory"):
         results(CustomRecipe(lambda role: 3))
 
