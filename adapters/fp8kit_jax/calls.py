@@ -13,7 +13,7 @@ for another one's thread. cuDNN's frontend keeps it when it makes a handle, when
 when a GPU's queue of launches is full: by a thread that is a queue, some thousand launches, ahead of another
 one that has yet to come to a collective. So a program's first call on a GPU, and each call of an operation
 that cuDNN may run (``Operation.holds_interpreter``), first waits, without the interpreter, until its GPU has
-done what it was given. With one GPU a process none waits.
+done what it was given. With one GPU a process none waits, nor where each program of it is one GPU's.
 
 XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE
 arithmetic while it runs.
@@ -151,7 +151,8 @@ _GPUS: set[int] = set()
 
 
 def note_devices(platform: str) -> None:
-    """A program is lowered for "cpu" or "cuda": know how many GPUs of this process may run it."""
+    """A program of several devices is lowered for "cpu" or "cuda": know how many GPUs of this process may run
+    it."""
     if platform == "cuda":
         with contextlib.suppress(RuntimeError):  # exported where there is none
             _GPUS.update(device.local_hardware_id for device in jax.local_devices(backend="gpu"))

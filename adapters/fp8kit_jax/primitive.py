@@ -136,11 +136,18 @@ def _eager(*arrays: Any, program: Program, split: Any) -> Any:
 # --- lowering -----------------------------------------------------------------------------------------------
 
 
+def _devices(axes: Any) -> int:
+    """How many devices run the program that is lowered; 2 where that is not said, as by pmap."""
+    mesh = getattr(axes, "mesh", None)
+    return int(getattr(axes, "num_devices", 2) if mesh is None else mesh.size)
+
+
 def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     scratch = XlaOp(program, DEVICES[platform]).temporaries.nbytes
     extra = [jax.core.ShapedArray((scratch,), np.uint8)] if scratch else []
     inner = ctx.replace(avals_out=[*ctx.avals_out, *extra])
-    calls.note_devices(platform)
+    if _devices(ctx.module_context.axis_context) > 1:  # GPUs that run programs of their own wait for no other
+        calls.note_devices(platform)
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
     return lower(inner, *operands, **calls.attributes(program.text(scratch)))[: len(ctx.avals_out)]
 

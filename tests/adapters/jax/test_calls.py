@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fp8kit_jax import calls
 from fp8kit_jax.program import Program
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
@@ -197,6 +198,20 @@ def test_the_gpus_that_a_program_may_run_on_are_known_when_it_is_lowered(monkeyp
     found.append(SimpleNamespace(local_hardware_id=1))
     calls.note_devices("cuda")
     assert calls._several(Device("cuda", 3))
+
+
+def test_programs_of_one_device_wait_for_no_other(monkeypatch):
+    """Also where the process has several."""
+    noted = []
+    monkeypatch.setattr(calls, "note_devices", noted.append)
+    x, kernel = jnp.ones((16, 24), jnp.float32), jnp.ones((24, 40), jnp.float32)
+    jax.jit(fj.dense).lower(x, kernel).compile()
+    assert not noted
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("rows",))
+    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
+    whole = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec()))
+    jax.jit(fj.dense).lower(rows, whole).compile()  # what is split is lowered then
+    assert set(noted) == {"cpu"}
 
 
 def test_what_cudnn_may_run_says_so():
