@@ -180,7 +180,7 @@ class Inspector:
     def go_to(self, number: int) -> None:
         """Let the step that runs have this number."""
         self.number = integer("inspect", "step", number, 0)
-        if not self._paused:
+        if self._open and not self._paused:
             self._begin()
 
     def rows(self) -> list[Row]:

@@ -359,6 +359,8 @@ def test_an_evaluation_is_left_out():
     assert [row["value"] for row in log.rows()] == [2 * X.max()]
     with pytest.raises(ArgumentError, match="outside"), log.paused():
         pass
+    log.go_to(7)
+    assert inspection.inspector is None
 
 
 @pytest.mark.parametrize("answers", [True, False])

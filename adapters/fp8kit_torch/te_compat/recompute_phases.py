@@ -16,7 +16,8 @@ class activation_recompute_forward(ContextDecorator):
     * ``activation_recompute``: False changes nothing.
     * ``recompute_phase``: False around the first pass, in which layers record amaxes although gradients are
       disabled, and keep their scales and cached weights; True around the later one, which takes each layer's
-      in the order of its calls, and records no amaxes. AutogradError where a layer has none left.
+      in the order of its calls, and records no amaxes. AutogradError where a layer has none left. Leave no
+      later pass out, or the next takes what was kept for it: ``FP8GlobalStateManager.reset`` drops that.
 
     ``checkpoint``, torch's and ours, needs none of this. Source: Transformer Engine.
     """
