@@ -64,6 +64,8 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
                 return False
             if any(map(there.__getitem__, _HOOKS)):
                 return False
+            if there.get("microbatch") is not None:  # casts that micro-batches share are taken by each part
+                return False
             if there.get("_held") is not None or there.get("fuse_wgrad_accumulation"):
                 return False
         return True

@@ -357,7 +357,7 @@ def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
     if not hasattr(engine, "recorder") or not settings.replays():
         return None
     own = all(
-        getattr(impl.fn, "func", impl.fn) is engine.implementation(name)
+        getattr(impl.fn, "func", impl.fn) in engine.implementations(name)
         for name, usable in ranked.items()
         for impl in usable
     )

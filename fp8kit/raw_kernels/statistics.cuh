@@ -66,17 +66,24 @@ struct Walk {
 };
 
 // The mean of 256 of the finite values, or 0: near enough to their mean that differences from it lose
-// nothing. The same in every block.
+// nothing. It is a multiple of a 256th of what the 256 are apart: with more bits than that the float32
+// differences of all values of a binade would be rounded to the same side, and their sum with them. The same
+// in every block.
 DEVICE float pivot_of(const T* x, i64 rows, i64 columns, i64 stride, float* shared) {
   const i64 size = rows * columns;
-  float value = 0.0f, found = 0.0f;
+  float value = 0.0f, found = 0.0f, low = INF, high = -INF;
   if (size) {
     const i64 i = size < 256 ? min64(threadIdx.x, size - 1) : size / 256 * threadIdx.x;
     const i64 row = quotient(i, columns);
     value = to_float(x[row * stride + i - row * columns]);
     found = (__float_as_uint(value) & MAGNITUDE) < INF_BITS ? 1.0f : 0.0f;
+    if (found != 0.0f) low = high = value;
     value = found != 0.0f ? value * 0.00390625f : 0.0f;
   }
   const float total = block_sum(value, shared), count = block_sum(found, shared);
-  return count > 0.0f ? total * (256.0f / count) : 0.0f;
+  const float mean = count > 0.0f ? total * (256.0f / count) : 0.0f;
+  const u32 apart = __float_as_uint(block_max(high, shared) + block_max(-low, shared)) & INF_BITS;
+  if (!(apart > 8 << 23) || apart >= INF_BITS) return mean;  // all are one value, or next to that, or Inf
+  const float step = __uint_as_float(apart - (8 << 23));
+  return rintf(mean / step) * step;
 }

@@ -279,13 +279,14 @@ def test_a_timed_product_is_the_product(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with policy_context(SelectionPolicy(deterministic=False)):
         kernels = dispatch.kernels(GPU)
         views = [put(array, GPU) for array in (a, b)]
-        out = put(start, GPU)
-        room = workspace(kernels.gemm_workspace(), GPU)
-        kernels.gemm(*views, out, "nt", None, out, room, arrays.current_stream(GPU))
-        assert_close("timed product", get(out), want, float32, slack)
-        fresh = poisoned((m, n), float32, GPU)
-        kernels.gemm(*views, fresh, "nt", None, None, room, arrays.current_stream(GPU))
-        assert_close("into a fresh output", get(fresh), want - start, float32, slack)
+        space = workspace(kernels.gemm_workspace(), GPU)
+        for call in ("first", "timed", "later"):
+            out = put(start, GPU)
+            kernels.gemm(*views, out, "nt", None, out, space, arrays.current_stream(GPU))
+            assert_close(f"{call} product", get(out), want, float32, slack)
+            fresh = poisoned((m, n), float32, GPU)
+            kernels.gemm(*views, fresh, "nt", None, None, space, arrays.current_stream(GPU))
+            assert_close(f"{call} product into a fresh output", get(fresh), want - start, float32, slack)
     answers = [json.loads(path.read_text()) for path in (tmp_path / "products").iterdir()]
     assert len({kept["product"] for kept in answers}) == len(answers) == 2, (
         "onto an output and into a fresh one: two problems"

@@ -4,6 +4,7 @@ not recorded."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import struct
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, settings
 from fp8kit.arrays import Device
-from fp8kit.backends import dispatch
+from fp8kit.backends import cuda, dispatch, manager
 from fp8kit.backends.cuda import cublaslt, launch, recorded
 from fp8kit.backends.cuda.cublaslt import MatmulKey
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.backends.registry import OpRegistry
 from fp8kit.errors import BackendError
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.formats import bfloat16, float8_e4m3fn, float32
@@ -383,6 +386,16 @@ def test_a_process_with_recordings_ends_silently() -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_every_function_of_the_engine_is_recorded() -> None:
+    """Also those that only a policy takes; one of somebody else among them is enough to record nothing."""
+    registry = OpRegistry()
+    cuda.register(registry)
+    ranked = {name: registry.get_implementations(name) for name in KERNELS}
+    assert manager._recorder(ranked) is cuda.recorder
+    ranked["amax"] = [dataclasses.replace(ranked["amax"][0], fn=_ours)]
+    assert manager._recorder(ranked) is None
 
 
 def _ours(x: Any, amax: Any, tile: Any, stream: int) -> None:

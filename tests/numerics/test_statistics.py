@@ -455,7 +455,10 @@ def test_float64_is_rounded_first(device):
     x = np.random.default_rng(2).standard_normal((40, 96)) * 3
     want = tensor_statistics(x.astype(np.float32), [*PLAIN, "mxfp8_sqnr"])
     assert tensor_statistics(x, [*PLAIN, "mxfp8_sqnr"]) == want
-    assert tensor_statistics(tensor(x, device=device), [*PLAIN, "mxfp8_sqnr"]) == want
+    found = tensor_statistics(tensor(x, device=device), [*PLAIN, "mxfp8_sqnr"])
+    assert found.keys() == want.keys()
+    for name, value in want.items():  # a GPU adds the same float64 terms in another order
+        assert np.asarray(found[name]).tolist() == pytest.approx(np.asarray(value).tolist(), rel=1e-12), name
 
 
 def test_counts_are_int64():

@@ -35,6 +35,12 @@ def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
     return getattr(importlib.import_module(f"{__name__}.{name}"), kernel)  # type: ignore[no-any-return]
 
 
+def implementations(kernel: str) -> list[Callable[..., Any]]:
+    """All functions of this engine that implement a kernel of the contract. Imports their modules."""
+    others = [source for source, (_, kernels) in OWN.items() if kernel in kernels]
+    return [implementation(kernel, source) for source in ("", *others)]
+
+
 def recorder() -> AbstractContextManager[Any]:
     """Context manager that gives a ``recorded.Recording`` of what the engine does within, in this thread."""
     from fp8kit.backends.cuda import recorded

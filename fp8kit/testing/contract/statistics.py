@@ -231,8 +231,12 @@ def _pivot(x: Array) -> float:
     if not x.size:
         return 0.0
     some = x[np.minimum(np.arange(256), x.size - 1) if x.size < 256 else x.size // 256 * np.arange(256)]
-    some = some[np.isfinite(some)]
-    return float(some.mean()) if some.size else 0.0
+    some = some[np.isfinite(some)].astype(np.float64)
+    if not some.size:
+        return 0.0
+    apart = some.max() - some.min()
+    step = 2.0 ** (np.frexp(apart)[1] - 9) if apart else 0.0
+    return float(np.rint(some.mean() / step) * step if step else some.mean())
 
 
 def _brief_codes(a: Any, x: Array) -> Results:

@@ -294,3 +294,17 @@ def test_a_gradient_that_is_an_output_of_another_operation():
     chain.infer(spec, metas, frozenset())
     with pytest.raises(AutogradError, match=r"0\.a"):
         chain.infer(spec, metas, frozenset({"0.a"}))
+
+
+def test_micro_batches_of_a_capture_run_one_by_one(counted):
+    """Parts whose casts micro-batches share take their inputs themselves, as ``is_first_microbatch`` does."""
+    torch.manual_seed(0)
+    layer = ft.TransformerLayer(WIDTH, 96, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    x = torch.randn(4, 2, WIDTH)
+    with ft.autocast(recipe=ft.recipe.Float8CurrentScaling()):
+        wanted = layer(x, is_first_microbatch=True)
+        for part in layer.modules():
+            part.microbatch = True
+        found = layer(x)
+    assert not counted
+    assert torch.equal(found, wanted)
