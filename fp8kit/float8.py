@@ -55,7 +55,8 @@ def quantize(
 
     * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are
       the rows. A float64 array is first rounded to float32.
-    * ``format``: E4M3 by default, E2M1 of NVFP4.
+    * ``format``: E4M3 by default, E2M1 of NVFP4. E8M0, the format of scales, has no sign: negative values
+      become NaN, and zero its smallest value, 2^-127.
     * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid
       of blocks; positive and finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU
       nobody looks at the values). None: current scaling by ``scale_rule``.

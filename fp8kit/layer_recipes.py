@@ -122,7 +122,8 @@ class PerLayer(Recipe):
 
     A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
-    Flax's linen modules it is the path, joined by dots. A layer without a name, which no rule fits, is warned
+    Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
+    ``name``. A layer without a name, which no rule fits, is warned
     of on the logger "fp8kit", once for each recipe. Raises RecipeError.
     """
 
@@ -250,7 +251,7 @@ class QuantizerRole(NamedTuple):
     @property
     def module_type(self) -> str:
         """The kind of layer, as Transformer Engine calls it: "linear" or "grouped_linear"."""
-        return "grouped_linear" if self.module.startswith("Grouped") else "linear"
+        return "grouped_linear" if self.module.lower().startswith("grouped") else "linear"
 
 
 # class of what a ``CustomRecipe``'s function may give besides -> what that means for a role

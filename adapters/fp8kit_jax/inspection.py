@@ -12,14 +12,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
 
 from fp8kit import inspection
-from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError
 from fp8kit.inspection import Entry, Watch
 from fp8kit.numerics.inspect import made, opened
 from fp8kit.quantization import Quantization
@@ -71,15 +68,6 @@ def inspect(
 
 def _switch(looked_at: Any) -> None:
     _looked_at.set_global(looked_at)
-
-
-def named(found: QuantizerSet, operation: str, name: str | None, ending: str = "") -> QuantizerSet:
-    """The set with the layer's ``name``, where there is one. ArgumentError for what is no text."""
-    if name is None:
-        return found
-    if not isinstance(name, str):
-        raise ArgumentError(operation, "name", shown(name), "a text or None")
-    return replace(found, layer=f"{name}{ending}")
 
 
 def watched(found: QuantizerSet, prefix: str, layout: str) -> tuple[Quantization | None, Watch | None]:

@@ -24,7 +24,7 @@ from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
 from fp8kit_jax.activations import activation_of, alphas_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, in_dtype_of
-from fp8kit_jax.inspection import named, watched
+from fp8kit_jax.inspection import watched
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
@@ -60,7 +60,8 @@ def dense(
     * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with
       ``return_bias``: the bias is added with it. In a ``shard_map`` of your own that splits what is summed
       over, every device adds it, as it does a bias.
-    * ``name``: what ``fj.inspect`` calls the layer; None is as ``quantizer_set`` says.
+    * ``name``: what ``fj.inspect``, ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer; None is
+      as ``quantizer_set`` says.
 
     Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError
     or ArgumentError when it is traced.
@@ -71,7 +72,7 @@ def dense(
     check_fused("dense", residual is not None, "a residual", return_bias=deferred)
     kernel, bias = in_dtype_of(x, kernel, bias)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
-    found = named(resolve("dense", quantizer_set), "dense", name)
+    found = resolve("dense", quantizer_set, name)
     features = shape[matrix.ndim - 1 :] or (1,)
     product = _product(weight, layout, found, bias, deferred=deferred)
     if residual is not None and residual.shape != shape:
@@ -131,7 +132,7 @@ def layernorm_dense(
     beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
     kernel, gamma, beta, bias = in_dtype_of(x, kernel, gamma, beta, bias)
-    found = named(resolve(op, quantizer_set), op, name)
+    found = resolve(op, quantizer_set, name)
     io = choice(op, "kernel_layout", kernel_layout, ("io", "oi"), FormatError) == "io"
     if kernel.ndim < 2:
         raise ShapeError(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions")
@@ -231,8 +232,7 @@ def layernorm_mlp(
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
         raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
     first, second = (
-        named(resolve(op, one), op, name, ending)
-        for one, ending in zip(quantizer_sets, (".fc1", ".fc2"), strict=True)
+        resolve(op, one, name, ending) for one, ending in zip(quantizer_sets, (".fc1", ".fc2"), strict=True)
     )
     if first.recipe != second.recipe:
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")

@@ -4,14 +4,14 @@ they have some."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import RecipeError
+from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.quantization import AmaxHistory, Quantization
 from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array
@@ -90,19 +90,42 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
 
 
-def resolve(operation: str, quantizer_set: QuantizerSet | None) -> QuantizerSet:
-    """The set to use: ``quantizer_set``, or by the autocast in force. RecipeError for a recipe that JAX
-    cannot carry out, and where delayed scaling lacks its state or has one of another shape."""
-    found = QuantizerSet(recipe=recipe_in_force(operation)) if quantizer_set is None else quantizer_set
-    if not isinstance(found, QuantizerSet):
-        raise RecipeError(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None")
+def resolve(
+    operation: str, quantizer_set: QuantizerSet | None, name: str | None = None, ending: str = ""
+) -> QuantizerSet:
+    """The set to use: ``quantizer_set``, or by the autocast in force; as its recipe is for a layer of this
+    ``name``, whose product's name has the ``ending`` besides. RecipeError for a recipe that JAX cannot carry
+    out, and where delayed scaling lacks its state or has one of another shape; ArgumentError for a name that
+    is no text."""
+    if not (name is None or isinstance(name, str)):
+        raise ArgumentError(operation, "name", shown(name), "a text or None")
+    if quantizer_set is None:
+        found = QuantizerSet(recipe=recipe_in_force(operation, name))
+    elif isinstance(quantizer_set, QuantizerSet):
+        found = quantizer_set
+    else:
+        raise RecipeError(operation, "quantizer_set", type(quantizer_set).__name__, "a QuantizerSet or None")
     check_recipe(operation, found.recipe)
+    if name is not None:
+        found = _of_layer(found, operation, name, ending)
     if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
         wanted = "one with slots, as create_set makes it: delayed scaling, the default recipe, has state"
         raise RecipeError(operation, "quantizer_set", "no slots", wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))
     return found
+
+
+def _of_layer(found: QuantizerSet, operation: str, name: str, ending: str) -> QuantizerSet:
+    """The set as its recipe is for a layer of this name. RecipeError where it has slots and the layer would
+    leave them."""
+    own = found.recipe
+    if own is not None and own.by_layer:
+        own = own.for_layer(operation, name)
+        if history_of(own) is None and found.slots(""):
+            got = f"slots, and {name!r} without state by its recipe"
+            raise RecipeError(operation, "quantizer_set", got, "one without slots for this layer")
+    return replace(found, recipe=own, layer=f"{name}{ending}")
 
 
 def _check_slot(operation: str, argument: str, slot: Any) -> None:

@@ -109,10 +109,13 @@ def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
         return None
     if isinstance(state.recipe, PerLayer) and name is None:
         wanted = (
-            "a recipe that goes by no names: Flax's linen modules have some, and those that name_layers of "
+            "a recipe that goes by no names: dense(name=...) has one, Flax's linen modules, and those that "
         )
         raise RecipeError(
-            kind or "recipe", "recipe", state.recipe.short_name(), wanted + "fp8kit_jax.nnx gave some"
+            kind or "recipe",
+            "recipe",
+            state.recipe.short_name(),
+            wanted + "name_layers of fp8kit_jax.nnx named",
         )
     return state.recipe.for_layer(kind, name or "")
 

@@ -483,3 +483,8 @@ def test_power_2_of_mx_is_te_but_for_zero_and_inf():
     x[:, 0] = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16)
     own, te = (fk.quantize(x, scaling="mx_1x32", scale_rule=rule).scale_inv for rule in (None, "te"))
     assert np.flatnonzero(own != te).tolist() == [0]
+
+
+def test_a_format_without_sign_makes_negative_values_nan() -> None:
+    got = fk.quantize(np.array([[-1, 0, 1, 2]], np.float32), fk.E8M0, scale=1.0).dequantize()
+    np.testing.assert_array_equal(got, np.array([[np.nan, 2.0**-127, 1, 2]], np.float32))

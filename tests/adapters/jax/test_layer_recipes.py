@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from fp8kit_jax import autocast, create_set, dense
+from fp8kit_jax import autocast, create_set, dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax import nnx as of_nnx
 from fp8kit_jax.flax import DenseGeneral
 
 from fp8kit import recipe
 from fp8kit.errors import ArgumentError, RecipeError
-from fp8kit.quantization import Quantizer
+from fp8kit.quantization import AmaxHistory, Quantizer
 from fp8kit.recipes import named
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
@@ -62,6 +62,47 @@ def test_functions_by_their_names() -> None:
     assert asked == {("dense", "")}
     assert value == plain[0]
     np.testing.assert_array_equal(grad, whole[1])
+
+
+def test_names_that_functions_are_called_with() -> None:
+    asked = set()
+
+    def factory(role: recipe.QuantizerRole) -> Quantizer | None:
+        asked.add((role.module, role.name))
+        return None if role.name == "last" else named("mxfp8").quantization.x
+
+    k1, k2 = (jnp.asarray(a) for a in np.random.default_rng(1).standard_normal((2, 64, 64), np.float32))
+    gamma = jnp.ones(64)
+    custom = recipe.CustomRecipe(factory)
+    for how in (custom, recipe.PerLayer(named("mxfp8"), (("last", None),))):
+        for own in (None, create_set(how)):  # of the autocast, and of the set that is handed over
+            with autocast(enabled=own is None, recipe=how):
+                first = dense(X, k1, quantizer_set=own, name="first")
+                last = dense(X, k1, quantizer_set=own, name="last")
+                mlp = layernorm_mlp(
+                    X,
+                    gamma,
+                    None,
+                    (k1[:, None], k2),
+                    norm_type="rmsnorm",
+                    quantizer_sets=(own, own),
+                    name="last",
+                )
+                normed = layernorm_dense(X, k1, gamma, None, None, "rmsnorm", quantizer_set=own, name="last")
+            np.testing.assert_array_equal(last, dense(X, k1))
+            plain = layernorm_mlp(X, gamma, None, (k1[:, None], k2), norm_type="rmsnorm")
+            np.testing.assert_array_equal(mlp, plain)
+            np.testing.assert_array_equal(normed, layernorm_dense(X, k1, gamma, None, None, "rmsnorm"))
+            np.testing.assert_array_equal(first, dense(X, k1, quantizer_set=create_set(named("mxfp8"))))
+    assert asked == {
+        ("dense", "first"),
+        *((op, "last") for op in ("dense", "layernorm_dense", "layernorm_mlp")),
+    }
+    with autocast(enabled=True, recipe=custom), pytest.raises(ArgumentError, match="name: got"):
+        dense(X, k1, name=["first"])
+    late = recipe.CustomRecipe(lambda role: None, history=AmaxHistory(448.0, 448.0))
+    with pytest.raises(RecipeError, match="'last' without state"):
+        dense(X, k1, quantizer_set=create_set(late), name="last")
 
 
 def test_nnx_modules_by_the_names_that_they_were_given() -> None:
