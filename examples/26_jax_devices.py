@@ -1,11 +1,11 @@
 """FP8 training on several devices with JAX: weights sharded over all of them (FSDP) and split between pairs
 (tensor parallelism), by logical axes. Of one process, on four devices that XLA makes of a CPU ::
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu python examples/25_jax_devices.py
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu python examples/26_jax_devices.py
 
 or of several, here two on one machine; with GPUs, one process for each ::
 
-    for k in 0 1; do python examples/25_jax_devices.py localhost:12345 2 $k & done; wait
+    for k in 0 1; do python examples/26_jax_devices.py localhost:12345 2 $k & done; wait
 
 Shows: a MeshResource says what mesh axes mean, and Transformer Engine's logical axes place parameters by it;
 amaxes are reduced before each cast, so that the FP8 scales are those of one device; a process that dies ends
@@ -16,7 +16,7 @@ import sys
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("25_jax_devices.py", "test", "flax", "optax"):
+if why := not_installed("26_jax_devices.py", "test", "flax", "optax"):
     raise SystemExit(why)
 
 import fp8kit_jax as fj
