@@ -24,8 +24,8 @@ FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8ki
 ===========================  ================================================================================
 
 What several processes are to each other is said by whoever starts them: torchrun and ``fp8kit launch``
-(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun (OMPI_COMM_WORLD_*, PMI_*) or Slurm
-(SLURM_*).
+(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun (OMPI_COMM_WORLD_*, PMI_*) or
+Slurm's srun (SLURM_*).
 
 The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT,
 TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS, TE_FL_PER_OP, TE_FL_PLUGIN_MODULES and TEFL_LOG_LEVEL, with "flagos"
@@ -136,12 +136,14 @@ class Place(NamedTuple):
     agent: bool = False
 
 
-# rank, size, rank on the machine: of torchrun and fp8kit launch, Open MPI, MPICH and Intel MPI, Slurm
+# rank, size, rank on the machine: of torchrun and fp8kit launch, Open MPI, MPICH and Intel MPI, Slurm.
+# Of Slurm the number of the step's tasks: a script that sbatch starts is one process of no step, though it is
+# told SLURM_PROCID=0 and the job's SLURM_NTASKS.
 _PLACES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
 

@@ -105,9 +105,13 @@ def test_what_launchers_say(monkeypatch):
         for name in names:
             monkeypatch.delenv(name, raising=False)
     assert settings.place() == Place()
+    with monkeypatch.context() as sbatch:
+        sbatch.setenv("SLURM_PROCID", "0")
+        sbatch.setenv("SLURM_NTASKS", "8")
+        assert settings.place() == Place()
     for names, values, wanted in (
         (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), "34", (3, 4, 3)),
-        (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), "561", (5, 6, 1)),
+        (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), "561", (5, 6, 1)),
         (("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), "1207", (1, 2, 0)),  # before all others
     ):
         for name, value in zip(names, values, strict=True):
