@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from fp8kit import formats
 from fp8kit.arguments import integer, shown
 from fp8kit.attention_quantization import AttentionQuantization
-from fp8kit.errors import RecipeError
+from fp8kit.errors import RecipeError, on_behalf_of
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_fields import recipe_class
@@ -391,4 +391,5 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
         wanted = "one for all operands with state"
         raise RecipeError(type(recipe).__name__, "history", f"{len(asked)} different ones", wanted)
     history = asked.pop() if asked and data.stateful else None
-    return DataRecipe(data, recipe.short_name(), history=history)
+    with on_behalf_of(type(recipe).__name__):
+        return DataRecipe(data, recipe.short_name(), history=history)

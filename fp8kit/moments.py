@@ -22,7 +22,7 @@ from typing import Any
 
 from fp8kit import formats
 from fp8kit.arguments import flag
-from fp8kit.errors import ArgumentError, FormatError
+from fp8kit.errors import ArgumentError, FormatError, meant
 from fp8kit.formats import DType, Format
 
 BLOCKS = (128, 256)
@@ -204,7 +204,8 @@ def state_formats(
     FormatError for the rest."""
     found = PRESETS.get(states) if isinstance(states, str) else states
     if not isinstance(found, StateFormats):
-        raise ArgumentError(operation, "states", repr(states), f"StateFormats or {', '.join(PRESETS)}")
+        known = f"{', '.join(PRESETS)}{meant(states, PRESETS)}"
+        raise ArgumentError(operation, "states", repr(states), f"StateFormats or {known}")
     moments = [
         whole if one is None else MomentFormat(one) if isinstance(one, str) else one
         for one, whole in ((exp_avg, found.exp_avg), (exp_avg_sq, found.exp_avg_sq))

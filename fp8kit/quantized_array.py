@@ -217,11 +217,14 @@ class QuantizedArray:
             raise FormatError("matmul", "self", shown(other), quantized_product.BOTH)
         return NotImplemented
 
-    def explain(self, other: QuantizedArray | None = None) -> str:
-        """How ``self @ other`` is computed and why, as a sentence for people; without ``other``, the product
-        with the transpose of an array quantised as this one. Computes nothing. Raises what ``matmul`` would
-        raise."""
-        return quantized_product.explain(self, None if other is None else _array("explain", other))
+    def explain(self, other: QuantizedArray | None = None, *, accumulate: Any = "fp32") -> str:
+        """How ``self @ other``, or ``fk.matmul`` with ``accumulate``, is computed and why, as a sentence for
+        people; without ``other``, the product with the transpose of an array quantised as this one. Computes
+        nothing. Raises what they would raise."""
+        right = None if other is None else _array("explain", other)
+        if isinstance(accumulate, str) and accumulate == "fp32":
+            return quantized_product.explain(self, right)
+        return quantized_product.explain_modelled(self, right, accumulate)
 
     def packed(self) -> Any:
         """The codes of a format of at most 4 bits, two in a byte: uint8 (..., N / 2), the even index in the

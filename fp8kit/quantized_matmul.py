@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8kit import accumulation as models
 from fp8kit import arrays, formats, quantized_product
 from fp8kit.arguments import shown
-from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, ShapeError
-from fp8kit.float8 import Float8Tensor
-from fp8kit.quantization import TILES
-from fp8kit.tiles import tiling
+from fp8kit.errors import FormatError
+from fp8kit.quantized_array import QuantizedArray
 
 
 def matmul(
-    a: Float8Tensor, b: Float8Tensor, *, accumulate: Any = "fp32", dtype: Any = formats.float32
+    a: QuantizedArray, b: QuantizedArray, *, accumulate: Any = "fp32", dtype: Any = formats.float32
 ) -> Any:
     """The product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
 
@@ -38,28 +34,12 @@ def matmul(
     """
     op = "matmul"
     for name, value in (("a", a), ("b", b)):
-        if not isinstance(value, Float8Tensor):
+        if not isinstance(value, QuantizedArray):
             raise FormatError(op, name, shown(value), "a quantised array: what fk.quantize returns")
     kind = formats.dtype(dtype, op, "dtype", formats.HIGH_PRECISION)
     if isinstance(accumulate, str) and accumulate == "fp32":
         return a.matmul(b, kind)
-    known = ("fp32", *models.ACCUMULATIONS)
-    how = models.accumulation(op, "accumulate", accumulate, known)
-    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
-        raise ShapeError(op, "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
-    if a.device != b.device:
-        raise FormatError(op, "b", b.device, f"an array on {a.device}")
-    quantized_product.check_rotations(a, b)
-    models.check_formats(op, a.format, b.format, group=how.group)
-    for tensor in (a, b):
-        if how.group and not tensor.scaling.startswith(("mx", "nvfp4")):
-            wanted = "scales of blocks in E8M0 or E4M3: mx_* or nvfp4_*"
-            raise FormatError(op, "scaling", f"{tensor.scaling!r} with {accumulate}", wanted)
-    operands = [_operand(name, value) for name, value in (("a", a), ("b", b.T))]
-    widths = {tile[1] for _, _, tile in operands if tile[1]}
-    if len(widths) > 1:
-        got = f"{a.scaling!r} and {b.scaling!r}"
-        raise FormatError(op, "scaling", got, "blocks of the same length along K")
+    how, operands = quantized_product.modelled(a, b, accumulate)
     where, stream = a.device, arrays.current_stream(a.device)
     out = arrays.empty((*a.shape[:-1], b.shape[1]), kind, where)
     if not out.size:
@@ -75,18 +55,3 @@ def matmul(
         quantized_product.times_tensor_scales(wide, *scales, kernels, stream)
         kernels.copy(wide.rows(), out.rows(), stream)
     return arrays.to_library(out, a.data)
-
-
-def _operand(name: str, tensor: Float8Tensor) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
-    """(codes (rows, K), scale_inv, tile) of a factor whose rows run along K; of NVFP4 without the tensor's
-    scale."""
-    tile = TILES[tensor.scaling]
-    if not tensor.along and tile[0] != tile[1]:
-        wanted = 'blocks or rows along K: "along" of fk.quantize says which way they run'
-        raise FormatError("matmul", name, f"scaling {tensor.scaling!r} across K", wanted)
-    stored = tensor._scale_inv if tensor._tensor_scale_inv is None else tensor._scales_of_codes()
-    grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]
-    scales = stored.reshape(*(grid if len(grid) == 2 else (1, 1)))
-    if tensor._flipped:
-        scales = scales.transpose(1, 0)
-    return arrays.contiguous(tensor._matrix()), scales, tile

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fp8kit import accumulation as models
 from fp8kit import arrays, formats, slowness
 from fp8kit.arguments import flag
 from fp8kit.arrays import ArrayView, Shape
@@ -14,6 +15,7 @@ from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.backends.protocol.block import BLOCK_ARCH
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.quantization import TILES
 from fp8kit.tiles import Rotation, tiling
 
 if TYPE_CHECKING:
@@ -274,3 +276,61 @@ def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayVi
     padded = arrays.zeros(sizes, view.dtype, view.device)
     kernels.copy(view, padded.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
     return padded
+
+
+# --- sums as a chip takes them ------------------------------------------------------------------------------
+
+Modelled = tuple[ArrayView, ArrayView, tuple[int, int]]
+
+
+def explain_modelled(a: QuantizedArray, b: QuantizedArray | None, accumulate: Any) -> str:
+    """See ``QuantizedArray.explain``, for an ``accumulate`` other than "fp32"."""
+    if b is None:
+        b = (a if a.ndim == 2 else a.reshape(-1, a.shape[-1])).T
+    modelled(a, b, accumulate)
+    sides = " @ ".join(f"{side.format} by {side.scaling}" for side in (a, b))
+    sums = repr(accumulate) if isinstance(accumulate, str) else str(accumulate)
+    how = f"emulated sums, {sums} (kernel model_gemm), on the codes, with the same bits on every device"
+    said = f"{sides} on {a.device}: {how}."
+    if a.rotation:
+        said += f" Both are rotated along the contraction ({a.rotation}), which cancels."
+    return said
+
+
+def modelled(
+    a: QuantizedArray, b: QuantizedArray, accumulate: Any
+) -> tuple[models.Accumulation, list[Modelled]]:
+    """The sum, and both operands as ``model_gemm`` takes them. Raises what ``matmul`` raises."""
+    known = ("fp32", *models.ACCUMULATIONS)
+    how = models.accumulation("matmul", "accumulate", accumulate, known)
+    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
+        raise ShapeError("matmul", "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
+    if a.device != b.device:
+        raise FormatError("matmul", "b", b.device, f"an array on {a.device}")
+    check_rotations(a, b)
+    models.check_formats("matmul", a.format, b.format, group=how.group)
+    for tensor in (a, b):
+        if how.group and not tensor.scaling.startswith(("mx", "nvfp4")):
+            wanted = "scales of blocks in E8M0 or E4M3: mx_* or nvfp4_*"
+            raise FormatError("matmul", "scaling", f"{tensor.scaling!r} with {accumulate}", wanted)
+    operands = [_modelled_operand(name, value) for name, value in (("a", a), ("b", b.T))]
+    widths = {tile[1] for _, _, tile in operands if tile[1]}
+    if len(widths) > 1:
+        got = f"{a.scaling!r} and {b.scaling!r}"
+        raise FormatError("matmul", "scaling", got, "blocks of the same length along K")
+    return how, operands
+
+
+def _modelled_operand(name: str, tensor: QuantizedArray) -> Modelled:
+    """(codes (rows, K), scale_inv, tile) of a factor whose rows run along K; of NVFP4 without the tensor's
+    scale."""
+    tile = TILES[tensor.scaling]
+    if not tensor.along and tile[0] != tile[1]:
+        wanted = 'blocks or rows along K: "along" of fk.quantize says which way they run'
+        raise FormatError("matmul", name, f"scaling {tensor.scaling!r} across K", wanted)
+    stored = tensor._scale_inv if tensor._tensor_scale_inv is None else tensor._scales_of_codes()
+    grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]
+    scales = stored.reshape(*(grid if len(grid) == 2 else (1, 1)))
+    if tensor._flipped:
+        scales = scales.transpose(1, 0)
+    return arrays.contiguous(tensor._matrix()), scales, tile

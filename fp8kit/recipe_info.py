@@ -39,7 +39,8 @@ class Support(NamedTuple):
 def named(name: str) -> Named:
     """The published recipe of that name. ArgumentError for another."""
     if name not in NAMED:
-        raise ArgumentError("recipes", "name", repr(name), f"one of {', '.join(NAMED)}{meant(name, NAMED)}")
+        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3)}"
+        raise ArgumentError("recipes", "name", repr(name), wanted)
     return NAMED[name]
 
 

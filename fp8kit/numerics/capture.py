@@ -240,6 +240,9 @@ def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) ->
     if loss is not None:
         function("capture", "loss", loss)
     parameters = dict(model.named_parameters())
+    if not all(isinstance(parameter, Tensor) for parameter in parameters.values()):
+        wanted = "an fk.nn.Module; fp8kit_torch.capture takes PyTorch's modules"
+        raise ArgumentError("capture", "model", f"a {type(model).__name__} of another library", wanted)
     recorder = Recorder({name: parameter.view for name, parameter in parameters.items()})
     args, named = called(batch)
     before = {name: parameter.grad for name, parameter in parameters.items()}

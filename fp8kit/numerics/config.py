@@ -14,6 +14,7 @@ What is misspelt is an ArgumentError, which is a ValueError.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -29,6 +30,7 @@ from fp8kit.numerics.names import OF_PAIR, Operand, request
 from fp8kit.quantization import OPERANDS
 from fp8kit.recipes import NAMED
 
+log = logging.getLogger("fp8kit")
 _ASKED = "inspect"
 _NAMESPACES = ("transformer_engine", "fp8kit")
 _STEPS = ("freq", "start_step", "end_step", "start_end_list")
@@ -166,13 +168,14 @@ class Config:
 
 
 def read(config: Any) -> Config:
-    """A configuration: a mapping, the path of a YAML file, or None for one without sections. ArgumentError
-    for what is none; FileNotFoundError where there is no such file."""
+    """A configuration: a mapping, the path of a YAML file, or None for one without sections, which is warned
+    of. ArgumentError for what is none, and where there is no such file."""
     if isinstance(config, Config):
         return config
     if isinstance(config, str | os.PathLike):
         config = _loaded(Path(config))
-    if config is None:
+    if config is None or config == {}:
+        log.warning("inspect: config: it is empty, so nothing is watched and nothing changed")
         return Config(())
     if not isinstance(config, Mapping):
         raise ArgumentError(_ASKED, "config", shown(config), "a mapping of sections, or a YAML file's path")
@@ -183,7 +186,9 @@ def read(config: Any) -> Config:
 def _loaded(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, IsADirectoryError) as error:
+    except OSError as error:
+        raise ArgumentError(_ASKED, "config", f"{path}: {error.strerror}", "a YAML file") from None
+    except UnicodeDecodeError as error:
         raise ArgumentError(_ASKED, "config", f"{path}: {error}", "a YAML file") from None
     try:
         import yaml
@@ -224,8 +229,8 @@ def _section(name: str, value: Any) -> Section | None:
     logged: list[Logged] = []
     dumped: list[Dumped] = []
     effects: list[Effect] = []
-    for feature, options in _features(name, own):
-        where = f"{name}.{feature}"
+    for feature, written, options in _features(name, own):
+        where = f"{name}.{written}"
         if not flag(_ASKED, f"{where}.enabled", options.get("enabled", True)):
             continue
         rest = {key: option for key, option in options.items() if key != "enabled"}
@@ -236,10 +241,13 @@ def _section(name: str, value: Any) -> Section | None:
             dumped += _dumped(where, rest)
         else:
             effects += _effects(where, feature, rest)
+    if not (logged or dumped or effects):
+        log.warning("inspect: config: the section %s has no feature that is enabled", name)
     return Section(name, layers, tuple(logged), tuple(dumped), tuple(effects))
 
 
-def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Each feature, its name as it is written, and its options."""
     for key, value in own.items():
         if key in ("enabled", "layers"):
             continue
@@ -249,7 +257,7 @@ def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
             if found is None:
                 wanted = f"a feature: {', '.join(FEATURES)}{meant(feature, FEATURES)}"
                 raise ArgumentError(_ASKED, name, repr(feature), wanted)
-            yield found, _mapping(f"{name}.{feature}", options)
+            yield found, str(feature), _mapping(f"{name}.{feature}", options)
 
 
 def _layers(where: str, value: Any) -> Mapping[str, Any]:

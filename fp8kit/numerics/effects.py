@@ -56,7 +56,8 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
         return Gemm(own.get("a", _PLAIN), own.get("b", _PLAIN), "split", "quantized", plain=plain)
     if base is None or not base.fprop.a.needs_state:
         wanted = "DelayedScaling around the layer: others take no scales of earlier steps"
-        raise UnsupportedError("inspect", "PerTensorScaling", "another recipe", wanted)
+        got = "high precision" if base is None else f"a recipe whose input is {base.fprop.a}"
+        raise UnsupportedError("inspect", "PerTensorScaling", got, wanted)
     if gemm.compute != "quantized":
         return gemm
     a, b = (

@@ -20,7 +20,7 @@ import numpy as np
 from fp8kit import inspection
 from fp8kit.arguments import integer
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, meant
 from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
@@ -144,6 +144,7 @@ class Inspector:
         self._like: dict[Any, _Like] = {}
         self._now = _Like({}, {}, {}, {})
         self._said: set[tuple[str, str]] = set()
+        self._checked = 0  # how many of ``_due`` have had their layers looked for
         self._open, self._paused, self._serial = False, False, next(_SERIAL)
         self._looked_at: Any = None
 
@@ -159,6 +160,7 @@ class Inspector:
             got = "a call within paused()" if self._paused else "a call outside of the block"
             raise ArgumentError("inspect", "step", got, "one within the block, and not while it is paused")
         self._finish()
+        self._say_missing()
         self.number += 1
         self._begin()
 
@@ -221,9 +223,27 @@ class Inspector:
             self._switch(None)
             for sink in self.sinks:
                 sink.close()
-        for section in self._due if not failed else ():
+        if not failed:
+            self._say_missing()
+
+    def _say_missing(self) -> None:
+        """Warn, when the first step ends in which a section counts, that none of its layers has run, or which
+        of those that it names."""
+        due, self._checked = self._due[self._checked :], len(self._due)
+        ran = (
+            f"layers that ran: {', '.join(sorted(self._known)[:10])}"
+            if self._known
+            else "none with a name ran"
+        )
+        for section in due:
             if section not in self._known.values():
-                log.warning("inspect: no layer was found for the section %s", section.name)
+                more = f", and {len(self._known) - 10} more" if len(self._known) > 10 else ""
+                log.warning("inspect: no layer was found for the section %s; %s%s", section.name, ran, more)
+                continue
+            for name in section.layers.get("exact_layer_names", ()):
+                if name not in self._known:
+                    near = meant(name, self._known)
+                    log.warning("inspect: section %s: no layer %r has run%s", section.name, name, near)
 
     def _begin(self) -> None:
         """Begin a step."""

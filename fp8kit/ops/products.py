@@ -136,10 +136,22 @@ def _say_emulated(quantization: Quantization) -> None:
             _native(quantization)
         except UnsupportedError as why:
             slowness.say(
-                f"no FP8 product is like this: {why}",
-                "products are emulated, in high precision",
-                "choose a recipe of one kind of scales and formats that the tensor cores take",
+                f"FP8 products are not native by this recipe, because of {_said(why)}",
+                "operands are still cast, but all three GEMMs (fprop, dgrad and wgrad) multiply the "
+                "values of their codes in high precision",
+                "`fp8kit recipes list` says which recipes are native",
             )
+
+
+def _said(why: UnsupportedError) -> str:
+    """A refusal of ``_native`` for people: which value of which operand, and what is native."""
+    gemm, _, rest = (why.argument or "").partition(".")
+    side, _, field = rest.partition(".")
+    native = str(why.wanted).partition(":")[0]
+    if side not in ("a", "b"):
+        return f"{why.argument} ({why.got}), not {native}"
+    operand = {"x": "input", "w": "weight", "g": "output gradient"}[OPERANDS[gemm]["ab".index(side)]]
+    return f"{field} {why.got} of {gemm}'s {operand}, not {native}".lstrip()
 
 
 def product_of(

@@ -308,8 +308,8 @@ def test_arrays_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["show", "mxfp"], "fp8kit recipes: name: got 'mxfp', expected one of delayed,"),
-        (["show", "mxfp"], "; did you mean mxfp8?"),
+        (["show", "mxfp"], "fp8kit recipes: name: got 'mxfp', expected a name that"),
+        (["show", "mxfp"], "`fp8kit recipes list` prints; did you mean mxfp8 or"),
         (["check", "tea"], "fp8kit recipes: name: got 'tea'"),
         (["show"], "required: NAME"),
         ([], "required: action"),

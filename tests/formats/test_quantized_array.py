@@ -11,7 +11,7 @@ import torch
 
 import fp8kit as fk
 from fp8kit import arrays, blocks, codec, packing
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, MXINT8
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, TILES
 from fp8kit.testing.compare import assert_close, sum_slack
@@ -301,8 +301,20 @@ def test_explain():
     assert "emulated, the product of the decoded operands" in nvfp4.explain()
     assert "FP8 products take E4M3 and E5M2" in nvfp4.explain()
     assert "which cancels. NVFP4's scales of tensors" in nvfp4.explain()
-    with pytest.raises(ShapeError, match=r"\(4, 128\) @ \(4, 128\)"):
-        a.explain(a)
+    said = a.explain(a.T, accumulate="hopper_fast")
+    assert said == a.explain(accumulate="hopper_fast")
+    assert said == (
+        "E4M3 by tensor @ E4M3 by tensor on cpu: emulated sums, 'hopper_fast' (kernel model_gemm), on the "
+        "codes, with the same bits on every device."
+    )
+    assert a.explain(a.T, accumulate="fp32") == a.explain()
+    with pytest.raises(ArgumentError, match="did you mean hopper_fast"):
+        a.explain(a.T, accumulate="hopper_fst")
+    with pytest.raises(FormatError, match=r"mx_\* or nvfp4_\*"):
+        a.explain(accumulate="blackwell_mx")
+    for more in ({}, {"accumulate": "exact"}):
+        with pytest.raises(ShapeError, match=r"\(4, 128\) @ \(4, 128\)"):
+            a.explain(a, **more)
     with pytest.raises(FormatError, match="explain: other"):
         a.explain(_x(2, 2))
 

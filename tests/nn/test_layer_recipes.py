@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn, recipe
+from fp8kit import nn, recipe, slowness
 from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.ops import products
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED, named
 
@@ -198,3 +199,25 @@ def test_hoppers_sums_in_a_layer() -> None:
     assert not np.array_equal(
         y, results(layer, recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3))[0]
     )
+
+
+def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    def rounded(role: recipe.QuantizerRole) -> Quantizer:
+        if role.operand == "grad_output":
+            return Quantizer(fk.E5M2, stochastic_bits=8)
+        return Quantizer(fk.E4M3)
+
+    slowness.forget()
+    products._say_emulated.cache_clear()
+    results(make("a"), recipe.CustomRecipe(rounded))
+    (said,) = caplog.messages
+    assert said.startswith(
+        "FP8 products are not native by this recipe, because of stochastic_bits 8 of dgrad's output "
+        "gradient, not 0: operands are still cast, but all three GEMMs"
+    )
+
+
+def test_scales_of_earlier_steps_without_a_rule_are_refused_by_the_recipes_name() -> None:
+    late = recipe.CustomRecipe(lambda role: Quantizer(fk.E4M3, scale_source="delayed"))
+    with pytest.raises(RecipeError, match="CustomRecipe: history: got None, expected an AmaxHistory"):
+        results(make("a"), late)

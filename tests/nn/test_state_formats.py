@@ -292,6 +292,8 @@ def test_refusals():
         else:
             assert make() is None
     half = tensor(np.ones(2, np.float32), requires_grad=True, dtype="float16")
+    with pytest.raises(ArgumentError, match="did you mean coat"):
+        AdamW([], states="coats")
     with pytest.raises(ArgumentError, match="AdamW: states: got 'fp4'"):
         AdamW([half], states="fp4")
     with pytest.raises(FormatError, match="remainder"):

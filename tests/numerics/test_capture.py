@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import fp8kit as fk
 from fp8kit import cli, recipe_check
@@ -112,6 +113,10 @@ def test_what_cannot_be_captured():
     with pytest.raises(ArgumentError, match="multiplied no parameter"):
         capture(fk.nn.LayerNorm(HIDDEN), batch("cpu"), lambda y: fk.nn.cross_entropy(
             y, fk.tensor(np.zeros(ROWS, np.int64))))  # fmt: skip
+    with pytest.raises(
+        ArgumentError, match=r"model: got a Linear of another library, .* fp8kit_torch.capture"
+    ):
+        capture(torch.nn.Linear(HIDDEN, HIDDEN), np.zeros((2, HIDDEN)), loss)
     twice = fk.nn.Linear(HIDDEN, HIDDEN)
     with pytest.raises(UnsupportedError, match="a weight that multiplies twice"):
         capture(fk.nn.Sequential(twice, twice), batch("cpu"), loss)

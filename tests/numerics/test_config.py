@@ -86,13 +86,20 @@ def test_a_wrong_statistic_is_named_with_its_section():
         read(section(logged(["maxx"])))
 
 
-def test_files(tmp_path):
-    with pytest.raises(FileNotFoundError):
+def test_files_and_empty_configurations(tmp_path, caplog):
+    with pytest.raises(ArgumentError, match=r"config: got nowhere\.yaml: No such file"):
         read("nowhere.yaml")
     for path in (tmp_path, tmp_path / "no_text.yaml"):
         (tmp_path / "no_text.yaml").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(ArgumentError, match="expected a YAML file"):
             read(path)
-    assert read(None).sections == read({}).sections == ()
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    assert read(None).sections == read({}).sections == read(empty).sections == ()
+    assert [said[:26] for said in caplog.messages] == ["inspect: config: it is emp"] * 3
+    read({"a": {"enabled": True, "layers": {"layer_types": ["all"]}}})
+    assert "the section a has no feature that is enabled" in caplog.text
+    with pytest.raises(ArgumentError, match=r"section\.DisableFP8GEMM\.gemms: got"):
+        read(section({"DisableFP8GEMM": {"gemms": ["forward"]}}))
     with pytest.raises(ArgumentError, match="a module"), fk.inspect(3, None):
         pass

@@ -208,7 +208,18 @@ def test_a_layer_in_two_sections():
 
 def test_a_section_without_layers_is_said(caplog):
     inspected(section(logged(["max"]), {"layer_types": ["decoder"]}))
-    assert "no layer was found for the section section" in caplog.text
+    assert "no layer was found for the section section; layers that ran: mlp.fc1, mlp.fc2, out" in caplog.text
+
+
+def test_layers_that_are_missing_are_said_when_the_first_step_ends(caplog):
+    model, config = Native(), section(logged(["max"]), {"exact_layer_names": ["out", "mlp.fc3"]})
+    with fk.inspect(model, config) as log:
+        for _ in range(2):
+            model.train_step()
+            log.step()
+            (said,) = caplog.messages
+    assert caplog.messages == [said]
+    assert said == "inspect: section section: no layer 'mlp.fc3' has run; did you mean mlp.fc2?"
 
 
 def test_what_there_is_none_of_is_said(caplog):
@@ -280,7 +291,9 @@ def test_per_tensor_scaling():
     assert some != results({}, name="delayed", steps=3)
     # fprop, and so y, is the recipe's own in the first step
     assert some[0][0] == results({}, name="delayed", steps=1)[0][0]
-    with pytest.raises(UnsupportedError, match="PerTensorScaling"):
+    with pytest.raises(
+        UnsupportedError, match="PerTensorScaling: got a recipe whose input is E4M3 by tensor, current"
+    ):
         results(one, name="current")
 
 
