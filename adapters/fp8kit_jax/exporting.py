@@ -23,7 +23,8 @@ def export(
     imports ``fp8kit_jax`` first. A text of another fp8kit, or for another kind of device than it was compiled
     for, is a BackendError when the program first runs. ``platforms``, ``disabled_checks``: as there; a
     platform needs one device of its kind in the process that exports. What draws random bits by ``rng`` takes
-    its key from an argument of the function.
+    its key from an argument of the function. Flax's variables come without their boxes
+    (``flax.linen.unbox``): JAX serialises none.
 
     Raises ArgumentError for a function that is not jitted.
     """

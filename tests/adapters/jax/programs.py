@@ -65,6 +65,7 @@ def load(path):
 
 def write(path):
     """Write a Flax layer's inference, in FP8 and by its state, as an exported program with its arguments."""
+    from flax import linen
     from fp8kit_jax import flax
 
     layer, x = flax.LayerNormMLP(48, intermediate_dropout_rate=0.0), example()[1][2]
@@ -76,7 +77,7 @@ def write(path):
 
     with fj.autocast(True, DelayedScaling(amax_history_len=4)):
         variables = layer.init(jax.random.key(0), x)
-    variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)
+    variables = jax.tree.map(lambda leaf: leaf * 1.5, linen.unbox(variables))
     args = jax.tree.map(np.asarray, (variables, x))
     Path(path).write_bytes(pickle.dumps((bytes(fj.export(infer)(*args).serialize()), args)))
     print(digest(infer(*args)))
