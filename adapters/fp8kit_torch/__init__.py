@@ -66,7 +66,7 @@ from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init
 from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8kit_torch.te_compat.export import onnx_export
+from fp8kit_torch.te_compat.export import onnx_export, te_translation_table
 from fp8kit_torch.te_compat.names import as_transformer_engine, found_in, modules_within
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
@@ -145,6 +145,7 @@ __all__ = [
     "quantized_model_init",
     "recipe",
     "revert",
+    "te_translation_table",
 ]
 
 

@@ -37,6 +37,10 @@ def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
 class _OnnxMode(threading.local):
     on = False
 
+    @staticmethod
+    def check(spec: Any) -> None:
+        """Refuses a spec that has no form in ONNX (``onnx_extensions.check``, while it is on)."""
+
 
 onnx_mode = _OnnxMode()  # of ``onnx_export``
 

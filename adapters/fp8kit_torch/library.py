@@ -43,7 +43,7 @@ from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
-from fp8kit_torch.constants import constant_result
+from fp8kit_torch.constants import constant_result, onnx_mode
 from fp8kit_torch.memory import place_of
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, slot_addresses
 from fp8kit_torch.views import as_view, dtype_of, kind_of
@@ -201,6 +201,8 @@ def define(operation: Operation) -> None:
     @forward.register_fake
     def _(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, like = call_by(call), inputs[0]
+        if onnx_mode.on:
+            onnx_mode.check(found.spec)
         signature = found.infer(inputs)
         sources = [inputs[found.names.index(source)] for source in signature.passes.values()]
         made = _blank(_outputs(signature), like)

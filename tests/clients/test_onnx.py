@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.te_compat.export import is_in_onnx_export_mode, te_translation_table
 
 from fp8kit.backends.activation import ALL
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams
+from fp8kit.errors import UnsupportedError
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QParams,
+)
 
 pytestmark = [
     pytest.mark.clients,
@@ -26,7 +36,7 @@ def seed():
     torch.manual_seed(0)
 
 
-def exported(model, args, recipe=None, shapes=None, **kwargs):
+def exported(model, args, recipe=None, shapes=None, table=te_translation_table, **kwargs):
     """The program's operators, and a function of arrays that runs it."""
     import onnxruntime
 
@@ -38,7 +48,7 @@ def exported(model, args, recipe=None, shapes=None, **kwargs):
             dynamo=True,
             verbose=False,
             opset_version=20,
-            custom_translation_table=te_translation_table,
+            custom_translation_table=table,
             dynamic_shapes=shapes,
         )
     proto = program.model_proto
@@ -169,7 +179,8 @@ def test_a_length_that_is_left_open():
     ],
 )
 def test_other_recipes_say_so(recipe, words):
-    with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:
+    """By fp8kit's own error, or as the cause of torch's."""
+    with pytest.raises((NotImplementedError, torch.onnx.OnnxExporterError)) as caught:
         exported(ft.Linear(128, 128).eval(), (torch.randn(128, 128),), recipe)
     found: BaseException | None = caught.value
     seen = []
@@ -177,6 +188,26 @@ def test_other_recipes_say_so(recipe, words):
         seen.append(found)
         found = found.__cause__
     assert any(isinstance(each, NotImplementedError) and words in str(each) for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (None, "custom_translation_table=te.te_translation_table"),
+        (Float8CurrentScaling(), "custom_translation_table=te.te_translation_table"),
+        (MXFP8BlockScaling(), "operands in E4M3 with one scale a tensor"),
+    ],
+)
+def test_an_export_without_the_table_says_what_is_missing(recipe, words):
+    with pytest.raises(UnsupportedError, match=re.escape(words)) as caught:
+        exported(ft.Linear(WIDTH, 32).eval(), (torch.randn(32, WIDTH),), recipe, table=None)
+    assert isinstance(caught.value.__cause__, torch.onnx.OnnxExporterError)
+
+
+def test_an_operation_without_a_translation_is_named():
+    layer = ft.GroupedLinear(2, WIDTH, 16).eval()
+    with pytest.raises(UnsupportedError, match="grouped_linear"):
+        exported(layer, (torch.randn(8, WIDTH), [4, 4]))
 
 
 def test_the_mode_ends():

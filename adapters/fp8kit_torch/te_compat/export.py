@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from fp8kit.arguments import flag
+from fp8kit.errors import UnsupportedError
 from fp8kit_torch.constants import onnx_mode
-from fp8kit_torch.te_compat.onnx_extensions import te_translation_table
+from fp8kit_torch.te_compat.onnx_extensions import TRANSLATED, check, te_translation_table
+
+_MISSING = re.compile(r"No ONNX function found for .*fp8kit[.:]+(\w+)")  # torch's words
 
 
 @contextmanager
@@ -20,22 +24,46 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
             torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True, opset_version=20,
                               custom_translation_table=te_translation_table)
 
-    (``te_translation_table`` of ``transformer_engine.pytorch.export``). No gradient is recorded. Products
-    with one scale a tensor in E4M3, as ``Float8CurrentScaling`` and ``DelayedScaling`` have them, become
-    MatMul of QuantizeLinear and DequantizeLinear; delayed scaling's scales are what they are at the export
-    from then on. Other recipes are a NotImplementedError. ``enabled``: False
-    does nothing. Needs the package ``onnxscript``.
+    (``te.te_translation_table``, in Transformer Engine ``transformer_engine.pytorch.export``'s). No gradient
+    is recorded. Products with one scale a tensor in E4M3, as ``Float8CurrentScaling`` and ``DelayedScaling``
+    have them, become MatMul of QuantizeLinear and DequantizeLinear; delayed scaling's scales are what they
+    are at the export from then on. ``enabled``: False does nothing. Needs the package ``onnxscript``.
+
+    UnsupportedError, a NotImplementedError, for another recipe, for an operation that has no translation, and
+    for an export without the table; torch's own error is its cause.
     """
     flag("onnx_export", "enabled", enabled)
     if not enabled:
         yield
         return
-    before, onnx_mode.on = onnx_mode.on, True
+    before, onnx_mode.on, onnx_mode.check = onnx_mode.on, True, check
     try:
         with torch.no_grad():
             yield
+    except torch.onnx.OnnxExporterError as error:
+        found = _explained(error)
+        if found is None:
+            raise
+        raise found from error
     finally:
         onnx_mode.on = before
+
+
+def _explained(error: BaseException | None) -> UnsupportedError | None:
+    """What fp8kit has to say of the exporter's error; None where that is all torch's own."""
+    while error is not None:
+        if isinstance(error, UnsupportedError):
+            return UnsupportedError(*error.args)
+        missing = _MISSING.search(str(error))
+        if missing and missing[1] in TRANSLATED:
+            wanted = "torch.onnx.export(..., custom_translation_table=te.te_translation_table)"
+            got = f"none of {missing[1]}"
+            return UnsupportedError("onnx_export", "custom_translation_table", got, wanted)
+        if missing:
+            wanted = f"operations of {', '.join(sorted(TRANSLATED))}"
+            return UnsupportedError("onnx_export", "model", missing[1], wanted)
+        error = error.__cause__
+    return None
 
 
 def is_in_onnx_export_mode() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from fp8kit.errors import UnsupportedError
@@ -26,6 +27,25 @@ Values = Mapping[str, Any]
 
 def _refuse(what: str, got: object, wanted: str) -> UnsupportedError:
     return UnsupportedError(_OP, what, got, wanted)
+
+
+def check(spec: Any) -> None:
+    """Refuses an operation's spec with a product that has no form here, when the model is traced."""
+    products = [spec] if isinstance(spec, ProductSpec) else []
+    if is_dataclass(spec):
+        products += [part for name in spec.__dataclass_fields__ for part in _products(getattr(spec, name))]
+    for product in products:
+        if product.weight_cached or product.input_cached:
+            raise _refuse("is_first_microbatch", "FP8 weights or inputs kept from call to call", "None")
+        how = None if product.fp8 is None else product.fp8.fprop
+        for own in () if how is None or how.compute != "quantized" else (how.a, how.b):
+            if own.format != E4M3 or own.granularity != "tensor" or own.levers or own.needs_state:
+                raise _refuse("recipe", str(own), "operands in E4M3 with one scale a tensor")
+
+
+def _products(value: Any) -> list[ProductSpec]:
+    parts = value if isinstance(value, tuple) else (value,)
+    return [part for part in parts if isinstance(part, ProductSpec)]
 
 
 class Graph:
@@ -73,13 +93,6 @@ class Graph:
     def rounded(self, x: Any, quantizer: Any) -> Any:
         """x, quantised to E4M3 and back."""
         op = self.op
-        if (
-            quantizer.format != E4M3
-            or quantizer.granularity != "tensor"
-            or quantizer.levers
-            or quantizer.needs_state
-        ):
-            raise _refuse("recipe", str(quantizer), "operands in E4M3 with one scale a tensor")
         if quantizer.scale_source == "current":
             amax = op.Max(op.ReduceMax(op.Abs(x), keepdims=0), self.number(quantizer.epsilon))
             scale = op.Div(self.number(E4M3.max), amax)
@@ -101,8 +114,6 @@ class Graph:
     def product(self, spec: ProductSpec, x: Any) -> Any:
         """x W^T, and the bias that the product adds, in float32."""
         op, prefix = self.op, spec.prefix
-        if spec.weight_cached or spec.input_cached:
-            raise _refuse("is_first_microbatch", "FP8 weights or inputs kept from call to call", "None")
         weights = [self.input(f"{prefix}weight{i}") for i in range(len(spec.segments))]
         axis = 0 if spec.layout == "oi" else 1
         w = weights[0] if len(weights) == 1 else op.Concat(*weights, axis=axis)
@@ -401,6 +412,8 @@ def _translation(name: str) -> Callable[..., tuple[Any, ...]]:
 
     return translate
 
+
+TRANSLATED = frozenset(_TRANSLATIONS)  # names of operations
 
 # operation of torch -> its translation
 te_translation_table: dict[Any, Callable[..., tuple[Any, ...]]] = {
