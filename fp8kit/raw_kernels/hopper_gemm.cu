@@ -2,17 +2,17 @@
 //
 // functions: hopper_gemm (fp8_gemm, block_gemm)
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; HANDOFF=0
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; HANDOFF=1
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; HANDOFF=1
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; HANDOFF=0
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; HANDOFF=1
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; HANDOFF=1
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
 // multiprocessors). Its 12 warps have two roles:
@@ -31,9 +31,8 @@
 // and the partial sum is scaled first. The order is that of fk.Accumulation's "hopper_fast" and
 // "hopper_split".
 //
-// HANDOFF 1: the two multipliers begin their products in turn, so that one adds to its float32 sums while the
-// other's products run. CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if
-// BM < BN; each loads half of these and sends it to both.
+// CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if BM < BN; each loads half of
+// these and sends it to both.
 #include "fp8.cuh"
 #include "hopper.cuh"
 
@@ -104,8 +103,6 @@ struct Memory {
   }
   __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
-  // of a multiplier
-  __device__ __forceinline__ u32 turn(int group) const { return full(2 * STAGES + group); }
 };
 
 DEVICE float shared_float(u32 address) {
@@ -208,8 +205,8 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
   }
 }
 
-// The sums of one tile. `group`: 0 or 1, which multiplier; `turn`: parity of its next turn.
-DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group, u32& turn,
+// The sums of one tile. `group`: 0 or 1, which multiplier.
+DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
                      float (&total)[WAVES][BN / 2]) {
   const i32 depths = (i32)job.depths, first = group * 64 * WAVES;  // of the tile's rows
   if constexpr (PROMOTE == 0) {
@@ -259,7 +256,6 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
     for (int w = 0; w < WAVES; ++w)
 #pragma unroll
       for (int begin = 0; begin < STEPS; begin += PIECE) {
-        if constexpr (HANDOFF) barrier_wait(memory.turn(group), turn), turn ^= 1;
         hold(part);
         products_fence();
 #pragma unroll
@@ -267,7 +263,6 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
           multiply_tiles<BN>(part, a + 512 * w + 2 * i, b + 2 * i, i - begin + depth % TILES);
         products_commit();
         hold(part);
-        if (HANDOFF && lane() == 0) barrier_arrive(memory.turn(1 - group));
         // scales, while the products run
         if (SQUARES && w == 0 && begin == 0) square = squares.at(depth);
 #pragma unroll
@@ -382,7 +377,6 @@ hopper_gemm(const __grid_constant__ Job job) {
       barrier_init(memory.full(stage), 1);
       barrier_init(memory.empty(stage), MULTIPLIERS / 32 * CLUSTER);  // of every warp that multiplies it
     }
-    for (int group = 0; group < 2; ++group) barrier_init(memory.turn(group), MULTIPLIERS / 2 / 32);
     barriers_are_set();
   }
   if constexpr (CLUSTER > 1) cluster_sync();
@@ -398,10 +392,9 @@ hopper_gemm(const __grid_constant__ Job job) {
     const i32 tiles = (i32)(job.tall * job.wide), step = gridDim.x / CLUSTER;
     Place place;
     float total[WAVES][BN / 2];
-    u32 turn = group ^ 1;  // the first multiplier's first one is at once
     for (i32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += step) {
       const Tile at = tile_at(job, tile, rank);
-      multiply(job, memory, place, at, group, turn, total);
+      multiply(job, memory, place, at, group, total);
 #pragma unroll
       for (int w = 0; w < WAVES; ++w) write(job, total[w], at.row + 64 * (WAVES * group + w), at.column);
     }

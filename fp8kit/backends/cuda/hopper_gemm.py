@@ -36,12 +36,11 @@ _SCALES = {
 
 class Tiling(NamedTuple):
     """How the result is cut: ``rows`` x ``columns`` a block at a time, ``cluster`` blocks that share what
-    they load, ``handoff``: see hopper_gemm.cu."""
+    they load."""
 
     rows: int
     columns: int
     cluster: int
-    handoff: int
 
 
 class _Plan(NamedTuple):
@@ -62,8 +61,8 @@ _SMALL = {"whole": (128, 64), "lines_squares": (128, 64)}  # columns of the othe
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
     """The tiling that a product of m x n elements, k terms each, is made by: the one whose tiles' costs, by
     rounds of all multiprocessors, are the least."""
-    large = Tiling(256, 128, 1, 1) if promote else Tiling(128, 256, 1, 0)
-    tilings = [large, *(Tiling(128, columns, 1, large.handoff) for columns in _SMALL.get(scales, ()))]
+    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
+    tilings = [large, *(Tiling(128, columns, 1) for columns in _SMALL.get(scales, ()))]
 
     def cost(one: Tiling) -> float:
         first, each = _COSTS[one.rows * one.columns]
@@ -138,7 +137,6 @@ def _plan(
         BM=str(at.rows),
         BN=str(at.columns),
         CLUSTER=str(at.cluster),
-        HANDOFF=str(at.handoff),
     )
     sizes = m, n, out_stride, ceil_div(k, _DEPTH), *steps, tall, wide, band
     return _Plan(kernel, clusters * at.cluster, maps, sizes)  # type: ignore[arg-type]
