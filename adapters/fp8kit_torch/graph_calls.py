@@ -98,6 +98,12 @@ class GraphedCall:
         for at, tensor in zip(self._at, other.inputs, strict=True):
             self.leaves[at] = tensor
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an output depends on an input or a parameter that wants a gradient."""
+        wanted = any(t.requires_grad for t in (*self.inputs, *self.parameters))
+        return wanted and any(g is not None for g in self.grad_outputs)
+
     # --- eagerly, and while a graph is captured -------------------------------------------------------------
 
     def forward(self) -> list[Any]:
@@ -125,10 +131,10 @@ class GraphedCall:
 
     def backward(self, retain: bool = False) -> list[Tensor | None]:
         """The gradients of the inputs and the parameters, None for what needs or has none."""
+        if not self.has_gradients:
+            return [None] * (len(self.inputs) + len(self.parameters))
         pairs = [(o, g) for o, g in zip(self.live, self.grad_outputs, strict=True) if g is not None]
         wanted = [t for t in (*self.inputs, *self.parameters) if t.requires_grad]
-        if not pairs or not wanted:
-            return [None] * (len(self.inputs) + len(self.parameters))
         outputs, grads = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outputs, wanted, grads, retain, allow_unused=True))
         return [next(found) if t.requires_grad else None for t in (*self.inputs, *self.parameters)]
@@ -139,8 +145,9 @@ class GraphedCall:
         self.differentiable = [isinstance(o, Tensor) and o.requires_grad for o in self.outputs]
 
     def capture_backward(self, graph: Any, retain: bool) -> None:
-        """So do the gradients; autograd's graph is let go of."""
-        self.gradients, self.backward_graph = graph.capture(lambda: self.backward(retain)), graph
+        """So do the gradients; autograd's graph is let go of. A call without gradients has no graph."""
+        if self.has_gradients:
+            self.gradients, self.backward_graph = graph.capture(lambda: self.backward(retain)), graph
         self.close()
 
     def close(self) -> None:

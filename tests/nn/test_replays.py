@@ -3,6 +3,7 @@ engines."""
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -38,6 +39,11 @@ LAYERS = {
 def train(name: str, recipe: object, device: str, forget: bool) -> list[np.ndarray]:
     """Outputs, gradients and parameters of some steps on different data; ``forget``: no step knows the calls
     of another."""
+    if device == "cuda":  # blocks that other tests left would come and go as their garbage is found
+        import cupy
+
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
     nn.random.manual_seed(3)
     layer = LAYERS[name](device)
     optimizer = AdamW(list(layer.parameters()), lr=1e-2)
@@ -84,8 +90,13 @@ def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
     assert known == (device == "cuda")
     if name == "TransformerLayer":  # which of many free blocks the allocator gives is its own affair
         return
-    # from the third step on memory comes at the same addresses; soon the calls are known, and graphs run
-    assert len(again) >= STEPS and any(one._graph for one in again) if known else not again
+    if not known:
+        assert not again
+        return
+    # Addresses come again, in every step or, where the pool's blocks take turns, in every second one; soon
+    # the calls are known, and graphs run.
+    assert len(again) >= STEPS // 2
+    assert any(one._graph for one in again)
 
 
 @pytest.mark.parametrize(
