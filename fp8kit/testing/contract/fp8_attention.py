@@ -14,9 +14,9 @@ from fp8kit.formats import E4M3, E5M2, Format, float32
 from fp8kit.quantization import Quantizer
 from fp8kit.testing.attention import Rules, Sizes
 from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product, snapshot
-from fp8kit.testing.contract.sampler import narrowed
 from fp8kit.testing.contract import attention as plain
 from fp8kit.testing.contract.running_sums import running
+from fp8kit.testing.contract.sampler import narrowed
 from fp8kit.testing.fp8_attention import Fp8Oracle, fp8_results, scale_of
 
 _P = Quantizer(E4M3, scale_source="static", static_scale=256.0)
