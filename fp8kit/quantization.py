@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.arguments import choice, integer, shown
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E2M1, Format, float32
 
@@ -433,6 +433,9 @@ class AmaxHistory:
 
       the first one at 1 step; then the next is measured. It is the update that skips what is measured in
       between: casts record it. ``amax_algo`` has no meaning then for w, and x has no state.
+    * ``by_window``: the scales change once in ``length`` steps: when the window is full, by its amaxes. Then
+      the next window begins (Fishman et al., arXiv 2409.12517). A scale of 1, as all are at first, does not
+      wait: it changes after every step, by the amaxes so far. Not with callables or ``growth``.
 
     RecipeError for values out of their range.
     """
@@ -447,6 +450,7 @@ class AmaxHistory:
     recipe: Any = None
     power_2: bool = False
     growth: float | None = None
+    by_window: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_forward", "max_backward"):
@@ -456,6 +460,9 @@ class AmaxHistory:
         integer("AmaxHistory", "margin", self.margin, -32, 32, RecipeError)
         if not callable(self.amax_algo):
             choice("AmaxHistory", "amax_algo", self.amax_algo, ("max", "most_recent"), RecipeError)
+        flag("AmaxHistory", "by_window", self.by_window, RecipeError)
+        if self.by_window and (self.on_host or self.growth is not None):
+            raise RecipeError("AmaxHistory", "by_window", "True", "False beside callables or growth")
         if self.growth is None:
             return
         if not (isinstance(self.growth, int | float) and 0 <= self.growth < np.inf):
@@ -472,7 +479,14 @@ class AmaxHistory:
         words += [f"margin {self.margin}"] * bool(self.margin) + ["powers of two"] * self.power_2
         if self.growth is not None:
             words.append(f"w predicted, {self.growth:g} a step, from one amax in {self.length}")
+        words += ["once in a window"] * self.by_window
         return ", ".join(words)
+
+    def rule(self, forward: bool) -> tuple[int, bool, bool, float | None, bool]:
+        """What the kernel ``update_delayed_`` is told of x and w, or else of g: margin, most_recent, power_2,
+        growth, by_window."""
+        growth = self.growth if forward else None
+        return self.margin, self.most_recent, self.power_2, growth, self.by_window
 
     @cached_property
     def most_recent(self) -> bool:

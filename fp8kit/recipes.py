@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8kit.arguments import choice
+from fp8kit.arguments import choice, integer
 from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
+from fp8kit.errors import RecipeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
@@ -47,6 +48,7 @@ _EDEN = replace(_NV4, scale_rule="eden", hadamard=128, signs="random", factor=16
 _EARLIER = Quantizer(E4M3, scale_source="delayed")
 _EARLIER_GRADIENT = replace(_EARLIER, format=E5M2)
 _NARROW = replace(_EARLIER, format=E4M3_240)
+_WINDOW = 1024  # amaxes, of all ranks, by which Fishman's scales change
 _STATIC = Quantizer(E4M3, scale_source="static")
 _FLASH = replace(attention_of(Quantizer(E4M3), Quantizer(E5M2)), rows_per_block=128, rotation=128, signs="te")
 
@@ -64,6 +66,16 @@ def moss(learning_rate: float, interval: int = 500) -> DataRecipe:
     data = Quantization.of(_MOSS, weight, replace(_MOSS, format=E5M2), fprop="split")
     rule = AmaxHistory(E4M3.max, E5M2.max, interval, growth=learning_rate)
     return DataRecipe(data, "moss_predicted", history=rule)
+
+
+def fishman(ranks: int = 1) -> DataRecipe:
+    """Fishman et al. (arXiv 2409.12517), with a window of 1024 / ``ranks`` steps: the amaxes of so many
+    data-parallel ranks, at most 1024, fill it together. RecipeError for values out of their range."""
+    integer("fishman", "ranks", ranks, 1, _WINDOW, RecipeError)
+    gradient = Gemm(replace(_EARLIER_GRADIENT, stochastic_bits=32), _EARLIER_GRADIENT)
+    data = Quantization(Gemm(_NARROW, _NARROW, "fast"), gradient, gradient)
+    rule = AmaxHistory(E4M3_240.max, E5M2.max, _WINDOW // ranks, power_2=True, by_window=True)
+    return DataRecipe(data, "fishman", history=rule)
 
 
 NAMED: dict[str, Named] = {
@@ -130,18 +142,11 @@ NAMED: dict[str, Named] = {
         "largest; MS-AMP takes the weight's own amax, and in the first 16 steps each tensor's",
     ),
     "fishman": Named(
-        DataRecipe(
-            Quantization(
-                Gemm(_NARROW, _NARROW, "fast"),
-                Gemm(replace(_EARLIER_GRADIENT, stochastic_bits=32), _EARLIER_GRADIENT),
-                Gemm(replace(_EARLIER_GRADIENT, stochastic_bits=32), _EARLIER_GRADIENT),
-            ),
-            "fishman",
-            history=AmaxHistory(E4M3_240.max, E5M2.max, 1024, power_2=True),
-        ),
+        fishman(),
         "Fishman et al. 2024, Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517, and its "
         "experimental/fp8_linear.py: E4M3 up to 240 forward, all of E5M2 backward, gradients stochastically; "
-        "scales in powers of two of 1024 steps' largest amax, here at every step, there once in 1024",
+        "scales in powers of two, once in 1024 steps by these steps' largest amax, the first one after one "
+        "step: fp8kit.recipes.fishman(ranks) for more ranks, whose windows are shorter",
     ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),

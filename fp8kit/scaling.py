@@ -239,7 +239,7 @@ def update(
         kernels = dispatch.kernels(device)
         # many cost their look-up more than they save
         recorded = replay.direct(kernels) if len(there) <= _FEW else None
-        rule = history.margin, history.most_recent, history.power_2, history.growth if forward else None
+        rule = history.rule(forward)
         call = (kernels, there, fp8_max, rule, on)
         if recorded is None:
             _update_delayed(*call)
@@ -253,7 +253,7 @@ def _update_delayed(
     kernels: Any,
     there: Sequence[tuple[ArrayView, ...]],
     fp8_max: float,
-    rule: tuple[int, bool, bool, float | None],
+    rule: tuple[int, bool, bool, float | None, bool],
     stream: int,
 ) -> None:
     """The kernel call for the (scale, scale_inv, amax_history) of all states of a device."""

@@ -60,6 +60,7 @@ def updated(
     most_recent: bool,
     power_2: bool = False,
     growth: float | None = None,
+    by_window: bool = False,
 ) -> Slot:
     """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s
     rule, in JAX.
@@ -67,7 +68,8 @@ def updated(
     Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max *
     2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``, a power of two with
     ``power_2``; the history rolls by one and amax becomes its last row. With ``growth`` a is a bound of the
-    next amax, and the last row is 0 where an older row holds the measure. XLA's CPU code takes a subnormal
+    next amax, and the last row is 0 where an older row holds the measure. With ``by_window`` the scale
+    changes where the window is full, which begins anew, or where it is 1. XLA's CPU code takes a subnormal
     amax for 0. Written in JAX, where XLA fuses it; the bits are the engine's
     (``tests/adapters/jax/test_same_as_native.py``).
     """
@@ -85,13 +87,17 @@ def updated(
         bound = jnp.max(bounds, keepdims=True, initial=0.0)
         a = jnp.where(bound > 0, bound, amax + np.float32(growth))
         kept = jnp.where((bound > 0) | ~jnp.isfinite(amax), zero, amax)
-    usable = jnp.isfinite(a) & (a > 0)
+    usable, full = jnp.isfinite(a) & (a > 0), jnp.zeros_like(used)
+    if by_window:
+        full = used & (before[:1] != 0) if before.shape[0] else used
+        usable &= full | (slot.scale == 1)
     # capped by divide
     new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])
     if power_2:
         bits = jax.lax.bitcast_convert_type(new, jnp.uint32) & np.uint32(0xFF800000)
         new = jax.lax.bitcast_convert_type(bits, jnp.float32)
     rolled = jnp.concatenate([zero, before[1:], kept]) if before.shape[0] else zero
+    rolled = jnp.where(full, 0.0, rolled)
     return Slot(
         jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before]))
     )
@@ -105,14 +111,13 @@ def next_state(
     for key, slot in state.items():
         backward = key.endswith("g")
         fp8_max = history.max_backward if backward else history.max_forward
-        rule = history.margin, history.most_recent, history.power_2, None if backward else history.growth
-        step = _summable(fp8_max, rule, axes)
+        step = _summable(fp8_max, history.rule(not backward), axes)
         made[key] = step(slot, amaxes[key] if key in amaxes else slot.scale * 0)
     return made
 
 
 @functools.lru_cache(maxsize=256)
-def _summable(fp8_max: float, rule: tuple[int, bool, bool, float | None], axes: tuple[str, ...]) -> Any:
+def _summable(fp8_max: float, rule: tuple[int, bool, bool, float | None, bool], axes: tuple[str, ...]) -> Any:
     """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next
     slot."""
 

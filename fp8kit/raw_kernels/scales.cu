@@ -36,9 +36,11 @@ constexpr int ROWS = 8;  // of a history that a thread has under way
 struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
-// growth: of an amax in a step, where scales are made of a bound of it, else negative.
+// growth: of an amax in a step, where scales are made of a bound of it, else negative. by_window: scales
+// change where the window is full, and those that are 1.
 extern "C" __global__ void __launch_bounds__(128)
-update_delayed(i64 most_recent, i64 power_2, f64 growth, const __grid_constant__ States states) {
+update_delayed(i64 most_recent, i64 power_2, f64 growth, i64 by_window,
+               const __grid_constant__ States states) {
   start_early();
   __shared__ float shared[32];
   const State state = states.at[blockIdx.x];
@@ -47,6 +49,7 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, const __grid_constant__
   float* history = state.history + tensor;
   const float newest = history[0];
   if (newest == 0.0f) return;
+  const bool full = by_window && (length == 1 || history[n] != 0.0f);
 
   // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands
   // ahead of its overwriting
@@ -68,7 +71,7 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, const __grid_constant__
       // row 0's amax is there too, as the last one
       else if (row < length - 1 && next[k] > 0.0f)
         amax = fmaxf(amax, __fadd_rn(next[k], __fmul_rn(grown, (float)(length - row))));
-      if (row < length) history[row * n] = row == 0 ? 0.0f : next[k];
+      if (row < length) history[row * n] = row == 0 || full ? 0.0f : next[k];
     }
   }
   amax = block_max(amax, shared);
@@ -80,8 +83,10 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, const __grid_constant__
       if (!known) amax = __fadd_rn(newest, grown);
     }
     float s = state.scale[tensor];
-    if (amax > 0.0f && amax < INF) s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), FLT_MAX);
-    if (power_2 && amax > 0.0f && amax < INF) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
+    if (amax > 0.0f && amax < INF && (!by_window || full || s == 1.0f)) {
+      s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), FLT_MAX);
+      if (power_2) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
+    }
     state.scale[tensor] = s;
     state.scale_inv[tensor] = __fdiv_rn(1.0f, s);
   }

@@ -45,7 +45,7 @@ def test_the_variants_are_those_of_the_source() -> None:
 @pytest.mark.parametrize("count", [1, 8, 9, 96, 97, 200])
 def test_every_state_travels_once(count: int, launches: list[tuple[Any, ...]]) -> None:
     parts = states(count)
-    scales.update_delayed_(*parts, [448.0 + i for i in range(count)], 2, True, False, 0.5, 77)
+    scales.update_delayed_(*parts, [448.0 + i for i in range(count)], 2, True, False, 0.5, False, 77)
     seen = []
     for (function, room), grid, block, (*rule, table), stream in launches:
         assert (function, block, *rule, stream) == ("update_delayed", 128, True, False, 0.5, 77)
@@ -69,7 +69,7 @@ def test_an_update_keeps_no_state_alive(launches: list[tuple[Any, ...]]) -> None
     owner = type("Owner", (), {})()
     gone = weakref.ref(owner)
     parts = [[ArrayView(7, shape, float32, GPU, owner)] for shape in ((3,), (3,), (16, 3))]
-    scales.update_delayed_(*parts, [448.0], 0, False, True, None, 0)
+    scales.update_delayed_(*parts, [448.0], 0, False, True, None, False, 0)
     assert len(launches) == 1
     del parts, owner
     gc.collect()

@@ -76,6 +76,28 @@ def test_a_window_in_powers_of_two(device: str) -> None:
         assert scales.tolist() == [want, 1.0, 1.0]  # those of w and y have no history
 
 
+def test_a_scale_changes_once_in_a_window(device: str) -> None:
+    """Fishman's rule: by the largest amax of the full window, in powers of two; the first scale follows the
+    first step. Forward and backward alike."""
+    how = recipe.DataRecipe(
+        Quantization.of(EARLIER, EARLIER, EARLIER_G),
+        history=replace(WINDOW, length=3, power_2=True, by_window=True),
+    )
+    layer = fk.nn.Linear(K, N, bias=False, device=device)
+    amaxes: dict[str, list[Any]] = {"fwd": [], "bwd": []}
+    for step, size in enumerate((1.0, 9.0, 2.0, 0.1, 0.2, 0.1, 40.0)):
+        x, g = draw(step, M, K) * np.float32(size), draw(step + 9, M, N) * np.float32(size)
+        with fk.autocast(recipe=how):
+            y = layer(fk.tensor(x, requires_grad=True, device=device))
+        y.backward(g)
+        # the steps whose amaxes the scale is of: the first, then every full window
+        first, last = (0, 1) if step < 2 else (0, 3) if step < 5 else (3, 6)
+        for name, values, most in (("fwd", x, E4M3.max), ("bwd", g, E5M2.max)):
+            amaxes[name].append(np.abs(values).max())
+            scale = np.array(layer.fp8_meta[f"scaling_{name}"].views["scale"].numpy())[0]
+            assert scale == 2.0 ** np.floor(np.log2(most / max(amaxes[name][first:last])))
+
+
 def test_roles_of_a_custom_recipe_have_state(device: str) -> None:
     """A function's answers are those of the data that say the same."""
 
@@ -118,5 +140,12 @@ def test_rules_that_do_not_fit_are_refused_by_name() -> None:
             replace(WINDOW, **fields)
     with pytest.raises(RecipeError, match=r"growth: got 0\.1, expected None beside callables"):
         replace(WINDOW, growth=0.1, amax_algo=lambda rows: rows[0])
+    for more in ({"growth": 0.1}, {"scale_algo": lambda *arguments: arguments[0]}):
+        with pytest.raises(RecipeError, match="by_window: got True, expected False beside"):
+            replace(WINDOW, by_window=True, **more)
+    for ranks in (0, 2048):
+        with pytest.raises(RecipeError, match="fishman: ranks: got"):
+            recipes.fishman(ranks)
+    assert recipes.fishman(8).history.length == 128
     with pytest.raises(RecipeError, match="AmaxHistory: growth"):
         recipes.moss(-1.0)

@@ -169,7 +169,7 @@ def test_every_amax_gives_a_scale_and_an_inverse(margin, fp8_max, device):
     state = state_with(amax[None], np.full_like(amax, 3), device)
     scale, scale_inv, history = state.views.values()
     dispatch.kernels(scale.device).update_delayed_(
-        [scale], [scale_inv], [history], [fp8_max], margin, False, False, None, 0
+        [scale], [scale_inv], [history], [fp8_max], margin, False, False, None, False, 0
     )
     got, inverse = f64(scale), f64(scale_inv)
     assert (got > 0).all()

@@ -80,6 +80,11 @@ _EARLIER_TOO = (
         "powers of two",
         history=replace(_WINDOW, power_2=True),
     ),
+    recipe.DataRecipe(
+        Quantization.of(_EARLIER, _EARLIER, _EARLIER_G),
+        "once in a window",
+        history=replace(_WINDOW, length=2, by_window=True),
+    ),
 )
 # recipes without a name of their own
 VARIANTS = {

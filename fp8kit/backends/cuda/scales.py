@@ -66,13 +66,14 @@ def update_delayed_(
     most_recent: bool,
     power_2: bool,
     growth: float | None,
+    by_window: bool,
     stream: int,
 ) -> None:
     """See ``backends.protocol``. One launch for every 96 states."""
     if not scales:
         return
     factor, index = 2.0**-margin, scales[0].device.index
-    rule = most_recent, power_2, -1.0 if growth is None else float(growth)
+    rule = most_recent, power_2, -1.0 if growth is None else float(growth), by_window
     for first in range(0, len(scales), _STATES[-1]):
         part = slice(first, first + _STATES[-1])
         longest, table = 0, Structure()

@@ -48,6 +48,7 @@ class Scales(Protocol):
         most_recent: bool,
         power_2: bool,
         growth: float | None,
+        by_window: bool,
         stream: int,
     ) -> None:
         """Delayed scaling's update of many states at once. scales, scale_invs: float32 [n] each; histories:
@@ -61,4 +62,7 @@ class Scales(Protocol):
 
         With ``growth``, at least 0, amax is a bound of the next one, in float32: where a row i > 0 holds a
         measure r, amax = max(r + growth * (H - i + 1)) over these, and row H - 1 becomes 0; else amax = row 0
-        + growth, and row H - 1 becomes row 0, 0 where that is Inf or NaN."""
+        + growth, and row H - 1 becomes row 0, 0 where that is Inf or NaN.
+
+        With ``by_window``, not beside ``growth``, the scale changes only where the window is full (H is 1, or
+        row 1, the oldest, is not 0) or the scale is 1; where it is full all rows become 0."""

@@ -88,12 +88,13 @@ def update_delayed_(
     most_recent: bool,
     power_2: bool,
     growth: float | None,
+    by_window: bool,
     stream: int,
 ) -> None:
     """See ``Kernels.update_delayed_``."""
     for scale, scale_inv, history, fp8_max in zip(scales, scale_invs, histories, fp8_maxes, strict=True):
         scaled_max = np.float32(fp8_max * 2.0**-margin)
-        rule = scaled_max, most_recent, power_2, growth
+        rule = scaled_max, most_recent, power_2, growth, by_window
         _update(scale.numpy(), scale_inv.numpy(), history.numpy(), *rule)
 
 
@@ -105,8 +106,10 @@ def _update(
     most_recent: bool,
     power_2: bool,
     growth: float | None,
+    by_window: bool,
 ) -> None:
     moved, kept = history[0] != 0, history[0].copy()
+    full = by_window & (history[min(1, len(history) - 1)] != 0)
     most = history[0] if most_recent else np.fmax.reduce(history, axis=0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if growth is not None:
@@ -119,9 +122,12 @@ def _update(
         if power_2:
             fresh = (fresh.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         usable = moved & np.isfinite(most) & (most > 0)
+        if by_window:
+            usable &= full | (scale == 1)
         scale[...] = np.where(usable, fresh, scale)
         scale_inv[...] = np.where(moved, np.float32(1) / scale, scale_inv)
     rolled = np.roll(history, -1, axis=0)
     rolled[-1] = kept
     rolled[0] = 0
+    rolled[:, full] = 0
     history[...] = np.where(moved, rolled, history)

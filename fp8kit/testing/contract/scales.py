@@ -131,9 +131,11 @@ def update_delayed_(
     newest: bool = False,
     power_2: bool = False,
     growth: float | None = None,
+    by_window: bool = False,
 ) -> Arguments:
     """Histories of ``m`` updates with special amaxes among them, of ``slots`` states each; ``newest``: not in
-    the newest row, as after an ordinary step. With ``growth`` a third of them hold no other row."""
+    the newest row, as after an ordinary step. With ``growth`` a third of them hold no other row, with
+    ``by_window`` likewise no oldest one, and some scales are 1."""
 
     def history(count: int) -> Array:
         values = np.abs(s.draw((m, count)))
@@ -142,11 +144,18 @@ def update_delayed_(
         values[strewn] = s.random.choice(_HISTORY, int(strewn.sum()))
         if growth is not None:
             values[1:, s.random.random(count) < 1 / 3] = 0
+        if by_window:
+            values[1:2, s.random.random(count) < 1 / 2] = 0
+        return values
+
+    def scale(count: int) -> Array:
+        values = s.random.uniform(0.01, 30, count)
+        values[s.random.random(count) < by_window / 3] = 1
         return values
 
     counts = slots or (n,)
     return {
-        "scales": [s.put(s.random.uniform(0.01, 30, count), float32) for count in counts],
+        "scales": [s.put(scale(count), float32) for count in counts],
         "scale_invs": [s.full(5.0, count) for count in counts],
         "histories": [s.put(history(count)) for count in counts],
         "fp8_maxes": (448.0, 57344.0, 448.0)[: len(counts)],
@@ -154,6 +163,7 @@ def update_delayed_(
         "most_recent": recent,
         "power_2": power_2,
         "growth": growth,
+        "by_window": by_window,
     }
 
 
@@ -169,14 +179,15 @@ def update_delayed_oracle(a: Any) -> Results:
             stored = rows[0, t]
             if a.growth is not None:
                 amax, stored = _bound(rows[:, t], np.float32(a.growth))
-            if np.isfinite(amax) and amax > 0:
+            full = a.by_window and rows[min(1, len(rows) - 1), t] != 0
+            if np.isfinite(amax) and amax > 0 and (not a.by_window or full or scale[t] == 1):
                 with np.errstate(over="ignore", under="ignore", divide="ignore"):
                     fresh = np.float32(fp8_max * 2.0**-a.margin) / np.float32(amax)
                 scale[t] = np.clip(fresh, np.float32(2.0**-126), np.float32(float32.max))
                 if a.power_2:
                     scale[t] = np.ldexp(np.float32(0.5), np.frexp(scale[t])[1])
             inverse[t] = np.float32(1) / scale[t]
-            rows[:, t] = [0, *rows[2:, t], stored] if len(rows) > 1 else [0]
+            rows[:, t] = 0 if full or len(rows) == 1 else [0, *rows[2:, t], stored]
         found |= {f"scales[{i}]": scale, f"scale_invs[{i}]": inverse, f"histories[{i}]": rows}
     return found
 
@@ -268,6 +279,17 @@ TESTS = (
             }
             for length in (1, 2, 16, 2100)
             for power_2, growth in ((True, None), (False, 0.0), (False, 0.25), (True, 3e38))
+        }
+        | {
+            f"H{length}-window{'-recent' * recent}": {
+                "m": length,
+                "slots": (1, 7, 300),
+                "recent": recent,
+                "power_2": not recent,
+                "by_window": True,
+            }
+            for length in (1, 2, 16, 2100)
+            for recent in (False, True)
         },
     ),
 )

@@ -15,19 +15,21 @@ from fp8kit.testing import assert_same_bits
 SPECIAL = np.array([0, np.inf, np.nan, 1e-30, 1e30, 3e38], np.float32)
 
 
-@pytest.mark.parametrize("growth", [None, 0.0, 0.37, 3e38])
+@pytest.mark.parametrize(
+    ("growth", "by_window"), [(None, False), (None, True), (0.0, False), (0.37, False), (3e38, False)]
+)
 @pytest.mark.parametrize("power_2", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_the_bits_of_the_kernel(length: int, power_2: bool, growth: float | None) -> None:
+def test_the_bits_of_the_kernel(length: int, power_2: bool, growth: float | None, by_window: bool) -> None:
     random, many = np.random.default_rng(length), 60
     history = np.abs(random.standard_normal((length, many))).astype(np.float32)
     history[:, ::3] = random.choice(SPECIAL, history[:, ::3].shape)
     history[1:, 1::3] = 0
-    scale = np.full(many, 3, np.float32)
+    scale = random.choice(np.array([1, 3], np.float32), many)
     parts = [fk.tensor(v.copy(), device="cpu").view for v in (scale, 1 / scale, history)]
-    dispatch.kernels(CPU).update_delayed_(*[[part] for part in parts], [448.0], 1, False, power_2, growth, 0)
-    rule = 448.0, 1, False, power_2, growth
-    step = jax.jit(jax.vmap(lambda s, h, a: updated(Slot(s, h), a, *rule)))
+    rule = 1, False, power_2, growth, by_window
+    dispatch.kernels(CPU).update_delayed_(*[[part] for part in parts], [448.0], *rule, 0)
+    step = jax.jit(jax.vmap(lambda s, h, a: updated(Slot(s, h), a, 448.0, *rule)))
     found = step(scale[:, None], history.T, history[0][:, None])
     want, rows = parts[0].numpy(), parts[2].numpy()
     assert_same_bits("scale", np.asarray(found.scale)[:, 0], want)
