@@ -203,8 +203,8 @@ class PerLayer(Recipe):
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
         found = self._found(name)
-        if not name and not any(fnmatchcase("", pattern) for pattern, _ in self.rules):
-            _say_unnamed(self, kind or "a layer")
+        if self.rules and not name and not any(fnmatchcase("", pattern) for pattern, _ in self.rules):
+            _say_unnamed(self, kind or "a layer", "no rule of PerLayer fits it", self)
         return None if found is None else found.for_layer(kind, name)
 
     def attention_for(self, name: str) -> AttentionQuantization | None:
@@ -219,16 +219,18 @@ class PerLayer(Recipe):
         return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
 
 
-_UNNAMED: dict[PerLayer, None] = {}  # those whose layers without names were warned of
+_UNNAMED: dict[object, None] = {}  # recipes, or functions, whose layers without names were warned of
 
 
-def _say_unnamed(recipe: PerLayer, kind: str) -> None:
-    if recipe.rules and recipe not in _UNNAMED:
-        _UNNAMED[recipe] = None
+def _say_unnamed(recipe: Recipe, kind: str, why: str, known_by: object) -> None:
+    """Warn once for each ``known_by`` of a layer without a name."""
+    if known_by not in _UNNAMED:
+        _UNNAMED[known_by] = None
         log.warning(
-            "%s has no name, so no rule of PerLayer fits it: name_layers(model) of fk.nn / fp8kit_torch "
-            "names layers (%s)",
+            "%s has no name, so %s: name_layers(model) of fk.nn, fp8kit_torch or fp8kit_jax.nnx names "
+            "layers, or the argument name does (%s)",
             kind,
+            why,
             recipe.short_name(),
         )
 
@@ -252,6 +254,30 @@ class QuantizerRole(NamedTuple):
     def module_type(self) -> str:
         """The kind of layer, as Transformer Engine calls it: "linear" or "grouped_linear"."""
         return "grouped_linear" if self.module.lower().startswith("grouped") else "linear"
+
+
+class _Asking(QuantizerRole):
+    """A role of a layer without a name, which warns when the function reads the name."""
+
+    recipe: CustomRecipe
+
+    @property
+    def name(self) -> str:
+        qfactory = self.recipe.qfactory
+        why = f"{getattr(qfactory, '__name__', 'the function')} of CustomRecipe finds none in role.name"
+        # a function that is written in a loop is made anew each time, of one code
+        _say_unnamed(self.recipe, self.module, why, getattr(qfactory, "__code__", qfactory))
+        return ""
+
+    def __repr__(self) -> str:
+        return repr(QuantizerRole(*self))
+
+    @classmethod
+    def of(cls, recipe: CustomRecipe, *role: str) -> _Asking:
+        """The role, for this recipe's function."""
+        found = cls(*role)
+        found.recipe = recipe
+        return found
 
 
 # class of what a ``CustomRecipe``'s function may give besides -> what that means for a role
@@ -289,7 +315,9 @@ class CustomRecipe(Recipe):
     * ``accumulation``: from the name of a GEMM to a ``Gemm.accumulation``; None: "split" for all.
     * ``history``: how the scales of operands with ``scale_source`` "delayed" follow from earlier steps.
 
-    What ``torch.compile`` traces holds the function's answers. Raises RecipeError, also for an answer that is
+    What ``torch.compile`` traces holds the function's answers. Where the function reads the name of a layer
+    that has none, the logger "fp8kit" warns, once for each function; ``PerLayer`` says how layers get names.
+    Raises RecipeError, also for an answer that is
     neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects: in PyTorch those of
     ``fp8kit_torch`` may be answers too.
     """
@@ -369,7 +397,8 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
         sides = []
         for operand in operands:
             role = QuantizerRole(kind, name, _NAMES[operand], gemm)
-            side: Any = recipe.qfactory(role)
+            asked_with = role if name or not kind else _Asking.of(recipe, *role)
+            side: Any = recipe.qfactory(asked_with)
             for known, meaning in _MEANINGS.items():
                 if isinstance(side, known):
                     histories.add(getattr(side, "history", None))

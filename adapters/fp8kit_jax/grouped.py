@@ -31,6 +31,8 @@ def grouped_dense(
     group_offset: Any = None,
     quantizer_set: QuantizerSet | None = None,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
+    *,
+    name: str | None = None,
 ) -> Any:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
     0.
@@ -43,6 +45,8 @@ def grouped_dense(
     * ``preferred_element_type``: y's dtype, an h, rounded from x's; None is x's.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Recipes whose scales follow
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
+    * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer; None is as
+      ``quantizer_set`` says.
     * ``precision``, ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
 
     Sums are in float32. Differentiable in x, kernel and bias. Returns h (M, N). Raises ShapeError,
@@ -70,7 +74,7 @@ def grouped_dense(
         raise FormatError(op, "group_sizes", sizes.dtype.name, "integers")
     experts, *sides = kernel.shape
     n = sides[1] if layout == "io" else sides[0]
-    found = resolve(op, quantizer_set)
+    found = resolve(op, quantizer_set, name)
     fp8 = fp8_of(found)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
     spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)

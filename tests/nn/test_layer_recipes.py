@@ -12,6 +12,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import nn, recipe, slowness
 from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED, named
@@ -59,6 +60,24 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
         results(make(), how)
     (said,) = caplog.messages
     assert said.startswith("Linear has no name, so no rule of PerLayer fits it: name_layers(model)")
+
+
+def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    def by_name(role: Any) -> Quantizer | None:
+        return None if role.name == "head" else Quantizer(E4M3)
+
+    def by_operand(role: Any) -> Quantizer:
+        return Quantizer(E4M3 if role.operand != "grad_output" else E5M2)
+
+    for how, name in ((by_name, "head"), (by_name, "a"), (by_operand, None)):
+        results(make(name), recipe.CustomRecipe(how))
+    assert recipe.CustomRecipe(by_name).quantization.x.format == E4M3  # asked of no layer
+    assert not caplog.messages
+    for _ in range(2):
+        results(make(), recipe.CustomRecipe(by_name))
+    (said,) = caplog.messages
+    start = "Linear has no name, so by_name of CustomRecipe finds none in role.name: name_layers(model)"
+    assert said.startswith(start)
 
 
 def test_the_first_and_the_last_layers() -> None:

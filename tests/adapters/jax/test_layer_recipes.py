@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from fp8kit_jax import autocast, create_set, dense, layernorm_dense, layernorm_mlp
+from fp8kit_jax import autocast, create_set, dense, grouped_dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax import nnx as of_nnx
 from fp8kit_jax.flax import DenseGeneral
 
 from fp8kit import recipe
 from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.formats import E4M3
 from fp8kit.quantization import AmaxHistory, Quantizer
 from fp8kit.recipes import named
 
@@ -62,6 +63,29 @@ def test_functions_by_their_names() -> None:
     assert asked == {("dense", "")}
     assert value == plain[0]
     np.testing.assert_array_equal(grad, whole[1])
+
+
+def test_the_name_of_grouped_products() -> None:
+    kernel = jnp.asarray(np.random.default_rng(1).standard_normal((2, 64, 48)), jnp.float32)
+    sizes, asked = jnp.array([20, 12], jnp.int32), set()
+
+    def factory(role: recipe.QuantizerRole) -> Quantizer | None:
+        asked.add((role.module, role.name))
+        return None if role.name == "experts" else Quantizer(E4M3)
+
+    def run(rule, name):
+        with autocast(enabled=rule is not None, recipe=rule):
+            return grouped_dense(X, kernel, sizes, name=name)
+
+    exact, low = run(None, None), run(named("current"), None)
+    custom, rules = recipe.CustomRecipe(factory), recipe.PerLayer(named("current"), (("experts", None),))
+    for how in (custom, rules):
+        np.testing.assert_array_equal(run(how, "experts"), exact)
+    np.testing.assert_array_equal(run(rules, "other"), low)
+    assert not np.array_equal(low, exact)
+    assert asked == {("grouped_dense", "experts")}
+    with pytest.raises(ArgumentError, match="grouped_dense: name: got 3"):
+        run(None, 3)
 
 
 def test_names_that_functions_are_called_with() -> None:
