@@ -98,8 +98,6 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
             parallel = "parallel" in argument or argument.startswith(("tp_", "cp_"))
             why = REASONS.get(argument, _WHY.get(argument, _TENSOR_PARALLEL if parallel else ""))
             return "refused", f"{table[argument]!r} only" + (f": {why}" if why else "")
-    if name == "get_cpu_offload_context" and argument in ("offload_weights", "double_buffering"):
-        return "ignored", "as in Transformer Engine"
     if argument in ("fast_zero_fill", "num_splits", "seq_length", "micro_batch_size"):
         return "ignored", WITHOUT_EFFECT.get(argument, "outputs of no row are always 0")
     return "works", ""

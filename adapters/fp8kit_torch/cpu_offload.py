@@ -3,7 +3,6 @@ back beside the computation (``offloading``)."""
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ContextDecorator, nullcontext
 from typing import Any
 
@@ -97,40 +96,42 @@ def get_cpu_offload_context(
     What the first ``num_layers`` of ``model_layers`` layers save for backward goes to pinned host memory and
     comes back before it is read, on a stream of its own: at most ``model_layers - num_layers`` layers, at
     least one, are on the device, and the one that is being copied. The gradients have the bits they have
-    without. Any layers of torch's autograd; parameters, FP8 weights of ``is_first_microbatch``, tensors of
-    less than 256 Ki elements and those of ``mark_not_offload`` stay.
+    without. Any layers of torch's autograd; FP8 weights of ``is_first_microbatch``, tensors of less than 256
+    Ki elements and those of ``mark_not_offload`` stay.
 
     * ``enabled``: False gives a context and a function that do nothing.
+    * ``offload_activations``: False: what layers save stays. ``offload_weights``: the parameters of the
+      modules that are called in the context go and come in the same way, as soon as the layer's backward pass
+      needs them; meanwhile a parameter reads as NaN outside of its modules. Those that share memory with
+      other tensors stay, as do FP8 weights and those of graphed modules. Transformer Engine accepts it, warns
+      and offloads none.
+    * ``double_buffering``: one layer more is on the device, so that a layer's copy to the host has the whole
+      time of the next layer.
     * ``manual_synchronization``: a third value is returned, on which the user calls
       ``start_offload_layer(i)``, ``release_activation_forward_gpu_memory(i)`` and ``start_reload_layer(i)``;
       ``num_layers`` is not looked at. For pipelines, whose backward passes come in another order.
     * ``retain_pinned_cpu_buffers``: host buffers are used again in later passes. ``offload_stream``: for the
       copies; None: one of our own for each device.
-    * ``offload_activations``: False offloads nothing. ``offload_weights``: a DeprecationWarning, and no
-      effect, as ``double_buffering``.
 
     ArgumentError for what is out of its range. Source of names and rules: Transformer Engine.
     """
     check(_OP, _RULES, locals())
     if not enabled:
         return nullcontext(), _same
-    if offload_weights:
-        warnings.warn(
-            "get_cpu_offload_context: offload_weights has no effect", DeprecationWarning, stacklevel=2
-        )
-    if not offload_activations:
-        if not offload_weights:
-            raise ArgumentError(_OP, "offload_activations", False, "True: else there is nothing to offload")
-        return nullcontext(), _same
+    if not offload_activations and not offload_weights:
+        wanted = "True, or offload_weights=True: else there is nothing to offload"
+        raise ArgumentError(_OP, "offload_activations", False, wanted)
+    what = offload_activations, offload_weights
     if manual_synchronization:
-        manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
+        manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream, *what)
         context = _Context(manual)
         return context, context.synchronize, manual
     layers = 0 if num_layers is None else num_layers
     if layers >= model_layers:
         wanted = f"at most {model_layers - 1}: the last layer's activations are read at once"
         raise ArgumentError(_OP, "num_layers", layers, wanted)
-    context = _Context(OffloadSynchronizer(model_layers, layers, retain_pinned_cpu_buffers, offload_stream))
+    held = retain_pinned_cpu_buffers, offload_stream
+    context = _Context(OffloadSynchronizer(model_layers, layers, *held, *what, double_buffering))
     return context, context.synchronize
 
 

@@ -4,11 +4,13 @@ back (``cpu_offload`` has the context that does it).
 torch's hooks of saved tensors hand over each tensor that a layer saves; the graph then holds a ``_Slot``
 instead of it. A layer's tensors are copied to the host on a stream of their own when its forward pass ends,
 their device memory is let go some layers later, and they are copied back some layers before its backward pass
-reads them. On a CPU the same happens without streams: tensors are cloned, and let go.
+reads them. On a CPU the same happens without streams: tensors are cloned, and let go. The weights of the
+modules that a layer calls go the same way where that is asked for (``offloaded_weights``).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError
+from fp8kit_torch.offloaded_weights import ModuleCalls, OffloadedWeight, offloaded, restore_before_state
 
 LEAST = 256 * 1024  # elements of a tensor that is worth a copy
 HELD, LEAVING, AWAY, COMING = "held", "leaving", "away", "coming"
@@ -40,9 +44,12 @@ _STAYING: dict[int, int] = {}
 class _Slot:
     """What the graph holds instead of a saved tensor: it lives as long as the graph needs the tensor."""
 
-    __slots__ = ("__weakref__", "device", "host", "layer", "pool", "tensor", "written")
+    __slots__ = ("__weakref__", "device", "host", "keeper", "layer", "pool", "tensor", "written")
 
-    def __init__(self, tensor: Tensor, layer: OffloadableLayer, pool: Pool | None) -> None:
+    def __init__(
+        self, tensor: Tensor, layer: OffloadableLayer, pool: Pool | None, keeper: _Keeper | None
+    ) -> None:
+        self.keeper = keeper
         self.tensor: Tensor | None = tensor
         self.host: Tensor | None = None
         self.layer, self.pool, self.device = layer, pool, tensor.device
@@ -51,6 +58,38 @@ class _Slot:
     def __del__(self) -> None:
         if self.pool is not None and self.host is not None:
             self.pool.setdefault(_like(self.host), []).append(self.host)
+
+
+class _Reader:
+    """What the graph holds instead of a tensor that stays, where weights are offloaded: whoever reads it is
+    the layer's backward pass, which needs them. ``tensor``: None for memory of the parameter ``of``, which
+    lies elsewhere once it is back."""
+
+    __slots__ = ("_form", "_of", "_tensor", "keeper")
+
+    def __init__(self, tensor: Tensor, of: Tensor | None, keeper: _Keeper) -> None:
+        self.keeper, self._of = keeper, of
+        self._tensor = tensor if of is None else None
+        self._form = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        self.keeper.layer.restore_weights()
+        if self._of is None:
+            assert self._tensor is not None
+            return self._tensor
+        return self._of.detach().as_strided(*self._form)
+
+
+class _Keeper:
+    """Lives as long as a layer's graph, after which its weights are back on the device."""
+
+    def __init__(self, layer: OffloadableLayer) -> None:
+        self.layer = layer
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.layer.restore_weights()
 
 
 Pool = dict[Any, list[Tensor]]
@@ -70,6 +109,17 @@ class OffloadableLayer:
         self._slots: list[weakref.ref[_Slot]] = []  # the graph holds them
         self._known: dict[Any, _Slot] = {}  # while the forward pass runs
         self._copied: dict[torch.device, torch.cuda.Event] = {}
+        self.weights: list[OffloadedWeight] = []
+        self._keeper: weakref.ref[_Keeper] | None = None
+
+    @property
+    def keeper(self) -> _Keeper:
+        """What the layer's graph holds, where its weights are offloaded."""
+        found = None if self._keeper is None else self._keeper()
+        if found is None:
+            found = _Keeper(self)
+            self._keeper = weakref.ref(found)
+        return found
 
     @property
     def slots(self) -> list[_Slot]:
@@ -81,16 +131,28 @@ class OffloadableLayer:
         key = tensor.data_ptr(), _like(tensor), tensor.device, tensor._version
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _Slot(tensor.detach(), self, self.owner.pool)
+            keeper = self.keeper if self.owner.offloads_weights else None
+            found = self._known[key] = _Slot(tensor.detach(), self, self.owner.pool, keeper)
             self._slots.append(weakref.ref(found))
         return found
 
-    def close(self) -> None:
-        """The forward pass has ended."""
+    def close(self, modules: list[Module]) -> None:
+        """The forward pass has ended; it called the ``modules``, whose weights are offloaded."""
         self._known.clear()
+        if self._keeper is None or self._keeper() is None:
+            return  # no graph that would read them
+        for module in modules:
+            restore_before_state(module)
+            found = (offloaded(parameter, self.owner, LEAST) for parameter in module.parameters())
+            self.weights += [weight for weight in found if weight is not None]
+
+    def restore_weights(self) -> None:
+        """Let work that is launched from here on find the weights."""
+        for weight in self.weights:
+            weight.restore()
 
     def offload(self) -> None:
-        """Begin to copy what is saved to the host."""
+        """Begin to copy what is saved, and the weights, to the host."""
         for slot in self.slots:
             tensor = slot.tensor
             assert tensor is not None
@@ -99,6 +161,8 @@ class OffloadableLayer:
                 with self.owner.beside(tensor, slot.written):
                     slot.host.copy_(tensor, non_blocking=True)
         self._note_copies()
+        for weight in self.weights:
+            weight.leave()
         self.phase = LEAVING
 
     def release(self) -> None:
@@ -106,10 +170,15 @@ class OffloadableLayer:
         self._wait()
         for slot in self.slots:
             slot.tensor = None
+        if self._keeper is not None and self._keeper() is not None:
+            for weight in self.weights:
+                weight.release()
         self.phase = AWAY
 
     def reload(self) -> None:
         """Begin to copy what is on the host back."""
+        for weight in self.weights:
+            weight.reload()
         for slot in self.slots:
             host = slot.host
             assert host is not None
@@ -127,11 +196,12 @@ class OffloadableLayer:
         if self.phase == COMING:
             self._wait()
             self.phase = HELD
+        self.restore_weights()
         assert slot.tensor is not None
         return slot.tensor
 
     def _note_copies(self) -> None:
-        self._copied = {device: stream.record_event() for device, stream in self.owner.streams.items()}
+        self._copied = {device: self.owner.event(device) for device in self.owner.streams}
 
     def _wait(self) -> None:
         for device, event in self._copied.items():
@@ -144,11 +214,25 @@ class OffloadSynchronizer:
 
     The first ``num_layers`` layers are offloaded. At most ``model_layers - num_layers`` layers are on the
     device, and the one that is copied: layer i is let go when layer i + that many begins its forward pass,
-    and copied back when that one begins its backward pass. Several passes may be under way at a time.
+    and copied back when that one begins its backward pass. ``double``: it is let go one layer later, so that
+    its copy has the whole time of a layer. Several passes may be under way at a time.
+
+    ``activations``, ``weights``: what is offloaded.
     """
 
-    def __init__(self, model_layers: int, num_layers: int, retain: bool, stream: Any) -> None:
+    def __init__(
+        self,
+        model_layers: int,
+        num_layers: int,
+        retain: bool,
+        stream: Any,
+        activations: bool = True,
+        weights: bool = False,
+        double: bool = False,
+    ) -> None:
         self.model_layers, self.num_layers, self._stream = model_layers, num_layers, stream
+        self.activations, self._double = activations, double
+        self._calls = ModuleCalls() if weights else None
         self.pool: Pool | None = {} if retain else None
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.current: OffloadableLayer | None = None
@@ -162,20 +246,26 @@ class OffloadSynchronizer:
         self.current = OffloadableLayer(number, self, self._layers)
         self._layers.append(self.current)
         self._begin_forward(number)
+        if self._calls is not None:
+            self._calls.open()
         return self.current
 
     def end_forward(self, finished: bool) -> None:
         """It has ended; not ``finished``: by an exception, and the pass with it."""
         layer, self.current = self.current, None
         assert layer is not None
-        layer.close()
+        modules = [] if self._calls is None else self._calls.close()
+        graphed = any("forward" in vars(each) for module in modules for each in module.modules())
+        if torch.cuda.is_available():
+            graphed = graphed or torch.cuda.is_current_stream_capturing()
+        layer.close(modules if self._offloads(layer) and not graphed else [])
         if not finished:
             self._layers = []
         elif layer.number < self.num_layers:
             layer.offload()
 
     def _begin_forward(self, number: int) -> None:
-        behind = number - (self.model_layers - self.num_layers)
+        behind = number - (self.model_layers - self.num_layers) - self._double
         if behind >= 0:
             self._layers[behind].release()
 
@@ -185,27 +275,40 @@ class OffloadSynchronizer:
         if behind >= 0 and layer.siblings[behind].phase == AWAY:
             layer.siblings[behind].reload()
 
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether weights are offloaded."""
+        return self._calls is not None
+
     # --- hooks of saved tensors -----------------------------------------------------------------------------
 
-    def push_tensor(self, tensor: Tensor) -> Tensor | _Slot:
+    def push_tensor(self, tensor: Tensor) -> Tensor | _Slot | _Reader:
         """What the graph holds instead of a saved tensor: the tensor itself where it is a parameter, small,
         or marked by ``mark_not_offload``."""
         layer = self.current
+        if layer is None or not self._offloads(layer):
+            return tensor
+        of = tensor if tensor._base is None else tensor._base
+        weight = self._calls is not None and type(of) is Parameter and type(tensor) in (Tensor, Parameter)
         stays = (
-            layer is None
+            weight
+            or not self.activations
             or type(tensor) is not Tensor
             or tensor.layout is not torch.strided
             or tensor.numel() < LEAST
             or tensor.untyped_storage().data_ptr() in _STAYING
-            or not self._offloads(layer)
         )
-        return tensor if stays or layer is None else layer.push(tensor)
+        if stays and self._calls is not None:
+            return _Reader(tensor, of if weight else None, layer.keeper)
+        return tensor if stays else layer.push(tensor)
 
     def _offloads(self, layer: OffloadableLayer) -> bool:
         return layer.number < self.num_layers
 
-    def pop_tensor(self, held: Tensor | _Slot) -> Tensor:
+    def pop_tensor(self, held: Tensor | _Slot | _Reader) -> Tensor:
         """The saved tensor, on its device."""
+        if isinstance(held, _Reader):
+            return held.read()
         return held.layer.pop(held) if isinstance(held, _Slot) else held
 
     # --- copies ---------------------------------------------------------------------------------------------
@@ -234,6 +337,11 @@ class OffloadSynchronizer:
         with torch.cuda.stream(stream):
             yield
 
+    def event(self, device: torch.device) -> torch.cuda.Event | None:
+        """The end of the copies that were begun on that device; None where they are done already."""
+        stream = self.streams.get(device)
+        return None if stream is None else stream.record_event()
+
     def keep_until_copied(self, tensor: Tensor) -> None:
         """A graph may be dropped while ``tensor`` is being written."""
         if tensor.is_cuda:
@@ -248,8 +356,10 @@ class OffloadSynchronizer:
 class ManualOffloadSynchronizer(OffloadSynchronizer):
     """The user says when: by a layer's number in the last pass, from 0 on. What is not asked for stays."""
 
-    def __init__(self, model_layers: int, retain: bool, stream: Any) -> None:
-        super().__init__(model_layers, 0, retain, stream)
+    def __init__(
+        self, model_layers: int, retain: bool, stream: Any, activations: bool = True, weights: bool = False
+    ) -> None:
+        super().__init__(model_layers, 0, retain, stream, activations, weights)
 
     def _begin_forward(self, number: int) -> None:
         pass

@@ -172,6 +172,15 @@ def untyped_storage(storage: Any) -> Any:
     return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
 
 
+_storage_owners: Callable[[int], int] = _required(torch._C, "_storage_Use_Count")
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many tensors have this one's memory."""
+    storage = tensor.untyped_storage()
+    return _storage_owners(storage._cdata) - 1
+
+
 # Lists of tensors in few kernels.
 foreach_copy_: Callable[..., Any] = _required(torch, "_foreach_copy_")
 foreach_mul: Callable[..., Any] = _required(torch, "_foreach_mul")

@@ -70,6 +70,14 @@ def test_layers_are_let_go_and_come_back_in_time():
     torch.testing.assert_close(x.grad, 16 * x.detach() ** 15)
 
 
+def test_double_buffering_leaves_a_copy_the_time_of_a_layer():
+    x, y, forward, _ = squares(4, num_layers=3, double_buffering=True)
+    assert forward[1] == [True, True]  # the first is being copied, and may take until the third begins
+    assert forward[2] == [False, True, True]
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 16 * x.detach() ** 15)
+
+
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
 def test_transformer_layers_have_the_gradients_that_they_have_without(device, recipe):
     torch.manual_seed(0)
@@ -198,9 +206,7 @@ def test_what_stays():
     assert not offloading._STAYING
 
 
-def test_weights_and_wrong_arguments():
-    with pytest.warns(DeprecationWarning, match="offload_weights has no effect"):
-        get_cpu_offload_context(True, num_layers=1, model_layers=2, offload_weights=True)
+def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="num_layers: got 2, expected at most 1"):
         get_cpu_offload_context(True, num_layers=2, model_layers=2)
     with pytest.raises(ArgumentError, match="offload_activations: got False"):

@@ -1,0 +1,199 @@
+"""``get_cpu_offload_context(offload_weights=True)``: weights' memory is let go between a layer's forward and
+its backward pass, nobody computes with what is not there, and steps have the bits they have without."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from fp8kit_torch import offloading
+from fp8kit_torch.cpu_offload import get_cpu_offload_context
+
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling
+
+WIDTH, ROWS = 32, 24
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_too(monkeypatch):
+    monkeypatch.setattr(offloading, "LEAST", 64)
+
+
+def linears(count=3, kind=torch.nn.Linear, **options):
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(kind(WIDTH, WIDTH, **options) for _ in range(count))
+
+
+def forward(layers, x, **options):
+    options = {"num_layers": len(layers) - 1, "offload_weights": True} | options
+    context, synchronize, *manual = get_cpu_offload_context(True, model_layers=len(layers), **options)
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = synchronize(x)
+    return x, *manual
+
+
+def on_device(layers):
+    """Of each layer, whether its weight has all its memory."""
+    return [layer.weight.untyped_storage().nbytes() == layer.weight.nbytes for layer in layers]
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_go_and_come_back_with_the_gradients_that_there_are_without(activations, frozen):
+    """Torch's own layers, which save a view of the weight."""
+    layers = linears()
+    layers[0].weight.requires_grad_(not frozen)
+    values = [layer.weight.detach().clone() for layer in layers]
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y, grads = x, []
+    for layer in layers:
+        y = layer(y)
+    wanted = torch.autograd.grad(y.sum(), [x, *(p for p in layers.parameters() if p.requires_grad)])
+    y, *_ = forward(layers, x, offload_activations=activations)
+    assert on_device(layers) == [False, False, True]
+    assert layers[0].weight.isnan().all()
+    seen = []
+    y.register_hook(lambda g: seen.append(on_device(layers)))
+    grads = torch.autograd.grad(y.sum(), [x, *(p for p in layers.parameters() if p.requires_grad)])
+    assert all(map(torch.equal, grads, wanted))
+    assert seen == [[False, False, True]]
+    assert on_device(layers) == [True] * 3
+    assert all(map(torch.equal, [layer.weight for layer in layers], values))
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=4), Float8BlockScaling()])
+def test_training_has_the_bits_that_it_has_without(device, recipe):
+    """Two steps of two micro-batches, with an optimizer that writes by address."""
+    torch.manual_seed(0)
+    made = torch.nn.ModuleList(
+        ft.TransformerLayer(WIDTH, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device=device)
+        for _ in range(3)
+    )
+    x, found = torch.randn(ROWS, 2, WIDTH, device=device), []
+    for enabled in (False, True):
+        layers = copy.deepcopy(made)
+        optimizer = ft.optimizers.FusedAdam(layers.parameters(), lr=1e-3)
+        context, synchronize = get_cpu_offload_context(enabled, 2, 3, offload_weights=True)
+        for first in (True, False, True, False):
+            y = x
+            with ft.autocast(enabled=recipe is not None, recipe=recipe):
+                for layer in layers:
+                    with context:
+                        y = layer(y, is_first_microbatch=first)
+                    y = synchronize(y)
+            weight = layers[0].layernorm_mlp.fc1_weight
+            assert bool(weight.isnan().all()) is enabled
+            y.square().mean().backward()
+            if not first:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([p.detach() for p in layers.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_module_that_is_called_meanwhile_has_its_weights():
+    """A layer that two share, and an evaluation between forward and backward."""
+    layers = linears(2)
+    shared = torch.nn.ModuleList([layers[0], layers[0], layers[1]])
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        wanted = layers[1](layers[0](layers[0](x)))
+    y, *_ = forward(shared, x)
+    assert torch.equal(y, wanted)
+    assert on_device(shared) == [False, False, True]
+    with torch.no_grad():
+        assert torch.equal(layers[0](x), torch.nn.functional.linear(x, layers[0].weight, layers[0].bias))
+    assert not layers[0].weight.isnan().any()
+    y.sum().backward()
+    assert not any(p.grad.isnan().any() for p in layers.parameters())
+
+
+def test_state_dict_and_a_graph_that_is_dropped_bring_weights_back():
+    layers = linears()
+    values = copy.deepcopy(layers.state_dict())
+    y, *_ = forward(layers, torch.randn(ROWS, WIDTH))
+    assert on_device(layers) == [False, False, True]
+    read = layers.state_dict()
+    assert all(torch.equal(read[name], value) for name, value in values.items())
+    del read, y
+    y, *_ = forward(layers, torch.randn(ROWS, WIDTH))
+    assert on_device(layers) == [False, False, True]
+    del y
+    gc.collect()
+    assert on_device(layers) == [True] * 3
+    assert all(torch.equal(p, values[name]) for name, p in layers.named_parameters())
+
+
+def test_without_a_graph_nothing_goes():
+    layers = linears()
+    with torch.no_grad():
+        forward(layers, torch.randn(ROWS, WIDTH))
+    assert on_device(layers) == [True] * 3
+
+
+def test_what_shares_memory_stays():
+    """A second tensor of the weight's memory, and parameters that are parts of one buffer."""
+    layers = linears()
+    alias = layers[0].weight.detach()
+    buffer = torch.cat([layers[1].weight.detach(), torch.ones(1, WIDTH)])
+    layers[1].weight = torch.nn.Parameter(buffer[:WIDTH])
+    y, *_ = forward(layers, torch.randn(ROWS, WIDTH))
+    assert not alias.isnan().any()
+    assert not any(layer.weight.isnan().any() for layer in layers)
+    y.sum().backward()
+    alias.zero_()
+    assert not layers[0].weight.any()
+
+
+def test_by_hand():
+    layers = linears()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y, manual = forward(layers, x, num_layers=None, manual_synchronization=True)
+    assert on_device(layers) == [True] * 3
+    for number in (0, 2):
+        manual.start_offload_layer(number)
+    assert on_device(layers) == [True] * 3
+    for number in (0, 2):
+        manual.release_activation_forward_gpu_memory(number)
+    assert on_device(layers) == [False, True, False]
+    manual.start_reload_layer(2)
+    assert on_device(layers) == [False, True, True]
+    y.sum().backward()
+    plain = torch.autograd.grad(layers[2](layers[1](layers[0](x))).sum(), x)
+    assert torch.equal(x.grad, plain[0])
+
+
+def test_weights_in_fp8_stay():
+    with ft.quantized_model_init(recipe=DelayedScaling()):
+        layers = linears(kind=ft.Linear, device="cpu")
+    with ft.autocast(recipe=DelayedScaling()):
+        y, *_ = forward(layers, torch.randn(ROWS, WIDTH))
+    assert not any(layer.weight.dequantize().isnan().any() for layer in layers)
+    y.sum().backward()
+
+
+@pytest.mark.gpu
+def test_device_memory_is_let_go_and_copies_run_beside():
+    """Eight layers of 32 MiB: seven are not on the GPU after forward, and gradients have the same bits."""
+    size, count, found = 2896, 8, []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(torch.nn.Linear(size, size, device="cuda") for _ in range(count))
+        x = torch.randn(64, size, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        options = {"offload_weights": enabled, "double_buffering": False}
+        for _ in range(2):
+            y, *_ = forward(layers, x, **options)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+        found.append((held, grads))
+        del layers, y
+    assert found[1][0] <= found[0][0] - 7 * 4 * size * size
+    assert all(map(torch.equal, found[0][1], found[1][1]))
