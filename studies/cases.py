@@ -74,6 +74,15 @@ def last_in_high_precision(recipe: Recipe, layers: int, share: float = 0.15) -> 
     return PerLayer(recipe, tuple((f"layers.{i}.*", None) for i in range(layers - count, layers)))
 
 
+def _current(split: bool) -> Callable[[int], Recipe]:
+    """``current`` with one kind of the tensor cores' own sums in all three products."""
+    return lambda layers: _summed(MMParams(use_split_accumulator=split))
+
+
+def _summed(how: MMParams) -> Recipe:
+    return Float8CurrentScaling(fp8_gemm_fprop=how, fp8_gemm_dgrad=how, fp8_gemm_wgrad=how)
+
+
 def _static(x: float, w: float, g: float) -> Callable[[int], Recipe]:
     """Scales that never change, in powers of two."""
     kept = Quantizer(E4M3, scale_source="static")
@@ -135,6 +144,8 @@ CASES: dict[str, Case] = {
         Case("rowwise_with_gw_hp", "the same, dW in bf16", _named("rowwise_with_gw_hp"), cost=1.3),
         Case("static", "fixed scales: x 2^4, w 2^8, dy 2^20", _static(4, 8, 20)),
         Case("static_1", "casts without scales", _static(0, 0, 0)),
+        Case("current_fast", "current, the chip's fast sums in all products", _current(False)),
+        Case("current_split", "current, the chip's promoted sums in all products", _current(True)),
         Case("moments_ms_amp", "bf16; Adam's m E4M3, v float16", _none, states="ms_amp"),
         Case("moments_fishman", "bf16; m E4M3, v E5M2", _none, states="fishman"),
         Case("moments_coat", "bf16; both E4M3, expanded, by 128", _none, states="coat"),
@@ -161,10 +172,9 @@ def _stress(name: str, about: str, recipe: Callable[[int], Recipe | None], **mor
     return Case(f"stress_{name}", about, recipe, study="stress", float32=True, growth=GROWTH, **more)
 
 
-def _sums(name: str, about: str, sums: str | Accumulation | None, **more: Any) -> Case:
+def _sums(name: str, about: str, sums: str | Accumulation, **more: Any) -> Case:
     """One of the accumulator study: ``current`` with the sums of all three products as said."""
-    how = MMParams() if sums is None else MMParams(accumulation=sums)
-    recipe = Float8CurrentScaling(fp8_gemm_fprop=how, fp8_gemm_dgrad=how, fp8_gemm_wgrad=how)
+    recipe = _summed(MMParams(accumulation=sums))
     more = {"against": "sums_float32", **more}
     return Case(f"sums_{name}", about, lambda layers: recipe, study="accumulator", float32=True, **more)
 

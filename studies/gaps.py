@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from studies import files
 from studies.cases import CASES
 
 Runs = Mapping[tuple[str, int], Mapping[str, Any]]
@@ -63,6 +65,39 @@ def result(runs: Runs, case: str) -> Result:
     # a yardstick of one seed borrows the relative spread of the main one
     spread = _spread(runs, known.against)
     return whole._replace(gap=gap, percent=percent, spread=spread, units=gap / spread if spread else None)
+
+
+class Earlier(NamedTuple):
+    """What is left of a call whose files of runs are gone, ``earlier.json`` of a folder: ``about`` in
+    words, the ``results`` of cases, and the ``losses`` of each step by case and seed."""
+
+    about: str
+    results: Mapping[str, Result]
+    losses: Mapping[tuple[str, int], list[float]]
+
+
+def earlier(folder: Path, runs: Runs) -> Earlier:
+    """Of the cases that the folder has no run of; of others its runs count alone."""
+    path = folder / "earlier.json"
+    if not path.exists():
+        return Earlier("", {}, {})
+    found, here = files.read(path), {name for name, _ in runs}
+    gone = {name: own for name, own in found["cases"].items() if name not in here}
+    results = {
+        name: Result(
+            tuple(range(len(own["losses"]))),
+            (),
+            own["mean"],
+            own["deviation"],
+            None,
+            own["percent"],
+            None,
+            own["units"],
+        )
+        for name, own in gone.items()
+    }
+    curves = {(name, seed): losses for name, own in gone.items() for seed, losses in enumerate(own["losses"])}
+    return Earlier(found["about"], results, curves)
 
 
 def _spread(runs: Runs, case: str) -> float | None:

@@ -6,7 +6,7 @@ import csv
 import itertools
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ from fp8kit.numerics import run_folder
 from studies import explain, files, gaps, layer, linear
 from studies.cases import CASES
 
+Curves = Mapping[tuple[str, int], Sequence[float]]  # (case, seed) -> the loss of each step
+
 COLUMNS = ("case", "what", "seeds", "validation loss", "spread", "gap %", "gap / spread", "tokens/s")
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
     """The table's rows, a case each, in the order of ``cases.CASES``."""
     runs = files.runs(folder)
+    earlier = gaps.earlier(folder, runs).results
     path = folder / "speed.json"
     speeds = files.read(path)["cases"] if path.exists() else {}
     found = []
     for name, case in CASES.items():
-        own = gaps.result(runs, name)
+        own = earlier.get(name) or gaps.result(runs, name)
         if not own.seeds and not own.diverged:
             continue
         losses = "diverged" if own.mean is None else f"{own.mean:.4f}"
@@ -37,7 +40,7 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
         speed = speeds.get(name, {}).get("tokens_per_second")
         found.append(
             (
-                f"`{name}`",
+                f"`{name}`" + (" *" if name in earlier else ""),
                 case.about + (f", against `{case.against}`" if case.against not in ("", "bf16") else ""),
                 str(len(own.seeds) + len(own.diverged)),
                 losses,
@@ -67,10 +70,7 @@ def write(folder: Path) -> str:
     runs = files.runs(folder)
     if not runs and not any((folder / part.__name__.rpartition(".")[2]).exists() for part in (layer, linear)):
         raise ArgumentError("studies", "DIR", str(folder), "a folder with finished runs")
-    text = markdown(COLUMNS, rows(folder)) + "\n\n" + textwrap.fill(_words(runs), 110) + "\n" if runs else ""
-    for part in (layer, linear, explain):
-        if lines := part.rows(folder):
-            text += "\n" + markdown(part.COLUMNS, lines) + "\n"
+    text = page(folder, runs)
     (folder / "table.md").write_text(text)
     if runs:
         _curves(folder, runs)
@@ -78,48 +78,72 @@ def write(folder: Path) -> str:
     return text
 
 
-def _words(runs: gaps.Runs) -> str:
-    """What the runs are, and where they were made."""
+def page(folder: Path, runs: gaps.Runs) -> str:
+    """What ``table.md`` says of a folder."""
+    text = markdown(COLUMNS, rows(folder)) + "\n\n" + _words(folder, runs) if runs else ""
+    for part in (layer, linear, explain):
+        if lines := part.rows(folder):
+            text += "\n" + markdown(part.COLUMNS, lines) + "\n"
+    return text
+
+
+def _words(folder: Path, runs: gaps.Runs) -> str:
+    """What the runs are, and where they were made; which are of an earlier call."""
     one = next(iter(runs.values()))
     size, machines = one["settings"]["size"], sorted({own["machine"] for own in runs.values()})
-    return (
+    words = (
         f"{one['parameters'] / 1e6:.1f} M parameters, {size['steps']} steps of {size['sequences']} x "
         f"{size['context']} bytes on {', '.join(machines)}; losses of the validation text in nats a byte; "
         "docs/studies.md says what the columns are."
     )
+    earlier = gaps.earlier(folder, runs)
+    parts = [words, f"*: {earlier.about}"] if earlier.results else [words]
+    return "".join(textwrap.fill(part, 110) + "\n" for part in parts)
 
 
 def _curves(folder: Path, runs: gaps.Runs) -> None:
-    names = [f"{name}.{seed}" for name, seed in runs]
+    own = {key: run["losses"] for key, run in runs.items()} | dict(gaps.earlier(folder, runs).losses)
+    curves = dict(sorted(own.items()))
+    names = [f"{name}.{seed}" for name, seed in curves]
     with (folder / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *names])
-        columns = itertools.zip_longest(*(own["losses"] for own in runs.values()))
+        columns = itertools.zip_longest(*curves.values())
         for step, row in enumerate(columns, 1):
             writer.writerow([step, *("" if loss is None else f"{loss:.5f}" for loss in row)])
     picture = figure(figsize=(11, 9))
     upper, lower = picture.subplots(2, 1)
-    means = {name: _mean(runs, name) for name in CASES if any(key[0] == name for key in runs)}
-    for i, (name, losses) in enumerate(means.items()):
+    cases = [name for name in CASES if any(case == name for case, _ in curves)]
+    for i, name in enumerate(cases):
+        losses = _mean(curves, name, _seeds(curves, name))
         style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.1}
         steps = np.arange(1, len(losses) + 1)
         upper.plot(steps, smoothed(losses, 20), label=name, **style)
-        base = means.get(CASES[name].against)
-        if base is not None and name != CASES[name].against:
-            both = min(len(base), len(losses))
-            share = np.asarray(losses[:both]) / np.asarray(base[:both]) - 1
-            lower.plot(steps[:both], 100 * smoothed(share, 50), label=name, **style)
+        against = CASES[name].against
+        # of one seed the weights and batches are the same
+        seeds = _seeds(curves, name) & _seeds(curves, against)
+        if seeds and name != against:
+            own, base = (np.asarray(_mean(curves, case, seeds)) for case in (name, against))
+            both = min(len(own), len(base))
+            share = 100 * smoothed(own[:both] / base[:both] - 1, 50)
+            lower.plot(steps[:both], share, label=name, **style)
     upper.set(ylabel="training loss, nats a byte (mean of 20 steps)")
     lower.set(xlabel="step", ylabel="gap to the yardstick, % (mean of 50 steps)")
+    lower.set_yscale("symlog", linthresh=2, linscale=2)
+    lower.yaxis.set_major_formatter("{x:g}")
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=7, ncol=2, loc="upper left", bbox_to_anchor=(1, 1))
     picture.savefig(folder / "curves.png", dpi=120)
 
 
-def _mean(runs: gaps.Runs, case: str) -> list[float]:
+def _seeds(curves: Curves, case: str) -> set[int]:
+    return {seed for name, seed in curves if name == case}
+
+
+def _mean(curves: Curves, case: str, seeds: set[int]) -> list[float]:
     """The mean over a case's seeds at each step that any of them has."""
-    own = [run["losses"] for (name, _), run in runs.items() if name == case]
+    own = [losses for (name, seed), losses in curves.items() if name == case and seed in seeds]
     return [statistics.fmean(loss for loss in row if loss is not None) for row in itertools.zip_longest(*own)]
 
 

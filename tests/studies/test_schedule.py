@@ -15,7 +15,7 @@ import pytest
 from fp8kit import cli
 from fp8kit.errors import ArgumentError, CheckpointError
 from studies import __main__ as command
-from studies import cases, files, gaps, pack, schedule
+from studies import cases, files, gaps, pack, schedule, table
 from studies.training import settings_of
 
 SIZE = cases.size("tiny", 2)
@@ -179,6 +179,24 @@ def test_the_table_and_its_files(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("4 loss curves, 0 statistics of 0 layers\n")
     assert command.main(["table", str(tmp_path / "none")]) == 2
     assert "a folder with finished runs" in capsys.readouterr().err
+
+
+def test_a_case_of_an_earlier_call_counts_until_it_has_runs(tmp_path):
+    write(tmp_path, ("bf16", 0, 2.00), ("bf16", 1, 2.02), ("bf16", 2, 1.98))
+    own = {"mean": 2.1, "deviation": None, "percent": 5.0, "units": 5.0, "losses": [[4.0, 3.0]]}
+    files.write(tmp_path / "earlier.json", {"about": "of a first call.", "cases": {"current": own}})
+    text = table.write(tmp_path)
+    assert "| `current` * | one scale a tensor, of the tensor | 1 | 2.1000 |  | +5.00 | +5.0 |  |" in text
+    assert "*: of a first call." in text
+    assert (tmp_path / "curves.csv").read_text().splitlines()[:2] == [
+        "step,bf16.0,bf16.1,bf16.2,current.0", "1,3.00000,3.00000,3.00000,4.00000"
+    ]  # fmt: skip
+    left = schedule.left(tmp_path, SIZE, "text", ["current"])
+    assert ("current", 0) in {(job.case.name, job.seed) for job in left}
+    write(tmp_path, ("current", 0, 2.05))
+    text = table.write(tmp_path)
+    assert "| `current` | one scale a tensor, of the tensor | 1 | 2.0500 |  | +2.50 | +2.5 |  |" in text
+    assert "first call" not in text
 
 
 def test_wrong_arguments(capsys, tmp_path):
