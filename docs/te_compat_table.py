@@ -52,8 +52,6 @@ _REFUSED: dict[str, dict[str, object]] = {
     "GroupedLinear": grouped_linear.CONSTRUCTOR,
     "ops.GroupedLinear": {"single_grouped_weight": False, "single_grouped_bias": False},
     "InferenceParams": {"custom_cache_manager": None},
-    "apply_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
-    "apply_fused_qkv_rotary_pos_emb": {"cp_size": 1, "cp_rank": 0},
     "autocast": {"_graph": False},
     "fp8_autocast": {"_graph": False},
     "optimizers.FusedAdam": {"amsgrad": False},

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers import rope
 from fp8kit_torch.arguments import only
@@ -36,7 +37,41 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
 
 
 class _ApplyRotary(rope.ApplyRotary, AttentionBase):
-    pass
+    def divided(
+        self,
+        freqs: Tensor,
+        positions: dict[str, Any],
+        tensor_format: str,
+        t: Tensor,
+        cp_size: int,
+        cp_rank: int,
+    ) -> Tensor:
+        op = self.layer_name
+        cp_size, cp_rank = integer(op, "cp_size", cp_size), integer(op, "cp_rank", cp_rank)
+        last = 2 * cp_size - 1 - cp_rank
+        if cp_size < 1 or not 0 <= cp_rank < cp_size:
+            raise ArgumentError(op, "cp_rank", f"{cp_rank} of {cp_size}", "a rank below cp_size")
+        only(op, {name: (positions[name], None) for name in ("start_positions", "cu_seqlens_padded")})
+        if tensor_format == "thd":
+            if positions["cu_seqlens"] is None:
+                raise ArgumentError(op, "cu_seqlens", "None", "where sequences start, with thd")
+            # each of a sequence's two chunks is one of its own, which starts somewhere in it
+            sums = positions["cu_seqlens"]
+            chunks = sums.diff() // (2 * cp_size)
+            positions["start_positions"] = torch.stack([chunks * cp_rank, chunks * last], 1).flatten()
+            ends = chunks.repeat_interleave(2).cumsum(0, dtype=torch.int32)
+            positions["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0))
+            positions["start_positions"] = positions["start_positions"].to(torch.int32)
+            return freqs
+        tokens = t.shape[0 if tensor_format == "sbhd" else 1]
+        if tokens % 2 or len(freqs) < tokens * cp_size:
+            got, wanted = (
+                f"{tokens} tokens, {len(freqs)} positions",
+                f"an even number, and {cp_size} times it",
+            )
+            raise ShapeError(op, "freqs", got, wanted)
+        half = tokens // 2
+        return torch.cat([freqs.narrow(0, half * number, half) for number in (cp_rank, last)])
 
 
 apply_rotary_pos_emb = _ApplyRotary().apply_rotary_pos_emb
@@ -68,7 +103,7 @@ def apply_fused_qkv_rotary_pos_emb(
     if not torch.compiler.is_compiling():
         check(op, CALLED, locals())
     sizes = [int(n) for n in qkv_split_arg_list]
-    only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
+    only(op, {"cu_seqlens": (cu_seqlens, None)})
     if tensor_format not in ("sbhd", "bshd"):
         raise ArgumentError(op, "tensor_format", repr(tensor_format), "sbhd or bshd")
     fits = qkv.ndim == 4 and len(sizes) == 3 and sum(sizes) == qkv.shape[-1]
@@ -76,5 +111,5 @@ def apply_fused_qkv_rotary_pos_emb(
         wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
         raise ShapeError(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted)
     q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))
-    q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved)
-    return q, apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved), v
+    how = tensor_format, start_positions, interleaved, True, None, cp_size, cp_rank
+    return apply_rotary_pos_emb(q, q_freqs, *how), apply_rotary_pos_emb(k, k_freqs, *how), v

@@ -100,6 +100,12 @@ class ApplyRotary(AttentionBase):
 
     layer_name = "apply_rotary_pos_emb"
 
+    def divided(
+        self, freqs: Any, positions: dict[str, Any], tensor_format: str, t: Any, cp_size: int, cp_rank: int
+    ) -> Any:
+        """The angles of this process' tokens, where sequences are divided; what changes in ``positions``."""
+        refuse_others(self.layer_name, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
+
     def apply_rotary_pos_emb(
         self,
         t: Any,
@@ -123,7 +129,9 @@ class ApplyRotary(AttentionBase):
         * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32
           (b + 1,), running sums of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start,
           if there are gaps between them. Tokens of no sequence become 0, and so does their gradient.
-        * ``fused``: accepted; there is one way. ``cp_size``, ``cp_rank``: 1 and 0 only.
+        * ``fused``: accepted; there is one way.
+        * ``cp_size``, ``cp_rank``: where sequences are divided among ``cp_size`` processes, of which each has
+          chunks r and 2 n - 1 - r of 2 n; ``cu_seqlens`` is then of the whole sequences. PyTorch only.
 
         Raises Fp8kitError kinds for what does not fit.
         """
@@ -135,8 +143,10 @@ class ApplyRotary(AttentionBase):
         }
         flags = {"interleaved": interleaved, "fused": fused}
         self.check_arguments({"t": t, "freqs": freqs, **flags, **positions})
-        refuse_others(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
         choice(op, "tensor_format", tensor_format, FORMATS)
+        whole = isinstance(cp_size, int) and isinstance(cp_rank, int) and (cp_size, cp_rank) == (1, 0)
+        if not whole:
+            freqs = self.divided(freqs, positions, tensor_format, t, cp_size, cp_rank)
         x = self.as_input("t", t)
         if len(x.shape) != len(tensor_format):
             wanted = f"{len(tensor_format)} dimensions, {tensor_format}"

@@ -282,9 +282,9 @@ def as_transformer_engine() -> ModuleType:
             _hang(top, {inner: within[inner]} | {key: within[key] for key in within if inner.startswith(key)})
     made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
-    extension = importlib.import_module("fp8kit_torch.te_compat.extension")
-    casts = importlib.import_module("fp8kit_torch.te_compat.extension_casts")
-    made["transformer_engine_torch"] = _module("transformer_engine_torch", [extension, casts])
+    parts = ("extension", "extension_casts", "extension_kernels", "extension_sequences")
+    found = [importlib.import_module(f"fp8kit_torch.te_compat.{part}") for part in parts]
+    made["transformer_engine_torch"] = _module("transformer_engine_torch", found)
     made["transformer_engine.common.utils"] = common.utils = _module(  # type: ignore[attr-defined]
         "transformer_engine.common.utils", []
     )

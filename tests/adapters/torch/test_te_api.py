@@ -246,8 +246,8 @@ def test_the_packed_rotary_embedding(device, form):
     sum(t.sum() for t in found).backward()
     assert qkv.grad.shape == qkv.shape
     same(qkv.grad[..., -d:], torch.ones(*shape, g, d), "values' gradient")
-    with pytest.raises(NotImplementedError, match="cp_size"):
-        ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [ratio * d, d, d], cp_size=2)
+    with pytest.raises(ShapeError, match="positions"):  # fewer than those of two processes
+        ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [ratio * d, d, d], form, cp_size=2)
     with pytest.raises(ShapeError, match="qkv"):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [d, d, d])
 
