@@ -171,8 +171,8 @@ def _run(options: argparse.Namespace) -> int:
     from studies.training import run
 
     device = device_of(options)
-    size = cases.size(options.size, options.steps)
     case = cases.case(options.case)
+    size = cases.size(options.size or _size(case.study, device.kind == "cpu"), options.steps)
     found = run(case, size, corpus.Text.load(options.text), device, options.seed)
     files.write(files.run_path(options.out, case.name, options.seed), found)
     return 0

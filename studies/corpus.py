@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import CheckpointError, Fp8kitError
 from fp8kit.models.text import Bytes
 
 VALIDATION = 0.1  # of the files
@@ -30,9 +30,12 @@ class Text(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """What ``save`` wrote."""
-        with np.load(path) as found:
-            return cls(found["train"], found["validation"], str(found["digest"]))
+        """What ``save`` wrote. CheckpointError for another file, and for none."""
+        try:
+            with np.load(path) as found:
+                return cls(found["train"], found["validation"], str(found["digest"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError("studies", "--text", f"{path}: {error}", "a study's text") from None
 
 
 def sources(root: Path | None = None, megabytes: int = 32) -> Text:

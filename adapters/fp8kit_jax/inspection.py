@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from fp8kit import inspection
+from fp8kit.errors import ArgumentError
 from fp8kit.inspection import Entry, Watch
 from fp8kit.numerics.inspect import made, opened
 from fp8kit.quantization import Quantization
@@ -44,7 +45,7 @@ def inspect(
 
     Names are the paths of Flax's linen modules, joined by dots, those that ``fp8kit_jax.nnx.name_layers``
     gave, and the argument ``name`` of ``dense`` and its like; products of an MLP end in ``.fc1`` and
-    ``.fc2``. Arguments and errors as ``fk.inspect``'s: raises ArgumentError.
+    ``.fc2``. Arguments and errors as ``fk.inspect``'s: raises ArgumentError, also where jit traces.
 
     A jitted function is compiled once more for each different choice of what is looked at in a step, and
     runs as it does without in all other steps. ``log.step()`` waits for what was looked at. On several
@@ -52,6 +53,7 @@ def inspect(
     ``shard_map``, and within vmap, parts are put together, weights aside. What ``jax.checkpoint`` computes
     twice counts twice. Functions that were compiled ahead of time (``lower().compile()``) show nothing.
     """
+    _want_values("block", "one around the jitted call")
     inspector = made(
         config,
         lambda layer: None,
@@ -61,9 +63,20 @@ def inspect(
         keep,
         jax.process_index() if log_dir is not None else 0,
         switched=_switch,
-        wait=jax.effects_barrier,
+        wait=_wait,
     )
     return opened(inspector)
+
+
+def _wait() -> None:
+    _want_values("step", "a call behind the jitted one")
+    jax.effects_barrier()
+
+
+def _want_values(what: str, wanted: str) -> None:
+    """ArgumentError where jit traces: it would happen once, and not in each step."""
+    if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+        raise ArgumentError("inspect", what, "one within jax.jit", wanted)
 
 
 def _switch(looked_at: Any) -> None:

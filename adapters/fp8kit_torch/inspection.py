@@ -19,6 +19,7 @@ from fp8kit.numerics.inspect import Names, layer_names, made, opened
 from fp8kit.numerics.log import Inspector, Records
 
 
+@torch.compiler.disable
 def inspect(
     model: torch.nn.Module,
     config: Any,
@@ -39,9 +40,10 @@ def inspect(
     Arguments and errors as ``fk.inspect``'s, and ``group``: a ``torch.distributed`` group, whose ranks'
     tensors are taken together, weights aside; ``log.step()`` is then a collective call. None: this rank's
     alone. Dumped tensors are ``.pt`` files of a dict. In a step that is looked at, compiled code runs
-    eagerly, and captured graphs are left out.
+    eagerly, and captured graphs are left out; the block stands around such code, since a block within it
+    sees nothing.
     """
-    return opened(inspector(config, layer_names(model), sinks, log_dir, first_step, keep, group))
+    return _Block(inspector(config, layer_names(model), sinks, log_dir, first_step, keep, group))
 
 
 def inspector(
@@ -83,6 +85,21 @@ def gathering(group: Any) -> Any:
         return found
 
     return gather
+
+
+class _Block:
+    """The block of an inspector, which ``torch.compile`` breaks a graph for, and does not look into."""
+
+    def __init__(self, inspector: Inspector) -> None:
+        self._block = opened(inspector)
+
+    @torch.compiler.disable
+    def __enter__(self) -> Inspector:
+        return self._block.__enter__()
+
+    @torch.compiler.disable
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
 
 
 class _Eager:

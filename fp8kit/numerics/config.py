@@ -35,6 +35,7 @@ _ASKED = "inspect"
 _NAMESPACES = ("transformer_engine", "fp8kit")
 _STEPS = ("freq", "start_step", "end_step", "start_end_list")
 _SELECTIONS = ("layer_name_regex_pattern", "exact_layer_names", "layer_numbers", "layer_types")
+_NUMBER = re.compile(r"(?<!fc)(?<!\d)\d+")
 # formats of FakeQuant: Transformer Engine's names -> a named recipe's
 FAKE_FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")
 _OPERAND_TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
@@ -133,8 +134,9 @@ class Section:
 
     def has(self, layer: str) -> bool:
         """Whether a layer of this name is among its own, by the rules of ``nvdlfw_inspect``: a pattern is
-        searched, a type is a part of the name, a number stands in it between dots. ArgumentError where layers
-        are chosen by number and the name has several."""
+        searched, a type is a part of the name, a number stands in it between dots, or somewhere ("Layer_3")
+        where none does, but behind "fc". ArgumentError where layers are chosen by number and the name has
+        several."""
         own = self.layers
         if "exact_layer_names" in own:
             return layer in own["exact_layer_names"]
@@ -144,7 +146,8 @@ class Section:
         if "layer_types" in own:
             found = "all" in own["layer_types"] or any(kind in layer for kind in own["layer_types"])
         if found and own.get("layer_numbers") is not None:
-            numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
+            written = [part for part in layer.split(".") if part.isdecimal()]
+            numbers = [int(number) for number in written or _NUMBER.findall(layer)]
             if len(numbers) > 1:
                 wanted = "a name with one number, or another way to choose layers"
                 raise ArgumentError(_ASKED, f"{self.name}: layer_numbers", repr(layer), wanted)
@@ -207,6 +210,9 @@ def _mapping(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _list(where: str, value: Any) -> list[Any]:
+    """Several; one name may stand alone."""
+    if isinstance(value, str) and value:
+        return [value]
     if not isinstance(value, list | tuple) or not value:
         raise ArgumentError(_ASKED, where, shown(value), "a list that is not empty")
     return list(value)

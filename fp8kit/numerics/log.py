@@ -315,6 +315,9 @@ class Inspector:
         section = self._known[name]
         if section is None:
             return None
+        if (not name or name.startswith(".")) and (name, "") not in self._said:
+            self._said.add((name, ""))
+            log.warning("inspect: layers without a name are one, %r: name= and name_layers give names", name)
         logged = tuple(own for own in section.logged if own.steps.hold(self.number))
         dumped = tuple(own for own in section.dumped if own.steps.hold(self.number))
         effects = active(section.effects, self.number)

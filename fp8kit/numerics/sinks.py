@@ -214,8 +214,12 @@ class WeightsAndBiases:
 
 def _opened(path: str | os.PathLike[str], **how: Any) -> Any:
     where = Path(path)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    return where.open("a", encoding="utf-8", **how)
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        return where.open("a", encoding="utf-8", **how)
+    except OSError as error:
+        wanted = f"a file that can be written ({error.strerror})"
+        raise ArgumentError("inspect", "sinks", str(where), wanted) from None
 
 
 def _path_of(row: Row) -> str:

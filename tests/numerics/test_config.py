@@ -44,6 +44,38 @@ def test_what_an_example_says(tmp_path):
     assert not Steps(10, ((5, 100),)).hold(0)
 
 
+def test_one_name_may_stand_for_a_list_of_one():
+    feature = {"LogTensorStats": {"enabled": True, "tensors": "weight", "stats": "max"}}
+    alone = read(section(feature, {"layer_types": "fc1"}))
+    assert alone == read(section(logged(["max"], ["weight"]), {"layer_types": ["fc1"]}))
+    gemm = read(section({"DisableFP8GEMM": {"enabled": True, "gemms": "wgrad"}}))
+    assert gemm.sections[0].effects == (Effect("high_precision", "wgrad", (), Steps()),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "chosen"),
+    [
+        ("blocks.3.mlp.fc1", True),
+        ("gpt2.blocks.3.experts.gemm_0", True),  # the number between dots counts first
+        ("Layer_3", True),
+        ("Layer_3.mlp.fc2", True),
+        ("Layer_30", False),
+        ("mlp.fc3", False),
+        ("head", False),
+    ],
+)
+def test_numbers_of_layers(layer, chosen):
+    config = read(section(logged(["max"]), {"layer_numbers": [3]}))
+    assert (config.section(layer) is not None) == chosen
+
+
+def test_a_name_with_two_numbers():
+    config = read(section(logged(["max"]), {"layer_numbers": [3]}))
+    for name in ("blocks.3.experts.1", "Layer_3_1"):
+        with pytest.raises(ArgumentError, match="a name with one number"):
+            config.section(name)
+
+
 LOG = logged(["max"])["LogTensorStats"]
 WRONG = {
     "config": ("text", "a mapping of sections"),

@@ -16,7 +16,7 @@ import pytest
 import fp8kit as fk
 from fp8kit.errors import ArgumentError
 from fp8kit.numerics.shown import Copy
-from fp8kit.numerics.sinks import TensorBoard, name_of, text_of
+from fp8kit.numerics.sinks import LogFile, TensorBoard, name_of, sink_of, text_of
 from tests.support.inspected import LAYERS, Native, logged, section
 
 CONFIG = section(logged(["max", "nan_count", "exponents"], ("activation", "wgrad")))
@@ -185,6 +185,16 @@ def test_the_log_of_transformer_engine(tmp_path):
     for (*_, text), row in zip(found, rows, strict=True):
         if isinstance(row["value"], float):
             assert np.float32(text) == np.float32(row["value"])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+    for where in (tmp_path / "folder.jsonl", tmp_path / "file" / "rows.csv"):
+        with pytest.raises(ArgumentError, match=f"sinks: got {where}, expected a file that can be written"):
+            sink_of(where)
+    with pytest.raises(ArgumentError, match="nvdlfw_inspect_statistics_logs"):
+        LogFile(tmp_path / "file")
 
 
 def test_what_is_no_sink():

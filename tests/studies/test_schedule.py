@@ -208,6 +208,9 @@ def test_wrong_arguments(capsys, tmp_path):
             status = error.code
         assert status == 2
     assert "bf16" in capsys.readouterr().err
+    none = tmp_path / "none.npz"
+    assert command.main(["run", "bf16", "--seed", "0", *out, "--text", str(none), "--device", "cpu"]) != 0
+    assert f"--text: got {none}" in capsys.readouterr().err
 
 
 def test_one_file_holds_a_folder_and_a_command_goes_on_from_it(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from fp8kit_jax import flax as fl
 from fp8kit_jax import nnx as fn
 
 import fp8kit as fk
+from fp8kit.errors import ArgumentError
 from tests.support.inspected import (
     HIDDEN,
     INNER,
@@ -167,6 +168,37 @@ def test_changes_of_the_recipe():
         if name == "delayed":
             kept = jax.tree.leaves(got[2])
             assert all(map(np.array_equal, kept, jax.tree.leaves(sets)))
+
+
+def test_within_jit_it_is_refused():
+    config, x, w = section(logged(["max"], ("activation",))), jnp.asarray(X), jnp.asarray(W3.T)
+
+    def opens(x):
+        with fj.inspect(config):
+            return fj.dense(x, w, name="out")
+
+    def steps(x):
+        y = fj.dense(x, w, name="out")
+        log.step()
+        return y
+
+    with pytest.raises(ArgumentError, match=r"one within jax\.jit, expected one around"):
+        jax.jit(opens)(x)
+    with pytest.raises(ArgumentError, match=r"step: got one within jax\.jit"), fj.inspect(config) as log:
+        jax.jit(steps)(x)
+    with fj.inspect(config) as log:  # nothing is left open
+        jax.jit(lambda x: fj.dense(x, w, name="out"))(x)
+        log.step()
+    assert [(row["step"], row["layer"]) for row in log.rows()] == [(0, "out")]
+
+
+def test_layers_without_a_name_are_said(caplog):
+    with fj.inspect(section(logged(["max"], ("activation",)))) as log:
+        for _ in range(2):
+            fj.dense(jnp.asarray(X), jnp.asarray(W3.T))
+            log.step()
+    assert [row["layer"] for row in log.rows()] == ["", ""]
+    assert caplog.messages == ["inspect: layers without a name are one, '': name= and name_layers give names"]
 
 
 def test_names():

@@ -103,6 +103,27 @@ def test_compiled_code_runs_eagerly_where_it_is_looked_at():
     torch._dynamo.reset()
 
 
+def test_a_block_within_compiled_code_is_left_as_it_was_entered():
+    """It sees nothing, which is said, and nothing stays open."""
+    layer = te.Linear(64, OUT, bias=False, params_dtype=torch.float32, device="cpu")
+    config = section(logged(["max"], ("activation",)))
+
+    def function(x):
+        with te.inspect(layer, config) as log:
+            y = layer(x)
+            log.step()
+        return y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    assert torch.equal(compiled(torch.tensor(X)), layer(torch.tensor(X)))
+    torch._dynamo.reset()
+    with te.inspect(layer, config) as log:
+        layer(torch.tensor(X))
+        log.step()
+    assert len(log.rows()) == 1
+
+
 def test_small_layers_show_their_parts():
     """A layer whose operations run as one chain is called part by part where it is looked at, and gives the
     same bits."""
