@@ -105,13 +105,15 @@ class TorchOp(BoundOp):
         cotangents: Sequence[Tensor | None],
         state: StateBinding = NO_STATE,
         into: Mapping[str, Tensor] = _NOWHERE,
+        consumed: bool = False,
     ) -> list[Tensor | None]:
         """The gradients of ``needs``. ``kept``: the tensors of ``BoundOp.kept``; ``saved``: what ``call``
-        gave, emptied of what goes early; ``cotangents``: contiguous; ``into``: where gradients by name go."""
+        gave, emptied of what goes early; ``cotangents``: contiguous; ``into``: where gradients by name go,
+        not with ``consumed``, see ``BoundOp.backward``."""
         memory = self.memory
         if memory.several and torch_compat.current_device() != self.device.index:
             with torch.cuda.device(memory.where):
-                return self.call_backward(kept, saved, cotangents, state, into)
+                return self.call_backward(kept, saved, cotangents, state, into, consumed)
         grads: list[Tensor | None]
         if into or self.streamed_grads:
             grads = [
@@ -136,6 +138,7 @@ class TorchOp(BoundOp):
                 [None if g is None else _address(g) for g in cotangents],
                 places,
                 amaxes,
+                consumed,
             )
             if streamed:
                 grads = [streamed.get(name, grad) for name, grad in zip(self.grads, grads, strict=True)]

@@ -25,7 +25,7 @@ from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
-from fp8kit_torch.torch_compat import applier
+from fp8kit_torch.torch_compat import applier, held_alone
 from fp8kit_torch.views import dtype_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -127,13 +127,15 @@ class _Node(torch.autograd.Function):
         into = _NOWHERE if main is None else main.buffers(op.needs)
         # drop the graph's references, so that each buffer is freed after its last use; a retained graph keeps
         # them for another pass
-        if op.saved.streamed:
+        lends = op.lends and not into
+        if lends or op.saved.streamed:
             ctx.maybe_clear_saved_tensors()
         count = op.kept_count
         kept = saved[:count]
         del saved[:count]
+        consumed = lends and held_alone(saved)
         try:
-            made = op.call_backward(kept, saved, [*map(_plain, grads)], state, into)
+            made = op.call_backward(kept, saved, [*map(_plain, grads)], state, into, consumed)
         except RuntimeError:
             names = [f"the gradient of {name}" for name in op.results]
             wanted = "one gradient at a time: no is_grads_batched, vectorize or vmap"

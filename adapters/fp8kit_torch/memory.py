@@ -81,6 +81,9 @@ class TorchMemory:
             return Arena(nbytes, owner.data_ptr(), owner, self.device, False)
         return scratch.arena(nbytes, self.device, stream)
 
+    def release(self, arena: Arena, stream: int) -> None:
+        scratch.release(arena, stream)
+
     def zeros(self, count: int) -> Tensor:
         """float32 (count,), zeros: for amaxes."""
         return torch.zeros(count, dtype=torch.float32, device=self.where)

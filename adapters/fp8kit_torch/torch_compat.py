@@ -7,6 +7,7 @@ refused at import, as a BackendError: its numbers would be wrong.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,22 @@ def owners(tensor: torch.Tensor) -> int:
     """How many tensors have this one's memory."""
     storage = tensor.untyped_storage()
     return _storage_owners(storage._cdata) - 1
+
+
+_use_count: Callable[[torch.Tensor], int] = _required(torch.Tensor, "_use_count")
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many hold the tensor in Python and in C++, and how many tensors have its memory."""
+    return sys.getrefcount(tensor), _use_count(tensor), owners(tensor)
+
+
+def held_alone(tensors: list[torch.Tensor]) -> bool:
+    """Whether nobody but the list, which nobody iterates over, holds its tensors or their memory."""
+    return all(found == _ALONE for found in map(_holders, tensors))
+
+
+(_ALONE,) = map(_holders, [torch.empty(1)])
 
 
 # Lists of tensors in few kernels.

@@ -66,6 +66,9 @@ class NativeMemory:
     def arena(self, nbytes: int, stream: int) -> Arena:
         return scratch.arena(nbytes, self.device, stream) if nbytes else self._nothing
 
+    def release(self, arena: Arena, stream: int) -> None:
+        scratch.release(arena, stream)
+
 
 class NativeOp(BoundOp):
     """A bound operation with the functions that allocate its outputs and gradients."""
@@ -237,13 +240,17 @@ class _Call:
         grads |= {name: make() for name, make in op.make_grads.items() if name not in given}
         amaxes = amaxes_at(op.grad_amaxes, given, op.device) if op.grad_amaxes else _NOTHING
         if op.signature.grads:
+            saved, consumed = list(self.saved) if tape.retaining() else self.saved, False
+            if op.lends and not tape.retaining():
+                saved, self.saved, consumed = self.saved, [], not given.keys() & op.grads.keys()
             grads |= op.backward(
                 [view.ptr for view in self.kept],
                 [view.ptr for view in self.backward_inputs],
-                list(self.saved) if tape.retaining() else self.saved,
+                saved,
                 [None if g is None else g.ptr for g in incoming],
                 [None if g is None else g.ptr for g in grads.values()],
                 [view.ptr for view in amaxes.values()],
+                consumed,
             )
         if self.watcher is not None:
             own = {name: grads[name] for name in op.needs if name in grads}

@@ -8,14 +8,16 @@ order of those lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.errors import AutogradError
 from fp8kit.execution import lifetimes
-from fp8kit.execution.memory import Arena, Layout, Memory
+from fp8kit.execution.memory import Arena, Layout, Memory, Region, Span, is_large
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.execution.watching import Places
@@ -127,6 +129,8 @@ class BoundOp(Interface):
     * ``streamed_grads``: name -> meta of the large gradients, which backward allocates itself when it comes
       to them, unless the caller gives an address.
 
+    * ``lends``: backward takes less memory with ``consumed``.
+
     ``streaming``: large buffers of an operation that ``streams`` are allocated one by one, each when it is
     first needed. ``save_in_block``: but what forward saves is one block all the same.
     """
@@ -155,11 +159,11 @@ class BoundOp(Interface):
         streaming = streaming and operation.streams and not (self._shown or self._grad_shown or parallel)
         self.streamed_grads = streamed(self.grads) if streaming else {}
         self.saved = Layout(s.saved, streaming and not save_in_block)
-        spans = [
-            lifetimes.spans(operation, plan, metas, frozenset(needs), backward) for backward in (False, True)
+        self._lives = [
+            lifetimes.lives(operation, plan, metas, frozenset(needs), backward) for backward in (False, True)
         ]
-        self.scratch = Layout(plan.scratch, streaming, spans[0])
-        self.backward_scratch = Layout(plan.backward_scratch, streaming, spans[1] if s.grads else None)
+        self._streaming = streaming
+        self.scratch = Layout(plan.scratch, streaming, self._spans(False))
         self.measure_scratch = Layout(plan.measure_scratch)
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
         self._filled_parts = [*self._forward_parts[1], *self._forward_parts[2], *_parts(self.watched)]
@@ -167,14 +171,64 @@ class BoundOp(Interface):
         self._result_parts = _parts(self.result_metas)
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
-        fixed = not (self.saved.streamed or parallel)
-        self._forward_replays = self._backward_replays = None
-        if fixed and not self.scratch.streamed:
+        self._replayed = not (self.saved.streamed or parallel)
+        self._forward_replays = None
+        if self._replayed and not self.scratch.streamed:
             self._forward_replays = self._replays(self.scratch, self._forward_parts[0], self._filled_parts)
-        fixed = fixed and not self.streamed_grads and not self.backward_scratch.streamed
-        if fixed and s.grads:
-            others = [self._result_parts, self._grad_parts, self._grad_amax_parts]
-            self._backward_replays = self._replays(self.backward_scratch, self._read_parts, *others)
+        temporaries = streamed(plan.backward_scratch) if streaming else {}
+        self._replayed &= not (self.streamed_grads or temporaries) and bool(s.grads)
+        large = any(map(is_large, plan.backward_scratch.values()))
+        self.lends = large and self._replayed and self._lives[True] is not None
+
+    def _spans(self, backward: bool) -> Callable[[], Mapping[str, tuple[Span, ...]]] | None:
+        lives = self._lives[backward]
+        return None if lives is None else lambda: lives().spans
+
+    @cached_property
+    def backward_scratch(self) -> Layout:
+        """Of backward's temporaries, in memory of their own."""
+        spans = self._spans(True) if self.signature.grads else None
+        return Layout(self.plan.backward_scratch, self._streaming, spans)
+
+    @cached_property
+    def _lent_scratch(self) -> Layout:
+        """Of backward's temporaries where they may lie in what forward saved, once that has been read, and in
+        gradients that are not filled yet: the block, then ``_lenders``."""
+        lives = self._lives[True]
+        assert lives is not None
+
+        def regions() -> list[Region]:
+            _, filled, _, done, _ = lives()
+            taken = [
+                (offset, nbytes_of(Meta(shape, dtype)), (-math.inf, done.get(name, math.inf)))
+                for name, _, offset, shape, dtype in self.saved.parts
+            ]
+            own = [Region(self.saved.nbytes, taken)]
+            for name in self._lenders:
+                size = nbytes_of(self.grads[name])
+                own.append(Region(size, [(0, size, (filled.get(name, -math.inf), math.inf))]))
+            return own
+
+        return Layout(self.plan.backward_scratch, spans=self._spans(True), regions=regions)
+
+    @cached_property
+    def _lenders(self) -> list[str]:
+        """Gradients whose memory is lent before they are filled."""
+        return [name for name, meta in self.grads.items() if is_large(meta) and not meta.zero]
+
+    @cached_property
+    def _backward_replays(self) -> Replays | None:
+        return self._replays_of_backward(self.backward_scratch)
+
+    @cached_property
+    def _lent_replays(self) -> Replays | None:
+        return self._replays_of_backward(self._lent_scratch)
+
+    def _replays_of_backward(self, scratch: Layout) -> Replays | None:
+        if not self._replayed:
+            return None
+        others = [self._result_parts, self._grad_parts, self._grad_amax_parts]
+        return self._replays(scratch, self._read_parts, *others)
 
     def _replays(self, scratch: Layout, read: Sequence[Part], *others: Sequence[Part]) -> Replays | None:
         """For calls whose key has the addresses of the arena, the block, and these arrays."""
@@ -210,6 +264,8 @@ class BoundOp(Interface):
         else:  # nothing is streamed then
             key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
+        if arena.kept:
+            memory.release(arena, stream)
         if self._shown is not None:
             self._shown.take(shown)
         return saved
@@ -260,12 +316,15 @@ class BoundOp(Interface):
         cotangents: Sequence[int | None],
         grads: Sequence[int | None],
         amaxes: Addresses,
+        consumed: bool = False,
     ) -> dict[str, Any]:
         """Fill ``grads`` and update the maxima. An address in ``grads`` may be None for one of the
         ``streamed_grads``: it is allocated here. Returns those that were, by name.
 
         ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list; each is freed
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
+        ``consumed``, of an operation that ``lends``: nobody reads what was saved after this, nor in ``grads``
+        what was there before, so that temporaries may overwrite both.
         """
         memory = self.memory
         if self._grad_shown is not None:
@@ -277,14 +336,18 @@ class BoundOp(Interface):
             zeros = memory.maker(next(iter(self.outputs.values()))._replace(zero=True))()
             cotangents = [memory.address(zeros), *cotangents[1:]]
         block = memory.address(saved[0]) if self.saved.nbytes else 0
-        arena = memory.arena(self.backward_scratch.nbytes, stream)
-        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream)
-        if self._backward_replays is None:
+        layout = self._lent_scratch if consumed else self.backward_scratch
+        replays = self._lent_replays if consumed else self._backward_replays
+        arena = memory.arena(layout.nbytes, stream)
+        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream, consumed)
+        if replays is None:
             made = self._backward(*given)
         else:
             key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
-            self._backward_replays.run(key, self._backward, *given)
+            replays.run(key, self._backward, *given)
             made = {}
+        if arena.kept:
+            memory.release(arena, stream)
         if self._grad_shown is not None:
             self._grad_shown.take(shown)
         return made
@@ -300,6 +363,7 @@ class BoundOp(Interface):
         block: int,
         arena: Arena,
         stream: int,
+        consumed: bool,
     ) -> dict[str, Any]:
         """Run backward now."""
         memory, layout, device = self.memory, self.saved, self.device
@@ -318,7 +382,11 @@ class BoundOp(Interface):
         if missing:
             filled = {name: view for name, view in into.items() if view is not None}
             into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
-        temporaries = arena.views(self.backward_scratch, memory)
+        if consumed:
+            places = [block, *(into[name].ptr for name in self._lenders)]
+            temporaries = arena.views(self._lent_scratch, memory, places)
+        else:
+            temporaries = arena.views(self.backward_scratch, memory)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
         return {name: into[name].owner for name in missing} if missing else {}
 

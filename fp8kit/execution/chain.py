@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from fp8kit.buffers import Lasting
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.execution import lifetimes
+from fp8kit.execution.lifetimes import Lives
 from fp8kit.execution.memory import Span
 from fp8kit.execution.refusals import signature_of
 from fp8kit.ops.registry import OPERATIONS
@@ -189,33 +190,39 @@ class Chain(Operation):
             ready.append(_Ready(step, plan, names, back))
         return Plan(spec, signature, kernels, forward, backward, ready)
 
-    def lives(self, plan: Plan, backward: bool) -> dict[str, tuple[Span, ...]]:
+    def lives(self, plan: Plan, backward: bool) -> Lives:
         """When each temporary of a pass is in use (``execution.lifetimes``): a step's within the step, what
-        passes between steps from the one that fills it to the last one that reads it."""
+        passes between steps from the one that fills it to the last one that reads it; and, in backward, until
+        when what forward saved is, and when gradients are first filled."""
         found: dict[str, tuple[Span, ...]] = {}
-        first: dict[str, float] = {}  # of what passes between steps
+        first: dict[str, float] = {}  # of what passes between steps, and of gradients
         last: dict[str, float] = {}
+        done: dict[str, float] = {}
         clock = 0.0
         for step, own, *scratch in reversed(plan.extra) if backward else plan.extra:
             if backward and not step.needs:
                 continue
-            names, end = scratch[backward], clock + 1
-            filled, read = dict[str, float](), dict[str, float]()
+            s, names, end = step.signature, scratch[backward], clock + 1
+            filled, read, used = dict[str, float](), dict[str, float](), dict[str, float]()
             found |= dict.fromkeys(names.values(), ((clock, end),))
             if lifetimes.known(step.operation, own):
                 lives = lifetimes.of(step.operation, own, step.metas, step.needs, backward)
-                filled, read, end = dict(lives.filled), dict(lives.read), clock + lives.end + 1
+                filled, read, used = dict(lives.filled), dict(lives.read), dict(lives.done)
+                end = clock + lives.end + 1
                 found |= dict.fromkeys(names.values(), ((clock, end),))
                 spans = lifetimes.later(lives.spans, clock, end)
                 found |= {names[name]: times for name, times in spans.items()}
-            made = {name: step.gradient(name) for name in step.signature.grads} if backward else step.outputs
+            made = {name: step.gradient(name) for name in s.grads} if backward else step.outputs
             for name, value in made.items():
                 first.setdefault(value, clock + filled.get(name, 0))
                 last[value] = end
             for name, value in (step.cotangents if backward else step.inputs).items():
                 last[value] = max(last.get(value, 0), clock + read.get(name, end - clock))
+            done |= {step.own(name): clock + used.get(name, end - clock) for name in s.saved}
+            done |= {step.value(name): end for name in s.kept}
             clock = end
-        return found | {value: ((begin, last[value]),) for value, begin in first.items() if ":" in value}
+        found |= {value: ((begin, last[value]),) for value, begin in first.items() if ":" in value}
+        return Lives(found, first, {}, done, clock)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         there = {**ws.inputs, **ws.scratch, **ws.saved, **ws.outputs}

@@ -29,11 +29,13 @@ _APART = 1 << 32  # bytes between arrays that are not there: none begins where a
 class Lives(NamedTuple):
     """``spans``: of each temporary the times that it is in use, in their order; none where its name is never
     read. ``filled``: when each output or gradient is first asked for. ``read``: after the last kernel that
-    takes an input, or a cotangent; none where no kernel does. ``end``: after everything."""
+    takes an input, or a cotangent; none where no kernel does. ``done``: the same of what forward saved.
+    ``end``: after everything."""
 
     spans: Mapping[str, tuple[Span, ...]]
     filled: Mapping[str, float]
     read: Mapping[str, float]
+    done: Mapping[str, float]
     end: float
 
 
@@ -47,7 +49,9 @@ class _Log:
         self.events: list[tuple[str, bool]] = []
         self.filled: dict[str, float] = {}
         self.read: dict[str, float] = {}
-        self._given: dict[int, str] = {}  # by address, in units of _APART
+        self.done: dict[str, float] = {}
+        # by address, in units of _APART: where to note the reader, and the name
+        self._given: dict[int, tuple[dict[str, float], str]] = {}
         self._addresses = itertools.count(_APART, _APART)
 
     def view(self, meta: Meta, owner: object = None) -> ArrayView:
@@ -56,17 +60,18 @@ class _Log:
     def views(self, metas: Mapping[str, Meta | None]) -> dict[str, ArrayView]:
         return {name: self.view(meta) for name, meta in metas.items() if meta is not None}
 
-    def given(self, metas: Mapping[str, Meta | None]) -> dict[str, ArrayView]:
-        """Views whose readers are noted."""
+    def given(self, metas: Mapping[str, Meta | None], note: dict[str, float]) -> dict[str, ArrayView]:
+        """Views whose last reader is noted in ``note``."""
         found = self.views(metas)
-        self._given |= {view.ptr // _APART: name for name, view in found.items()}
+        self._given |= {view.ptr // _APART: (note, name) for name, view in found.items()}
         return found
 
     def kernel(self, *arguments: Any, **named: Any) -> None:
         """A kernel that does nothing with its arrays."""
         for view in views((*arguments, *named.values())):
-            if (name := self._given.get(view.ptr // _APART)) is not None:
-                self.read[name] = len(self.events)
+            if (given := self._given.get(view.ptr // _APART)) is not None:
+                note, name = given
+                note[name] = len(self.events)
 
     def allocate(self, named: tuple[str, Meta]) -> ArrayView:
         """A temporary, which ends with its last holder."""
@@ -107,7 +112,8 @@ class _Filled(dict[str, ArrayView]):
         self.log = log
 
     def __getitem__(self, name: str) -> ArrayView:
-        self.log.filled.setdefault(name, len(self.log.events))
+        # before whatever ends next, which the same kernel may read
+        self.log.filled.setdefault(name, len(self.log.events) - 0.5)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -132,15 +138,15 @@ def known(operation: Operation, plan: Plan) -> bool:
     return operation.streams and ours and not watched and not operation.communicates(plan.spec)
 
 
-def spans(
+def lives(
     operation: Operation, plan: Plan, metas: Metas, needs: Needs, backward: bool
-) -> Callable[[], Mapping[str, tuple[Span, ...]]] | None:
+) -> Callable[[], Lives] | None:
     """What a ``Layout`` of a pass's temporaries asks; None where nothing is known. An operation that is made
     of others says its own (``lives``)."""
     own = getattr(operation, "lives", None)
     if own is not None:
         return partial(own, plan, backward)
-    return (lambda: of(operation, plan, metas, needs, backward).spans) if known(operation, plan) else None
+    return partial(of, operation, plan, metas, needs, backward) if known(operation, plan) else None
 
 
 def of(operation: Operation, plan: Plan, metas: Metas, needs: Needs, backward: bool) -> Lives:
@@ -166,10 +172,10 @@ def _run(operation: Operation, plan: Plan, metas: Metas, backward: bool) -> Live
         kept = log.views({name: there.get(name) for name in s.kept} | s.backward_inputs)
         results = {name: meta for name, meta in s.outputs.items() if not meta.zero}
         results |= {name: there[source] for name, source in s.passes.items()}  # type: ignore[misc]
-        ws = WorkingSet(idle, kept, _Filled(log, s.grads), log.views(s.saved), own, 0)
-        operation.backward(plan, ws, log.given(results))
+        ws = WorkingSet(idle, kept, _Filled(log, s.grads), log.given(s.saved, log.done), own, 0)
+        operation.backward(plan, ws, log.given(results, log.read))
     else:
-        ws = WorkingSet(idle, log.given(metas), _Filled(log, s.outputs), log.views(s.saved), own, 0)
+        ws = WorkingSet(idle, log.given(metas, log.read), _Filled(log, s.outputs), log.views(s.saved), own, 0)
         operation.forward(plan, ws)
     events = log.events[:]
     found: dict[str, list[Span]] = {}
@@ -178,7 +184,8 @@ def _run(operation: Operation, plan: Plan, metas: Metas, backward: bool) -> Live
             found.setdefault(name, []).append((time, math.inf))
         else:
             found[name][-1] = found[name][-1][0], time
-    return Lives({name: tuple(times) for name, times in found.items()}, log.filled, log.read, len(events))
+    times = {name: tuple(spans) for name, spans in found.items()}
+    return Lives(times, log.filled, log.read, log.done, len(events))
 
 
 def later(spans: Mapping[str, tuple[Span, ...]], by: float, end: float) -> dict[str, tuple[Span, ...]]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, Lasting, nbytes_of, streamed
@@ -20,13 +20,27 @@ Span = tuple[float, float]  # from a moment on, up to another
 ALWAYS: Span = (0, math.inf)
 
 
+def is_large(meta: Meta) -> bool:
+    """Whether a buffer may share memory with others."""
+    return nbytes_of(meta) >= SHARED
+
+
+class Region(NamedTuple):
+    """Memory of a call that temporaries may lie in beside its arena, ``nbytes`` of it. ``taken``: when parts
+    of it are in use by what it belongs to, as (offset, bytes, span)."""
+
+    nbytes: int
+    taken: Sequence[tuple[int, int, Span]]
+
+
 class Layout:
     """Offsets of buffers that live and die together in one block of ``nbytes`` bytes.
 
     With ``streaming`` the large ones are ``streamed`` instead: each is an allocation of its own
     (``fp8kit.buffers``). ``spans()``: of each the times that it is in use (``execution.lifetimes``); large
     buffers that are never in use at once share bytes then. One that is in use, given up, and in use again
-    may lie somewhere else the second time (``buffers.Lasting``).
+    may lie somewhere else the second time (``buffers.Lasting``). ``regions()``: where large ones may lie too,
+    at times when nothing else is there.
     """
 
     __slots__ = ("_later", "nbytes", "parts", "streamed")
@@ -36,43 +50,50 @@ class Layout:
         metas: Mapping[str, Meta],
         streaming: bool = False,
         spans: Callable[[], Mapping[str, tuple[Span, ...]]] | None = None,
+        regions: Callable[[], Sequence[Region]] | None = None,
     ) -> None:
         self.streamed: dict[str, Meta] = streamed(metas) if streaming else {}
         here = {name: meta for name, meta in metas.items() if name not in self.streamed}
         sizes = {name: -(-nbytes_of(meta) // ALIGNMENT) * ALIGNMENT for name, meta in here.items()}
-        large = [name for name, size in sizes.items() if size >= SHARED]
-        times = spans() if spans is not None and len(large) > 1 and not self.streamed else {}
+        large = [name for name in sizes if is_large(here[name])]
+        shares = spans is not None and len(large) > (regions is None) and not self.streamed
+        times = spans() if spans is not None and shares else {}
         shared = {name: times.get(name) or (ALWAYS,) for name in large} if times else {}
-        offsets: dict[str, list[int]] = {}
+        places: dict[str, list[tuple[int, int]]] = {}  # (0 for the block, else 1 + number of the region; offset)
         self.nbytes = 0
         for name, size in sizes.items():
             if name not in shared:
-                offsets[name] = [self.nbytes]
+                places[name] = [(0, self.nbytes)]
                 self.nbytes += size
         if shared:
             lives = [(sizes[name], span, name) for name, own in shared.items() for span in own]
-            places, top = placed([(size, span) for size, span, _ in lives])
-            for (_, _, name), place in zip(lives, places, strict=True):
-                offsets.setdefault(name, []).append(self.nbytes + place)
+            beside = regions() if regions is not None else ()
+            found, top = placed([(size, span) for size, span, _ in lives], beside)
+            for (_, _, name), (where, offset) in zip(lives, found, strict=True):
+                places.setdefault(name, []).append((where, offset if where else self.nbytes + offset))
             self.nbytes += top
-        self.parts: list[tuple[str, int, Shape, DType]] = []
-        self._later: list[tuple[str, int, Shape, DType]] = []
+        self.parts: list[tuple[str, int, int, Shape, DType]] = []
+        self._later: list[tuple[str, int, int, Shape, DType]] = []
         for name, meta in here.items():
-            first, *others = offsets[name]
-            self.parts.append((name, first, meta.shape, meta.dtype))
-            self._later += [(name, offset, meta.shape, meta.dtype) for offset in others]
+            first, *others = places[name]
+            self.parts.append((name, *first, meta.shape, meta.dtype))
+            self._later += [(name, *place, meta.shape, meta.dtype) for place in others]
 
-    def at(self, address: int, device: Device, owner: object = None) -> dict[str, ArrayView]:
-        """The buffers of a block at ``address`` by name, without the streamed ones."""
+    def at(
+        self, address: int, device: Device, owner: object = None, regions: Sequence[int] = ()
+    ) -> dict[str, ArrayView]:
+        """The buffers of a block at ``address`` by name, without the streamed ones. ``regions``: the
+        addresses of the layout's regions."""
+        bases = address, *regions
         found = {
-            name: ArrayView(address + offset, shape, dtype, device, owner)
-            for name, offset, shape, dtype in self.parts
+            name: ArrayView(bases[where] + offset, shape, dtype, device, owner)
+            for name, where, offset, shape, dtype in self.parts
         }
         if not self._later:
             return found
         later: dict[str, list[ArrayView]] = {}
-        for name, offset, shape, dtype in self._later:
-            later.setdefault(name, []).append(ArrayView(address + offset, shape, dtype, device, owner))
+        for name, where, offset, shape, dtype in self._later:
+            later.setdefault(name, []).append(ArrayView(bases[where] + offset, shape, dtype, device, owner))
         return Lasting(found, later)
 
     def views(self, address: int, memory: Memory) -> Any:
@@ -82,10 +103,16 @@ class Layout:
         return Buffers(found, self.streamed, memory.view) if self.streamed else found
 
 
-def placed(lives: Sequence[tuple[int, Span]]) -> tuple[list[int], int]:
-    """Where buffers of (bytes, time) lie, so that no two that live at once overlap, and the end of all. Each
-    lies as low as it can; placed first are those that take most bytes for most of the time, those that are
-    largest, or those that begin first, whichever takes least."""
+Place = tuple[int, int]  # 0 for the block itself, else 1 + number of a region; bytes from its start
+
+
+def placed(
+    lives: Sequence[tuple[int, Span]], regions: Sequence[Region] = ()
+) -> tuple[list[Place], int]:
+    """Where buffers of (bytes, time) lie, so that no two that live at once overlap, and the end of all in the
+    block. Each lies in a region, where it fits into one, else in the block, as low as it can; placed first
+    are those that take most bytes for most of the time, those that are largest, or those that begin first,
+    in the first region or the last, whichever takes least of the block."""
     ends = [stop for _, (_, stop) in lives if stop < math.inf]
     last = 1 + max(ends, default=0.0)
 
@@ -99,23 +126,40 @@ def placed(lives: Sequence[tuple[int, Span]]) -> tuple[list[int], int]:
         sorted(numbers, key=lambda i: (-lives[i][0], lives[i][1])),
         sorted(numbers, key=lambda i: (lives[i][1], -lives[i][0])),
     )
-    return min((_placed(lives, order) for order in orders), key=lambda found: found[1])
+    numbered = [(i, region) for i, region in enumerate(regions, 1)]
+    tried = (numbered, numbered[::-1]) if numbered else (numbered,)
+    return min((_placed(lives, order, beside) for order in orders for beside in tried), key=lambda found: found[1])
 
 
-def _placed(lives: Sequence[tuple[int, Span]], order: Sequence[int]) -> tuple[list[int], int]:
-    offsets, top = [0] * len(lives), 0
-    done: list[tuple[int, int, Span]] = []  # begin, end, time
+def _placed(
+    lives: Sequence[tuple[int, Span]], order: Sequence[int], regions: Sequence[tuple[int, Region]]
+) -> tuple[list[Place], int]:
+    places, top = [(0, 0)] * len(lives), 0
+    # begin, end, time: in the block, and in each region
+    done = {i: [(at, at + size, span) for at, size, span in region.taken] for i, region in regions}
+    done[0] = []
     for i in order:
-        size, (start, stop) = lives[i]
-        at = 0
-        for begin, end, _ in sorted(one for one in done if one[2][0] < stop and start < one[2][1]):
-            if at + size <= begin:
+        size, span = lives[i]
+        for where, region in (*regions, (0, None)):
+            at = _lowest(size, span, done[where])
+            if region is None or at + size <= region.nbytes:
                 break
-            at = max(at, end)
-        offsets[i] = at
-        done.append((at, at + size, (start, stop)))
-        top = max(top, at + size)
-    return offsets, top
+        places[i] = where, at
+        done[where].append((at, at + size, span))
+        if where == 0:
+            top = max(top, at + size)
+    return places, top
+
+
+def _lowest(size: int, span: Span, done: Sequence[tuple[int, int, Span]]) -> int:
+    """The lowest offset of so many bytes that nothing in ``done`` uses in that time."""
+    start, stop = span
+    at = 0
+    for begin, end, _ in sorted(one for one in done if one[2][0] < stop and start < one[2][1]):
+        if at + size <= begin:
+            break
+        at = max(at, end)
+    return at
 
 
 class Arena:
@@ -129,8 +173,11 @@ class Arena:
         self.nbytes, self.address, self.owner, self.device, self.kept = nbytes, address, owner, device, kept
         self._views: dict[Layout, dict[str, ArrayView]] = {}
 
-    def views(self, layout: Layout, memory: Memory) -> Any:
-        """The buffers of a layout in this arena, contents undefined; not to be changed."""
+    def views(self, layout: Layout, memory: Memory, regions: Sequence[int] = ()) -> Any:
+        """The buffers of a layout in this arena, and in ``regions`` at those addresses; contents undefined;
+        not to be changed."""
+        if regions:
+            return layout.at(self.address, self.device, None, regions)
         found = self._views.get(layout) if self.kept else None
         if found is None:
             found = layout.at(self.address, self.device)
@@ -143,12 +190,14 @@ class Arena:
         return Buffers(found, layout.streamed, memory.view) if layout.streamed else found
 
 
-class Scratch(threading.local):
-    """A thread's memory for the temporaries of one operation, one arena for each stream.
+class Scratch:
+    """Memory for the temporaries of one operation at a time, one arena for each stream of a device.
 
-    Work on a stream is done in order, so the thread's next operation on that stream can use the same memory.
-    Not kept are arenas larger than ``KEPT``, those of all but the last ``STREAMS`` streams, and those on the
-    CPU, where allocating costs little. ``allocate(nbytes, device)`` returns (address, owner).
+    Work on a stream is done in order, so the next operation on that stream can use the same memory, whichever
+    thread calls it: a backward pass has its own. Who asks for an arena takes it, and gives it back with
+    ``release`` once all its work is on the stream; a thread that asks meanwhile gets another one. Not kept are
+    arenas larger than ``KEPT``, those of all but the last ``STREAMS`` streams, and those on the CPU, where
+    allocating costs little. ``allocate(nbytes, device)`` returns (address, owner).
     """
 
     KEPT = 48 << 20  # bytes: what a product's workspace and small operands need
@@ -156,31 +205,43 @@ class Scratch(threading.local):
 
     def __init__(self, allocate: Callable[[int, Device], tuple[int, object]]) -> None:
         self.allocate = allocate
-        self.arenas: dict[tuple[Device, int], Arena] = {}
+        self._shared: dict[tuple[Device, int], Arena] = {}
+        self._own = threading.local()
+
+    @property
+    def arenas(self) -> dict[tuple[Device, int], Arena]:
+        """Those that nobody uses now."""
+        own: dict[tuple[Device, int], Arena] | None = getattr(self._own, "arenas", None)
+        return self._shared if own is None else own
 
     def arena(self, nbytes: int, device: Device, stream: int) -> Arena:
-        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``. They are the caller's until
-        it has put all its work on the stream; an operation must not call another one before that."""
-        found = self.arenas.get((device, stream))
+        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``."""
+        found: Arena | None = self.arenas.pop((device, stream), None)
         if found is None or found.nbytes < nbytes:
+            found = None  # so that its memory may be the next one's
             kept = nbytes <= self.KEPT and device.kind != "cpu"
             found = Arena(nbytes, *self.allocate(nbytes, device), device, kept)
-            if kept:
-                self.arenas.pop((device, stream), None)
-                if len(self.arenas) >= self.STREAMS:
-                    del self.arenas[next(iter(self.arenas))]
-                self.arenas[device, stream] = found
         return found
+
+    def release(self, arena: Arena, stream: int) -> None:
+        """Give an arena back."""
+        if not (arena.kept and arena.nbytes):
+            return
+        arenas = self.arenas
+        if len(arenas) >= self.STREAMS:
+            with suppress(KeyError, RuntimeError, StopIteration):  # another thread was quicker
+                del arenas[next(iter(arenas))]
+        arenas[arena.device, stream] = arena
 
     @contextmanager
     def separate(self) -> Iterator[dict[tuple[Device, int], Arena]]:
         """Within, this thread begins without arenas. Those that it made are in the dictionary, for who wants
         to keep them, as a captured graph must."""
-        before, self.arenas = self.arenas, {}
+        before, self._own.arenas = getattr(self._own, "arenas", None), {}
         try:
-            yield self.arenas
+            yield self._own.arenas
         finally:
-            self.arenas = before
+            self._own.arenas = before
 
 
 class Memory(Protocol):
@@ -205,3 +266,6 @@ class Memory(Protocol):
 
     def arena(self, nbytes: int, stream: int) -> Arena:
         """Memory for one call's temporaries."""
+
+    def release(self, arena: Arena, stream: int) -> None:
+        """Give one that is ``kept`` back, once all the call's work is on the stream."""

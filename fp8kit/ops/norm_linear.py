@@ -129,20 +129,22 @@ class NormStage:
     ) -> None:
         """From the product's output gradient ``g``, cast and its bias gradient taken, on: those of the
         weight, of x and of the norm's parameters, those of norm(x) and of the ``residual`` stream added."""
-        free(ws.scratch, "dh")  # of which ``g`` may be the last holder
+        free(ws.scratch, "dh", "dact")  # of which ``g`` may be the last holder
         p, held = self.product, ws.inputs if self.as_output else ws.saved
         if self.norm.identity:
             self._backward_alone(ws, g, residual)
             return
+        # the codes that dgrad reads may lie where wgrad writes
+        if p.needs_x:
+            p.dgrad(ws, g, ws.scratch["dnormed"])
         if p.needs_w:
             normed = held.get("normed")
             p.wgrad(ws, g, None if normed is None else normed.rows())
             del normed
             free(ws.saved, "normed")
+        del g
         if p.needs_x:
             dnormed, extra = ws.scratch["dnormed"], cotangents.get("normed")
-            p.dgrad(ws, g, dnormed)
-            del g
             if extra is not None:
                 ws.kernels.add(dnormed, extra.rows(), dnormed, ws.stream)
             self.norm.backward(ws, dnormed, residual)

@@ -124,6 +124,12 @@ class _Stages:
         return self.fc2.needs_x
 
     @property
+    def dh(self) -> str:
+        """The temporary for the gradient of fc1's output in high precision: that of the activation's output,
+        in place, where an element of one follows from the same element of the other."""
+        return "dact" if self.fuses and self.fc1.n == self.fc2.k else "dh"
+
+    @property
     def between(self) -> dict[str, Meta]:
         """fc1's output without its bias, and the activation's, as matrices."""
         fc1, fc2 = self.fc1, self.fc2
@@ -312,7 +318,7 @@ class NormMLP(Products):
             (backward["sums"],) = workspace(sums).values()
             backward |= gradient_scratch(spec.activation, fc1.dtype)
             backward["dact"] = st.between["act"]
-            if not (st.fuses and fc1.scales_known and fc1.casts_g) or fc1.reads_g:
+            if (not (st.fuses and fc1.scales_known and fc1.casts_g) or fc1.reads_g) and st.dh == "dh":
                 backward["dh"] = st.between["h"]
         if st.smoothing is not None and (st.reach or fc2.needs_w):
             backward |= st.smoothing.backward_scratch()
@@ -408,18 +414,21 @@ class NormMLP(Products):
         taken_now = fc1.takes_amax("g") and products and st.fuses
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
         dact_h_and_bias = scratch["dact"], saved["h"], kept.get("fc1_bias0")
-        dh_and_dbias = scratch.get("dh"), grads.get("fc1_bias0")
+        # written only where it is read
+        dh = None if fused and not fc1.reads_g else scratch[st.dh]
+        dh_and_dbias = dh, grads.get("fc1_bias0")
         how = spec.activation, spec.activation_params
         activate_bwd(ws, *how, dact_h_and_bias, dh_and_dbias, scratch["sums"], amax, cast)
         del dact_h_and_bias, dh_and_dbias, cast
-        free(scratch, "dact", "sums")
+        free(scratch, "sums", *(("dact",) if dh is None or st.dh != "dact" else ()))
         free(saved, "h")
         if products and not fused:
-            fc1.cast_g(ws, scratch["dh"], with_bias=False, amax_known=taken_now)
+            fc1.cast_g(ws, scratch[st.dh], with_bias=False, amax_known=taken_now)
+        del dh
         # FP8 products have the casts
         plain = fc1.reads_g and products
         residual = g if spec.fused_residual else cotangents.get("residual")
-        st.norm.backward(ws, scratch["dh"] if plain else None, cotangents, residual)
+        st.norm.backward(ws, scratch[st.dh] if plain else None, cotangents, residual)
 
 
 norm_mlp = NormMLP()

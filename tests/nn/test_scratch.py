@@ -1,5 +1,5 @@
-"""Memory for temporaries: the same for a thread's next operation on a stream, another for another thread,
-stream or much of it."""
+"""Memory for temporaries: the same for the next operation on a stream, another for another stream, for much
+of it, and for who asks meanwhile."""
 
 from __future__ import annotations
 
@@ -30,56 +30,85 @@ def counting():
     return Scratch(alloc), made
 
 
-def test_a_thread_keeps_one_arena_for_each_stream():
+def used(scratch, nbytes, device, stream):
+    """An arena that was taken and given back."""
+    found = scratch.arena(nbytes, device, stream)
+    scratch.release(found, stream)
+    return found
+
+
+def test_one_arena_is_kept_for_each_stream():
     scratch, made = counting()
-    first = scratch.arena(100, GPU, 0)
-    assert scratch.arena(100, GPU, 0) is first
-    assert scratch.arena(40, GPU, 0) is first
-    larger = scratch.arena(101, GPU, 0)
+    first = used(scratch, 100, GPU, 0)
+    assert used(scratch, 100, GPU, 0) is first
+    assert used(scratch, 40, GPU, 0) is first
+    larger = used(scratch, 101, GPU, 0)
     assert larger is not first
-    assert scratch.arena(100, GPU, 0) is larger
-    assert scratch.arena(100, GPU, 5) is not larger
-    assert scratch.arena(100, Device("cuda", 1), 0) is not larger
+    assert used(scratch, 100, GPU, 0) is larger
+    assert used(scratch, 100, GPU, 5) is not larger
+    assert used(scratch, 100, Device("cuda", 1), 0) is not larger
     assert made == [100, 101, 100, 100]
+
+
+def test_threads_share_an_arena_but_not_at_once():
+    scratch, _ = counting()
+    first = used(scratch, 100, GPU, 0)
     others = []
-    thread = threading.Thread(target=lambda: others.append(scratch.arena(100, GPU, 0)))
-    thread.start()
-    thread.join()
-    assert others[0] is not larger
-    assert scratch.arena(101, GPU, 0) is larger
+
+    def ask(give_back):
+        others.append(scratch.arena(100, GPU, 0))
+        if give_back:
+            scratch.release(others[-1], 0)
+
+    def elsewhere(give_back):
+        thread = threading.Thread(target=ask, args=(give_back,))
+        thread.start()
+        thread.join()
+
+    elsewhere(True)
+    assert others == [first]
+    elsewhere(False)  # at work
+    assert others[1] is first
+    second = scratch.arena(100, GPU, 0)
+    assert second is not first
+    scratch.release(second, 0)
+    elsewhere(True)
+    assert others[2] is second
 
 
 def test_much_is_not_kept_nor_anything_on_the_cpu():
     scratch, made = counting()
-    small = scratch.arena(8, GPU, 0)
-    assert scratch.arena(Scratch.KEPT + 1, GPU, 0) is not scratch.arena(Scratch.KEPT + 1, GPU, 0)
-    assert scratch.arena(8, GPU, 0) is small
-    assert scratch.arena(8, CPU, 0) is not scratch.arena(8, CPU, 0)
-    assert made == [8, Scratch.KEPT + 1, Scratch.KEPT + 1, 8, 8]
+    used(scratch, 8, GPU, 0)
+    assert used(scratch, Scratch.KEPT + 1, GPU, 0) is not used(scratch, Scratch.KEPT + 1, GPU, 0)
+    assert not scratch.arenas  # the small one went first, since much was wanted
+    small = used(scratch, 8, GPU, 0)
+    assert used(scratch, 8, GPU, 0) is small
+    assert used(scratch, 8, CPU, 0) is not used(scratch, 8, CPU, 0)
+    assert made == [8, Scratch.KEPT + 1, Scratch.KEPT + 1, 8, 8, 8]
 
 
 def test_arenas_of_ever_new_streams_do_not_pile_up():
     scratch, made = counting()
-    arenas = [scratch.arena(8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
+    arenas = [used(scratch, 8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
     assert len(scratch.arenas) == Scratch.STREAMS
     last = len(arenas) - 1
-    assert scratch.arena(8, GPU, last) is arenas[last]
-    larger = scratch.arena(9, GPU, last - Scratch.STREAMS + 1)  # in place of the oldest: no other goes
+    assert used(scratch, 8, GPU, last) is arenas[last]
+    larger = used(scratch, 9, GPU, last - Scratch.STREAMS + 1)  # in place of the oldest: no other goes
     assert len(scratch.arenas) == Scratch.STREAMS
-    assert scratch.arena(8, GPU, last - Scratch.STREAMS + 1) is larger
-    assert scratch.arena(8, GPU, last - Scratch.STREAMS + 2) is arenas[last - Scratch.STREAMS + 2]
-    assert scratch.arena(8, GPU, 0) is not arenas[0]
+    assert used(scratch, 8, GPU, last - Scratch.STREAMS + 1) is larger
+    assert used(scratch, 8, GPU, last - Scratch.STREAMS + 2) is arenas[last - Scratch.STREAMS + 2]
+    assert used(scratch, 8, GPU, 0) is not arenas[0]
     assert len(made) == len(arenas) + 2
 
 
 def test_separate_arenas_are_given_away():
     scratch, _ = counting()
-    before = scratch.arena(8, GPU, 0)
+    before = used(scratch, 8, GPU, 0)
     with scratch.separate() as arenas:
-        inner = scratch.arena(8, GPU, 0)
+        inner = used(scratch, 8, GPU, 0)
         assert inner is not before
         assert list(arenas.values()) == [inner]
-    assert scratch.arena(8, GPU, 0) is before
+    assert used(scratch, 8, GPU, 0) is before
 
 
 def test_layouts_of_ever_new_sizes_do_not_pile_up():

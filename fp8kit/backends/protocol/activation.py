@@ -51,7 +51,7 @@ class Activations(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax
-        as y there."""
+        as y there; dx of an activation that is not gated may be the same memory as dy."""
 
     @workspace_of("act_bwd")
     def act_bwd_workspace(self, rows: int, columns: int) -> int:

@@ -201,6 +201,13 @@ _BWD = {
         **_codes("dx", 128, 256, fmt=E5M2, rule=_RULES[0], amax=4.0),
     ),
     "gelu-cast-rowwise": _codes("dx", 70, 80, (10, 0), fmt=E5M2, only="q"),
+    **product(
+        "{kind}-in-place-{m}x{n}",
+        {"kind": [kind for kind in _KINDS if not ACTIVATIONS[kind].gated], "m n": ((17, 33), (128, 256))},
+        same={"dx": "dy"},
+        amax=0.0,
+        **_BIASED,
+    ),
 }
 _NAN = product("{kind}-nan", {"kind": _KINDS}, m=4, n=40, nan=True)
 

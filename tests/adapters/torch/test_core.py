@@ -82,7 +82,7 @@ def test_blocks_are_aligned():
     layout = Layout(
         {"a": Meta((3,), formats.float32), "b": Meta((0, 4), formats.uint8), "c": Meta((300,), formats.uint8)}
     )
-    assert [(name, offset) for name, offset, *_ in layout.parts] == [("a", 0), ("b", 256), ("c", 256)]
+    assert [(name, offset) for name, _, offset, *_ in layout.parts] == [("a", 0), ("b", 256), ("c", 256)]
     assert layout.nbytes == 256 + 512
 
 
