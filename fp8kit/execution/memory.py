@@ -59,7 +59,9 @@ class Layout:
         shares = spans is not None and len(large) > (regions is None) and not self.streamed
         times = spans() if spans is not None and shares else {}
         shared = {name: times.get(name) or (ALWAYS,) for name in large} if times else {}
-        places: dict[str, list[tuple[int, int]]] = {}  # (0 for the block, else 1 + number of the region; offset)
+        places: dict[
+            str, list[tuple[int, int]]
+        ] = {}  # (0 for the block, else 1 + number of the region; offset)
         self.nbytes = 0
         for name, size in sizes.items():
             if name not in shared:
@@ -106,9 +108,7 @@ class Layout:
 Place = tuple[int, int]  # 0 for the block itself, else 1 + number of a region; bytes from its start
 
 
-def placed(
-    lives: Sequence[tuple[int, Span]], regions: Sequence[Region] = ()
-) -> tuple[list[Place], int]:
+def placed(lives: Sequence[tuple[int, Span]], regions: Sequence[Region] = ()) -> tuple[list[Place], int]:
     """Where buffers of (bytes, time) lie, so that no two that live at once overlap, and the end of all in the
     block. Each lies in a region, where it fits into one, else in the block, as low as it can; placed first
     are those that take most bytes for most of the time, those that are largest, or those that begin first,
@@ -128,7 +128,9 @@ def placed(
     )
     numbered = [(i, region) for i, region in enumerate(regions, 1)]
     tried = (numbered, numbered[::-1]) if numbered else (numbered,)
-    return min((_placed(lives, order, beside) for order in orders for beside in tried), key=lambda found: found[1])
+    return min(
+        (_placed(lives, order, beside) for order in orders for beside in tried), key=lambda found: found[1]
+    )
 
 
 def _placed(
@@ -195,7 +197,7 @@ class Scratch:
 
     Work on a stream is done in order, so the next operation on that stream can use the same memory, whichever
     thread calls it: a backward pass has its own. Who asks for an arena takes it, and gives it back with
-    ``release`` once all its work is on the stream; a thread that asks meanwhile gets another one. Not kept are
+    ``release`` once all its work is on the stream; who asks meanwhile gets another one. Not kept are
     arenas larger than ``KEPT``, those of all but the last ``STREAMS`` streams, and those on the CPU, where
     allocating costs little. ``allocate(nbytes, device)`` returns (address, owner).
     """

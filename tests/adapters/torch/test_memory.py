@@ -104,8 +104,8 @@ class Held:
 
 @pytest.mark.parametrize("kind", ["LayerNormMLP", "TransformerLayer"])
 def test_what_others_hold_is_not_overwritten(device, kind, monkeypatch):
-    """Backward's temporaries lie in what forward saved, unless the graph is retained or somebody holds it: the
-    bits are the same."""
+    """Backward's temporaries lie in what forward saved, unless the graph is retained or somebody holds it;
+    the bits are the same."""
     monkeypatch.setattr(memory, "SHARED", 1)
     plans.plans.clear()
     own, lent = BoundOp.backward, []
