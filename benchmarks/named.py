@@ -3,7 +3,8 @@
     python -m benchmarks recipes --out DIR
 
 ``ratio`` is to the same layer in bfloat16, whose steps are taken in turn with the recipe's. Emulated recipes
-are slower than that layer: the measure of what a study of them costs.
+are slower than that layer: the measure of what a study of them costs. Recipes with a chip's sums are slower by
+far, and are measured last, on the small layer alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import fp8kit_torch as ft
 import torch
 
-from fp8kit.bench.report import Row, Setting, attempt
+from fp8kit.accumulation import Accumulation
+from fp8kit.bench.report import NO_TIME, Row, Setting, attempt
 from fp8kit.bench.sizes import FULL
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.recipe import Recipe
@@ -51,16 +53,28 @@ def _times(steps: dict[str, Step], setting: Setting) -> dict[str, float]:
     return medians(interleaved(steps, clock, ROUNDS, CALLS)) if max(once.values()) < LONG else once
 
 
+def _modelled(recipe: Recipe) -> bool:
+    """Whether a GEMM's sums are a chip's."""
+    return any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
+
+
 def recipes_part(setting: Setting) -> list[Row]:
     """A row a layer and recipe."""
     device = torch.device(str(setting.device))
+    layers = FULL_LAYERS if setting.sizes is FULL else SMALL_LAYERS
+    slow = [name for name, entry in NAMED.items() if _modelled(entry.recipe)]
     rows: list[Row] = []
-    for hidden, heads, sequence, batch in FULL_LAYERS if setting.sizes is FULL else SMALL_LAYERS:
+    for sizes in layers:
+        hidden, heads, sequence, batch = sizes
         step = _made(hidden, heads, sequence, batch, device)
-        for name, entry in NAMED.items():
+        for name in [*(name for name in NAMED if name not in slow), *(slow if sizes == layers[-1] else ())]:
             row: Row = {"workload": f"layer {hidden}, {sequence} x {batch}", "case": name, "status": "ok"}
             rows.append(row)
+            if setting.left() <= 0:
+                row["status"] = NO_TIME
+                continue
             with attempt(row):
-                times = _times({name: partial(step, entry.recipe), "bf16": partial(step, None)}, setting)
+                steps: dict[str, Step] = {name: partial(step, NAMED[name].recipe), "bf16": partial(step, None)}
+                times = _times(steps, setting)
                 row |= {"gpu_ms": times[name] * 1e3, "ratio": times[name] / times["bf16"]}
     return rows
