@@ -3,8 +3,8 @@
     python -m benchmarks recipes --out DIR
 
 ``ratio`` is to the same layer in bfloat16, whose steps are taken in turn with the recipe's. Emulated recipes
-are slower than that layer: the measure of what a study of them costs. Recipes with a chip's sums are slower by
-far, and are measured last, on the small layer alone.
+are slower than that layer: the measure of what a study of them costs. Recipes with a chip's sums are slower
+by far, and are measured last, on the small layer alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def recipes_part(setting: Setting) -> list[Row]:
                 row["status"] = NO_TIME
                 continue
             with attempt(row):
-                steps: dict[str, Step] = {name: partial(step, NAMED[name].recipe), "bf16": partial(step, None)}
+                steps: dict[str, Step] = {
+                    name: partial(step, NAMED[name].recipe),
+                    "bf16": partial(step, None),
+                }
                 times = _times(steps, setting)
                 row |= {"gpu_ms": times[name] * 1e3, "ratio": times[name] / times["bf16"]}
     return rows

@@ -6,11 +6,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from fp8kit.layers import unit_scaling as shared
 from fp8kit.layers.base import spec_object
+from fp8kit.layers.unit_scaling import learning_rate_factor
 from fp8kit_jax import layers
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.attention import dot_product_attention
+from fp8kit_jax.functional import dropout_add
 from fp8kit_jax.rules import apply
 
 
@@ -18,13 +22,22 @@ class _OfArrays(shared.UnitScaling):
     def operation(self, operation: Any, spec: tuple[Any, ...], inputs: Any) -> Any:
         there = {name: as_array("unit_scaling", name, x) for name, x in inputs.items() if x is not None}
         found = next(iter(apply(operation, spec_object(*spec), there).values()))
-        return found.reshape(()) if operation.name == "cross_entropy" else found
+        return found.reshape(()) if operation.name in ("cross_entropy", "mse") else found
 
     def dtype_name(self, x: Any) -> str:
         return str(x.dtype.name)
 
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
-        o = dot_product_attention(query, key, value, attn_mask_type=mask, scale_factor=scale)
+    def own_dropout(self, x: Any, p: float, **random: Any) -> Any:
+        return dropout_add(x, rate=p, **random)
+
+    def constants(self, values: list[float], like: Any) -> Any:
+        return jnp.asarray(values, jnp.float32)
+
+    def own_attention(
+        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
+    ) -> Any:
+        options: dict[str, Any] = {"attn_mask_type": mask, "scale_factor": scale, "dropout_rate": p, **random}
+        o = dot_product_attention(query, key, value, **options)
         return o.reshape(*o.shape[:-2], -1)
 
 
@@ -34,12 +47,16 @@ class _OfArrays(shared.UnitScaling):
     gelu,
     silu,
     silu_glu,
+    softmax,
+    matmul,
     add,
     residual_split,
     residual_add,
+    dropout,
     norm,
     embedding,
     cross_entropy,
+    mse,
     attention,
 ) = (getattr(_OfArrays(), name) for name in shared.FUNCTIONS)
 
@@ -66,4 +83,4 @@ def dense(
     return scale_fwd(y, factors.output)
 
 
-__all__ = ["dense", *shared.FUNCTIONS]
+__all__ = ["dense", "learning_rate_factor", *shared.FUNCTIONS]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from fp8kit.layers import unit_scaling as shared
+from fp8kit.layers.unit_scaling import learning_rate_factor
 from fp8kit_torch.call import apply
 from fp8kit_torch.dot_product_attention import DotProductAttention
+from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.specs import spec_for
 
@@ -22,11 +24,18 @@ class _OfTensors(shared.UnitScaling):
     def dtype_name(self, x: torch.Tensor) -> str:
         return str(x.dtype).removeprefix("torch.")
 
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
+    def own_dropout(self, x: torch.Tensor, p: float, **random: Any) -> torch.Tensor:
+        return dropout_add(x, p=p, **random)
+
+    def constants(self, values: list[float], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+    def own_attention(
+        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
+    ) -> Any:
         heads, dim = query.shape[2:]
-        core = DotProductAttention(
-            heads, dim, key.shape[2], 0.0, "bshd", attn_mask_type=mask, softmax_scale=scale
-        )
+        options: dict[str, Any] = {"attn_mask_type": mask, "softmax_scale": scale, **random}
+        core = DotProductAttention(heads, dim, key.shape[2], p, "bshd", **options)
         return core(query, key, value)
 
 
@@ -47,6 +56,7 @@ scale_fwd, scale_bwd, gelu, silu, silu_glu = (
 )
 add, residual_split, residual_add, norm = made.add, made.residual_split, made.residual_add, made.norm
 embedding, cross_entropy, attention = made.embedding, made.cross_entropy, made.attention
+softmax, matmul, dropout, mse = made.softmax, made.matmul, made.dropout, made.mse
 del made
 
-__all__ = ["Linear", *shared.FUNCTIONS]
+__all__ = ["Linear", "learning_rate_factor", *shared.FUNCTIONS]

@@ -51,10 +51,12 @@ def branch_of(outputs: Mapping[str, Any]) -> Branch:
 
 @memoized("specs")
 def spec_object(kind: str, *fields: Any) -> Any:
-    """The spec of class ``kind`` with these plain fields, dtypes by their names; the same object for the same
-    fields: plans are found by it."""
+    """The spec of class ``kind`` with these plain fields, dtypes by their names, of "LinearSpec" those of its
+    product; the same object for the same fields: plans are found by it."""
     if kind == "EmbeddingSpec":  # the one spec that holds a dtype
         fields = (*fields[:-1], formats.DTYPES[fields[-1]])
+    if kind == "LinearSpec" and isinstance(fields[0], int):
+        fields = (SPECS["ProductSpec"](*fields),)
     return SPECS[kind](*fields)
 
 

@@ -17,16 +17,18 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fp8kit.arguments import choice, number
-from fp8kit.errors import ArgumentError
+from fp8kit.arguments import choice, integer, number
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.base import Init
 from fp8kit.layers.linear import Linear as SharedLinear
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.cross_entropy import cross_entropy
 from fp8kit.ops.dropout_add import add
 from fp8kit.ops.embedding import embedding
+from fp8kit.ops.linear import linear
 from fp8kit.ops.norm import norm
 from fp8kit.ops.scale_lines import scale_lines
+from fp8kit.ops.softmax import mse, softmax
 from fp8kit.spec import Operation
 
 OUTPUT = "to_output_scale"
@@ -37,21 +39,26 @@ FUNCTIONS = (
     "gelu",
     "silu",
     "silu_glu",
+    "softmax",
+    "matmul",
     "add",
     "residual_split",
     "residual_add",
+    "dropout",
     "norm",
     "embedding",
     "cross_entropy",
+    "mse",
     "attention",
 )
 _SMOOTH_HI = math.sqrt(2 / (1 - 1 / math.pi))
-# activation -> (alpha, lo, hi of the output, hi of the gradient): at a multiplier of 1
+# activation -> (c of alpha = 1 / (1 + c / mult^2), lo, hi of the output, hi of the gradient)
 _ACTIVATIONS = {
-    "gelu": (1 / 1.25, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
-    "silu": (1 / 2.0, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
-    "swiglu": (1 / 2.0, 2.0, math.sqrt(2.0), math.sqrt(2.0)),
+    "gelu": (0.25, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
+    "silu": (1.0, 2.0, _SMOOTH_HI, math.sqrt(2.0)),
+    "swiglu": (1.0, 2.0, math.sqrt(2.0), math.sqrt(2.0)),
 }
+ROLES = ("hidden", "embedding", "output", "bias", "norm")
 
 
 class Factors(NamedTuple):
@@ -83,17 +90,40 @@ def linear_factors(
     return constrained(Factors(output, fan_out**-0.5, max(rows, 1) ** -0.5), constraint)
 
 
-def activation_factors(activation: str, constraint: str | None = OUTPUT) -> Factors:
-    """Of "gelu", "silu" and "swiglu" (silu(u) v of the two halves)."""
-    alpha, low, high, slope = _ACTIVATIONS[choice("unit_scaling", "activation", activation, _ACTIVATIONS)]
+def matmul_factors(
+    rows: int, inner: int, columns: int, constraint: str | None = OUTPUT
+) -> tuple[float, float, float]:
+    """Of (rows x inner) (inner x columns): of the output, of the left and of the right gradient."""
+    output, left, right = (max(n, 1) ** -0.5 for n in (inner, columns, rows))
+    return output, *(constrained(Factors(output, own), constraint).input for own in (left, right))
+
+
+def _alpha(c: float, mult: float) -> float:
+    """How far a function of mult x is from a straight line, in (0, 1)."""
+    return 1 / (1 + c / number("unit_scaling", "mult", mult, above=0.0) ** 2)
+
+
+def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
+    """Of "gelu", "silu" and "swiglu" (silu(u) v of the two halves), of f(mult x) / mult."""
+    c, low, high, slope = _ACTIVATIONS[choice("unit_scaling", "activation", activation, _ACTIVATIONS)]
+    alpha = _alpha(c, mult)
     found = Factors(interpolated(alpha, low, high), interpolated(alpha, low, slope))
     return constrained(found, constraint)
 
 
-def attention_factor(head_dim: int, length: int, causal: bool) -> float:
-    """Of softmax(q k^T / head_dim) v, and of its three gradients."""
+def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
+    """Of softmax(mult x) over so many features."""
+    alpha, d = _alpha(4.0, mult), float(features)
+    found = Factors(interpolated(alpha, d, d**0.5), interpolated(alpha, d / mult, (d / mult) ** 0.5))
+    return constrained(found, constraint)
+
+
+def attention_factor(
+    head_dim: int, length: int, causal: bool, mult: float = 1.0, dropout: float = 0.0
+) -> float:
+    """Of dropout(softmax(mult q k^T / head_dim)) v, and of its three gradients."""
     spread = math.sqrt((math.log(length) if causal else 1.0) / length) if length > 1 else 1.0
-    return 1 / interpolated(1 / (1 + 4 * head_dim), spread, 1.0)
+    return math.sqrt(1 - dropout) / interpolated(_alpha(4.0 * head_dim, mult), spread, 1.0)
 
 
 def residual_factors(tau: float) -> tuple[float, float]:
@@ -103,8 +133,29 @@ def residual_factors(tau: float) -> tuple[float, float]:
     return tau / whole, 1 / whole
 
 
+def learning_rate_factor(role: str, fan_in: int = 1, branches: int = 1) -> float:
+    """What u-muP multiplies Adam's learning rate by for a parameter of deviation 1 (arXiv 2407.17465, table
+    2; muS, arXiv 2502.05967, has the same for hidden weights): a rate that is found on a narrow model then
+    serves a wide one.
+
+    * ``role``: "hidden", a weight between activations, and "embedding", a table: 1 / sqrt(fan_in);
+      "output", the readout's weight, "bias" and "norm": 1.
+    * ``fan_in``: input features of a hidden weight, features of a table.
+    * ``branches``: of a parameter within residual branches how many of these the model has, two a
+      transformer layer: 1 / sqrt(branches) more.
+
+    ArgumentError for another role, and for numbers below 1.
+    """
+    choice("learning_rate_factor", "role", role, ROLES)
+    integer("learning_rate_factor", "fan_in", fan_in, 1)
+    integer("learning_rate_factor", "branches", branches, 1)
+    wide = fan_in if role in ("hidden", "embedding") else 1
+    return float((wide * branches) ** -0.5)
+
+
 class UnitScaling:
-    """The functions. A frontend's subclass gives ``operation``, ``dtype_name`` and ``own_attention``.
+    """The functions. A frontend's subclass gives ``operation``, ``dtype_name``, ``own_dropout``,
+    ``constants`` and ``own_attention``.
 
     Every function takes and returns arrays of the frontend, h of any leading dimensions, and raises what the
     operations raise.
@@ -120,9 +171,20 @@ class UnitScaling:
         """fp8kit's name of an array's dtype."""
         raise NotImplementedError
 
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
-        """The core attention of layers (b, s, heads, d) with ``scale`` for the scores and a mask's name;
-        returns the heads side by side, (b, s, heads d)."""
+    def own_dropout(self, x: Any, p: float, **random: Any) -> Any:
+        """dropout(x), whose elements are dropped with probability p. ``random``: what the frontend draws
+        from."""
+        raise NotImplementedError
+
+    def constants(self, values: list[float], like: Any) -> Any:
+        """float32 [n] of some numbers, where the array ``like`` is."""
+        raise NotImplementedError
+
+    def own_attention(
+        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
+    ) -> Any:
+        """The core attention of layers (b, s, heads, d) with ``scale`` for the scores, a mask's name and
+        dropout; returns the heads side by side, (b, s, heads d)."""
         raise NotImplementedError
 
     # --- functions ------------------------------------------------------------------------------------------
@@ -143,23 +205,47 @@ class UnitScaling:
     def _sum(self, a: Any, b: Any) -> Any:
         return self.operation(add, ("AddSpec",), {"a": a, "b": b})
 
-    def _activation(self, x: Any, activation: str, constraint: str | None) -> Any:
-        output, gradient, _ = activation_factors(activation, constraint)
+    def _activation(self, x: Any, activation: str, constraint: str | None, mult: float) -> Any:
+        output, gradient, _ = activation_factors(activation, constraint, mult)
         spec = "ActivationSpec", activation, x.shape[-1]
-        y = self.operation(activation_operation, spec, {"x": self.scale_bwd(x, gradient)})
-        return self.scale_fwd(y, output)
+        if mult != 1 and activation == "swiglu":  # of the gate alone
+            half = x.shape[-1] // 2
+            inputs = {"x": x, "scales": self.constants([mult] * half + [1.0] * half, x)}
+            x = self.operation(scale_lines, ("ScaleLinesSpec", 1.0, gradient, 1), inputs)
+        else:
+            x = self._scaled(x, mult, mult * gradient)
+        y = self.operation(activation_operation, spec, {"x": x})
+        return self._scaled(y, output / mult, 1 / mult)
 
-    def gelu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
-        """GELU in its tanh form, times its constant."""
-        return self._activation(x, "gelu", constraint)
+    def gelu(self, x: Any, constraint: str | None = OUTPUT, mult: float = 1.0) -> Any:
+        """gelu(mult x) / mult, GELU in its tanh form, times its constant."""
+        return self._activation(x, "gelu", constraint, mult)
 
-    def silu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
-        """x sigmoid(x), times its constant."""
-        return self._activation(x, "silu", constraint)
+    def silu(self, x: Any, constraint: str | None = OUTPUT, mult: float = 1.0) -> Any:
+        """x sigmoid(mult x), times its constant."""
+        return self._activation(x, "silu", constraint, mult)
 
-    def silu_glu(self, x: Any, constraint: str | None = OUTPUT) -> Any:
-        """silu(u) v of the halves of x's last dimension, the gate's first."""
-        return self._activation(x, "swiglu", constraint)
+    def silu_glu(self, x: Any, constraint: str | None = OUTPUT, mult: float = 1.0) -> Any:
+        """u sigmoid(mult u) v of the halves of x's last dimension, the gate's first, times a constant."""
+        return self._activation(x, "swiglu", constraint, mult)
+
+    def softmax(self, x: Any, constraint: str | None = OUTPUT, mult: float = 1.0) -> Any:
+        """softmax(mult x) over the last dimension, times a constant."""
+        output, gradient, _ = softmax_factors(x.shape[-1], constraint, mult)
+        x = self._scaled(x, mult, mult * gradient)
+        return self.scale_fwd(self.operation(softmax, ("SoftmaxSpec", x.shape[-1]), {"x": x}), output)
+
+    def matmul(self, left: Any, right: Any, constraint: str | None = OUTPUT) -> Any:
+        """left right / sqrt(n) of two activations, h (..., l, n) and (n, r), in high precision. Without a
+        constraint their gradients are divided by sqrt(r) and by the root of left's rows."""
+        if len(right.shape) != 2 or not left.shape or left.shape[-1] != right.shape[0]:
+            got = f"{tuple(left.shape)} and {tuple(right.shape)}"
+            raise ShapeError("unit_scaling", "left and right", got, "(..., l, n) and (n, r)")
+        n, columns = right.shape
+        factors = matmul_factors(math.prod(left.shape[:-1]), n, columns, constraint)
+        inputs = {"x": self.scale_bwd(left, factors[1]), "weight0": self.scale_bwd(right, factors[2])}
+        spec = "LinearSpec", n, (columns,), "io", "none"
+        return self.scale_fwd(self.operation(linear, spec, inputs), factors[0])
 
     def add(self, a: Any, b: Any, constraint: str | None = OUTPUT) -> Any:
         """(a + b) / sqrt(2); b's shape is the end of a's, and where it is shorter its gradient is divided by
@@ -181,6 +267,12 @@ class UnitScaling:
         """tau / sqrt(1 + tau^2) branch + 1 / sqrt(1 + tau^2) skip."""
         own, rest = residual_factors(tau)
         return self._sum(self.scale_fwd(branch, own), self.scale_fwd(skip, rest))
+
+    def dropout(self, x: Any, p: float = 0.5, **random: Any) -> Any:
+        """dropout(x) with probability ``p`` of dropping an element, in [0, 1), times sqrt(1 - p). In JAX with
+        ``key``, where p is not 0."""
+        scale = math.sqrt(1 - number("unit_scaling", "p", p, below=1.0))
+        return self._scaled(self.own_dropout(x, p, **random), scale, scale)
 
     def norm(self, x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Any:
         """LayerNorm, without ``bias`` RMSNorm; x h (..., N), weight and bias h (N,)."""
@@ -206,12 +298,30 @@ class UnitScaling:
         inputs = {"logits": self.scale_bwd(logits, scale), "targets": targets}
         return self.operation(cross_entropy, ("CrossEntropySpec", classes, "mean", 0.0, -100), inputs)
 
-    def attention(self, query: Any, key: Any, value: Any, causal: bool = True) -> Any:
-        """softmax(q k^T / d) v, times a constant, of layers h (b, s, heads, d); returns h (b, s, heads d)."""
-        dim, scale = query.shape[-1], attention_factor(query.shape[-1], key.shape[1], causal)
+    def mse(self, x: Any, target: Any) -> Any:
+        """mean((x - target)^2), float32 (1,), of arrays of one shape; its gradient is that of the sum, over
+        sqrt(8)."""
+        scale = math.prod(x.shape) * 8**-0.5
+        inputs = {"x": self.scale_bwd(x, scale), "target": self.scale_bwd(target, scale)}
+        return self.operation(mse, ("MseSpec",), inputs)
+
+    def attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool = True,
+        mult: float = 1.0,
+        dropout_p: float = 0.0,
+        **random: Any,
+    ) -> Any:
+        """dropout(softmax(mult q k^T / d)) v, times a constant, of layers h (b, s, heads, d); returns h (b,
+        s, heads d). ``dropout_p`` in [0, 1); in JAX with ``dropout_key``, where it is not 0."""
+        p = number("unit_scaling", "dropout_p", dropout_p, below=1.0)
+        dim, scale = query.shape[-1], attention_factor(query.shape[-1], key.shape[1], causal, mult, p)
         q, k, v = (self.scale_bwd(layer, scale) for layer in (query, key, value))
         mask = "causal" if causal else "no_mask"
-        return self.scale_fwd(self.own_attention(q, k, v, 1 / dim, mask), scale)
+        return self.scale_fwd(self.own_attention(q, k, v, mult / dim, mask, p, **random), scale)
 
 
 class Linear(SharedLinear):

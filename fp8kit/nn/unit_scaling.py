@@ -7,9 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8kit.autograd import Tensor, apply
+import numpy as np
+
+from fp8kit.autograd import Tensor, apply, tensor
 from fp8kit.layers import unit_scaling as shared
 from fp8kit.layers.base import spec_object
+from fp8kit.layers.unit_scaling import learning_rate_factor
+from fp8kit.nn.embedding import Dropout
 from fp8kit.nn.fp8 import Fp8Module
 from fp8kit.nn.layers import DotProductAttention
 from fp8kit.nn.module import as_tensor
@@ -30,11 +34,19 @@ class _Functions(shared.UnitScaling):
     def dtype_name(self, x: Tensor) -> str:
         return x.dtype.name
 
-    def own_attention(self, query: Any, key: Any, value: Any, scale: float, mask: str) -> Any:
+    def own_dropout(self, x: Any, p: float, **random: Any) -> Any:
+        return Dropout(p, **random)(x)
+
+    def constants(self, values: list[float], like: Tensor) -> Tensor:
+        return tensor(np.array(values, np.float32), device=like.device)
+
+    def own_attention(
+        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
+    ) -> Any:
         heads, dim = query.shape[2:]
-        options: dict[str, Any] = {"attn_mask_type": mask, "softmax_scale": scale}
+        options: dict[str, Any] = {"attn_mask_type": mask, "softmax_scale": scale, **random}
         core = DotProductAttention(
-            heads, dim, key.shape[2], attention_dropout=0.0, qkv_format="bshd", **options
+            heads, dim, key.shape[2], attention_dropout=p, qkv_format="bshd", **options
         )
         return core(query, key, value)
 
@@ -49,7 +61,9 @@ class Linear(shared.Linear, Fp8Module):
 _own = _Functions()
 scale_fwd, scale_bwd = _own.scale_fwd, _own.scale_bwd
 gelu, silu, silu_glu = _own.gelu, _own.silu, _own.silu_glu
+softmax, matmul, dropout = _own.softmax, _own.matmul, _own.dropout
 add, residual_split, residual_add = _own.add, _own.residual_split, _own.residual_add
-norm, embedding, cross_entropy, attention = _own.norm, _own.embedding, _own.cross_entropy, _own.attention
+norm, embedding, attention = _own.norm, _own.embedding, _own.attention
+cross_entropy, mse = _own.cross_entropy, _own.mse
 
-__all__ = ["Linear", *shared.FUNCTIONS]
+__all__ = ["Linear", "learning_rate_factor", *shared.FUNCTIONS]

@@ -43,6 +43,11 @@ CASES = {
     "gelu": (lambda own, x: own.gelu(x), [normal(0, 8, 16)]),
     "silu": (lambda own, x: own.silu(x, None), [normal(0, 8, 16)]),
     "silu_glu": (lambda own, x: own.silu_glu(x), [normal(0, 8, 32)]),
+    "gelu of 2 x": (lambda own, x: own.gelu(x, mult=2.0), [normal(0, 8, 16)]),
+    "silu_glu of 2 x": (lambda own, x: own.silu_glu(x, mult=2.0), [normal(0, 8, 32)]),
+    "softmax": (lambda own, x: own.softmax(x, None, 2.0), [normal(0, 8, 16)]),
+    "matmul": (lambda own, a, b: own.matmul(a, b, None), [normal(0, 2, 8, 16), normal(1, 16, 4)]),
+    "mse": (lambda own, a, b: own.mse(a, b).reshape(1), [normal(0, 8, 16), normal(1, 8, 16)]),
     "add": (lambda own, a, b: own.add(a, b, None), [normal(0, 8, 16), normal(1, 16)]),
     "residual": (residual, [normal(0, 8, 16)]),
     "norm": (lambda own, x, w, b: own.norm(x, w, b), [normal(0, 8, 16), normal(1, 16), normal(2, 16)]),
@@ -91,10 +96,36 @@ def test_a_function(name):
     same(jax_call(function, values, g), want)
 
 
-def test_functions_within_torch_compile():
-    function, values = CASES["residual"]
+@pytest.mark.parametrize("name", ["residual", "softmax", "matmul", "mse", "silu_glu of 2 x"])
+def test_functions_within_torch_compile(name):
+    function, values = CASES[name]
     want, g = native_call(function, values)
     same(torch_call(function, values, g, compiled=True), want)
+
+
+def test_dropout_and_dropout_in_attention():
+    """The same numbers from one pair, by each frontend's own source."""
+    x, q = normal(0, 8, 16), [normal(i, 2, 16, 2, 8) for i in range(3)]
+    key = jax.random.key(3)
+
+    def both(own, array, random):
+        first = own.dropout(array(x), 0.4, **random("key"))
+        return first, own.attention(*map(array, q), dropout_p=0.3, **random("dropout_key"))
+
+    found = both(in_jax, np.asarray, lambda name: {name: key})
+    pair = fj.dropout_seed(key)
+    with fk.draw_from(lambda device: fk.tensor(pair, device=device)):
+        want = both(native, lambda array: fk.tensor(array, device="cpu"), lambda name: {})
+    for a, b in zip(found, want, strict=True):
+        assert_same_bits("y", np.asarray(a), b.numpy())
+    torch.manual_seed(0)
+    given = both(in_torch, torch.from_numpy, lambda name: {})
+    torch.manual_seed(0)
+    with fk.draw_from(ft.dropout_seed):
+        want = both(native, lambda array: fk.tensor(array, device="cpu"), lambda name: {})
+    for a, b in zip(given, want, strict=True):
+        assert_same_bits("y", a.numpy(), b.numpy())
+    assert (want[0].numpy() == 0).any()
 
 
 def test_embedding_and_loss():

@@ -4,6 +4,7 @@ are the papers', and a small model of such operations trains with casts that hav
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,9 +38,9 @@ def linear(constraint, **options):
     return layer(x), {"x": x, "weight": layer.weight, "bias": layer.bias}
 
 
-def attention(causal):
+def attention(causal, **options):
     layers = [normal(i, 2, 64, HEADS, DIM) for i in range(3)]
-    return us.attention(*layers, causal=causal), {"v": layers[2]}
+    return us.attention(*layers, causal=causal, **options), {"v": layers[2]}
 
 
 def joined(constraint):
@@ -70,9 +71,15 @@ def embedded(constraint):
 
 OPERATIONS = {
     "linear": linear,
-    "gelu": function(us.gelu, (ROWS, K)),
-    "silu": function(us.silu, (ROWS, K)),
-    "silu_glu": function(us.silu_glu, (ROWS, 2 * K)),
+    **{
+        f"{name} of {mult} x": function(partial(getattr(us, name), mult=mult), (ROWS, width))
+        for name, width in (("gelu", K), ("silu", K), ("silu_glu", 2 * K), ("softmax", K))
+        for mult in (0.25, 1.0, 4.0)
+        # softmax's own factors of output and gradient are further apart than 2 at other multipliers
+        if name != "softmax" or mult == 1
+    },
+    "matmul": function(us.matmul, (4, ROWS // 4, K), (K, N)),
+    "dropout": function(lambda x, constraint: us.dropout(x, 0.4), (ROWS, K)),
     "add": function(us.add, (ROWS, K), (ROWS, K)),
     "residual": joined,
     "norm": normed,
@@ -89,9 +96,10 @@ def test_sizes_stay_near_one(name, constraint):
     assert all(0.5 <= found <= 2 for found in sizes.values()), sizes
 
 
+@pytest.mark.parametrize("options", [{}, {"mult": 2.0}, {"dropout_p": 0.3}], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_size_of_attention(causal):
-    y, inputs = attention(causal)
+def test_the_size_of_attention(causal, options):
+    y, inputs = attention(causal, **options)
     y.backward(np.random.default_rng(9).standard_normal(y.shape).astype(np.float32))
     sizes = {"y": size(y)} | {key: size(value.grad) for key, value in inputs.items()}
     assert all(0.5 <= found <= 2 for found in sizes.values()), sizes
@@ -105,6 +113,74 @@ def test_the_size_of_the_losss_gradient():
     assert float(loss.numpy()[0]) == pytest.approx(math.log(CLASSES), rel=1e-2)  # a mean
     loss.backward()
     assert 0.5 <= size(small.grad) <= 2
+
+
+def test_the_size_of_the_squared_errors_gradient():
+    x, target = normal(0, ROWS, K), normal(1, ROWS, K)
+    loss = us.mse(x, target)
+    difference = x.numpy().astype(np.float64) - target.numpy()
+    assert float(loss.numpy()[0]) == pytest.approx((difference**2).mean(), rel=1e-6)
+    loss.backward()
+    assert relative_error(x.grad.numpy(), difference * 2 / math.sqrt(8)) < 4 * 2.0**-24
+    assert_same_bits("dtarget", target.grad.numpy(), -x.grad.numpy())
+    assert 0.9 <= size(x.grad) <= 1.1
+
+
+def test_a_multiplier_is_that_of_the_functions_argument():
+    """f(m x) / m, but softmax(m x), against float64: values, and gradients by central differences."""
+    m, x = 3.0, np.random.default_rng(0).standard_normal((8, 16))
+
+    def sigmoid(v):
+        return 1 / (1 + np.exp(-v))
+
+    def soft(v):
+        terms = np.exp(v)
+        return terms / terms.sum(1, keepdims=True)
+
+    exact = {
+        "silu": lambda v: v * sigmoid(m * v),
+        "silu_glu": lambda v: v[:, :8] * sigmoid(m * v[:, :8]) * v[:, 8:],
+        "softmax": lambda v: soft(m * v),
+    }
+    for name, f in exact.items():
+        given = fk.tensor(x.astype(np.float32), requires_grad=True, device="cpu")
+        y = getattr(us, name)(given, mult=m)
+        scale = (
+            rules.softmax_factors(16, mult=m).output
+            if name == "softmax"
+            else rules.activation_factors("swiglu" if "glu" in name else "silu", mult=m).output
+        )
+        assert relative_error(y.numpy(), f(x) * scale) < 16 * 2.0**-24  # a few roundings of float32
+        g = np.random.default_rng(1).standard_normal(y.shape)
+        y.backward(g.astype(np.float32))
+        step, slope = 1e-6, np.zeros_like(x)
+        for i, j in np.ndindex(*x.shape):
+            moved = np.zeros_like(x)
+            moved[i, j] = step
+            slope[i, j] = ((f(x + moved) - f(x - moved)) * g).sum() / (2 * step)
+        assert relative_error(given.grad.numpy(), slope * scale) < 16 * 2.0**-24
+
+
+def test_the_factors_of_learning_rates():
+    """u-muP's, and that with them a change of all weights by Adam's step moves outputs alike at every
+    width."""
+    assert us.learning_rate_factor("hidden", 1024) == 1 / 32
+    assert us.learning_rate_factor("embedding", 64, branches=4) == 1 / 16
+    assert [us.learning_rate_factor(role, 1024) for role in ("output", "bias", "norm")] == [1.0] * 3
+    moved = []
+    for width in (64, 1024):
+        layer, x = us.Linear(width, 32, bias=False, device="cpu"), normal(0, 16, width)
+        before = layer(x).numpy()
+        step = 0.1 * us.learning_rate_factor("hidden", width)
+        # Adam's first step along a gradient that x gives: its sign
+        values = layer.weight.numpy() + np.float32(step) * np.sign(x.numpy()[:1])
+        layer.load_state_dict({"weight": values.astype(np.float32)})
+        moved.append(np.abs(layer(x).numpy() - before)[0].mean())
+    assert moved[0] == pytest.approx(moved[1], rel=0.15)
+    with pytest.raises(ArgumentError, match="role: got 'weight', expected one of hidden"):
+        us.learning_rate_factor("weight", 64)
+    with pytest.raises(ArgumentError, match="fan_in: got 0"):
+        us.learning_rate_factor("hidden", 0)
 
 
 def test_readouts_are_smaller():
@@ -159,6 +235,11 @@ def test_a_linear_layer_in_fp8():
 def test_what_is_refused():
     with pytest.raises(ArgumentError, match="to_output_scale"):
         us.Linear(K, N, device="cpu", constraint="gmean")
+    for wrong in (lambda x: us.gelu(x, mult=0.0), lambda x: us.dropout(x, 1.0), lambda x: us.matmul(x, x)):
+        with pytest.raises(Fp8kitError, match=r"mult|p: got|left and right"):
+            wrong(normal(0, 4, 8))
+    with pytest.raises(Fp8kitError, match="shape"):
+        us.mse(normal(0, 4, 8), normal(0, 8, 4))
     with pytest.raises(Fp8kitError, match="tau"):
         us.residual_split(normal(0, 4, 8), 0.0)
     with pytest.raises(Fp8kitError):

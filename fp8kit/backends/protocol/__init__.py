@@ -66,6 +66,7 @@ from fp8kit.backends.protocol.rope import Ropes
 from fp8kit.backends.protocol.router import Routers, Routing
 from fp8kit.backends.protocol.scales import Scales
 from fp8kit.backends.protocol.sequences import Sequences
+from fp8kit.backends.protocol.softmax import Softmaxes
 from fp8kit.backends.protocol.spec import SPECS, KernelSpec, Output, map_arrays, views
 from fp8kit.backends.protocol.statistics import Statistics
 from fp8kit.backends.protocol.xielu import LearnedActivations
@@ -121,6 +122,7 @@ class Kernels(
     Permutations,
     Routers,
     CrossEntropies,
+    Softmaxes,
     Optimizers,
     EncodedAdams,
     Elementwise,
