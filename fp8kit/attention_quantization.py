@@ -11,9 +11,12 @@ With S = q k^T, P = softmax(scale S) and D = rowsum(dO * o), forward and backwar
     dS = scale P (dP - D), P unrounded, by ``ds``
     dv = P^T dO,  dq = dS k,  dk = dS^T q
 
-All sums are float32's. Sources: Shah et al. 2024, "FlashAttention-3", arXiv 2407.08608, 3.3 (forward, blocks,
-rotation; its code multiplies P by 2^8, ``Max_offset``); cuDNN's and Transformer Engine's FP8 attention (the
-tensors that backward rounds; Transformer Engine, ``DotProductAttention``).
+All sums are float32's, also where a recipe's GEMMs are summed as a chip sums: kernels of attention cut these
+sums into blocks of keys and of queries, each in its own way, so that there is no one rule to follow.
+
+Sources: Shah et al. 2024, "FlashAttention-3", arXiv 2407.08608, 3.3 (forward, blocks, rotation; its code
+multiplies P by 2^8, ``Max_offset``); cuDNN's and Transformer Engine's FP8 attention (the tensors that
+backward rounds; Transformer Engine, ``DotProductAttention``).
 """
 
 from __future__ import annotations

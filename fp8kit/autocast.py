@@ -286,7 +286,12 @@ class autocast(ContextDecorator):
                 )
                 raise RecipeError("autocast", name, got, f"a bool{more}")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()")
+            raise RecipeError(
+                "autocast",
+                "recipe",
+                repr(recipe),
+                "a Recipe, such as recipe.DelayedScaling() or recipes.named('mxfp8')",
+            )
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
             group, wanted = (
                 repr(amax_reduction_group),

@@ -160,6 +160,7 @@ def _show_attention(found: dict[str, Any]) -> None:
         else "none",
         "scales of q, k, v in one array": "one" if found["joint"] else "one each",
         "products": found["compute"],
+        "emulated sums": "float32",
     }
     print("; ".join(f"{name}: {value}" for name, value in words.items()), end="\n\n")
 

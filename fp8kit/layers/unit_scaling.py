@@ -268,10 +268,12 @@ class UnitScaling:
         own, rest = residual_factors(tau)
         return self._sum(self.scale_fwd(branch, own), self.scale_fwd(skip, rest))
 
-    def dropout(self, x: Any, p: float = 0.5, **random: Any) -> Any:
-        """dropout(x) with probability ``p`` of dropping an element, in [0, 1), times sqrt(1 - p). In JAX with
-        ``key``, where p is not 0."""
+    def dropout(self, x: Any, p: float = 0.5, training: bool = True, **random: Any) -> Any:
+        """dropout(x) with probability ``p`` of dropping an element, in [0, 1), times sqrt(1 - p); x where it
+        is not ``training``. In JAX with ``key``, where p is not 0."""
         scale = math.sqrt(1 - number("unit_scaling", "p", p, below=1.0))
+        if not training or p == 0:
+            return x
         return self._scaled(self.own_dropout(x, p, **random), scale, scale)
 
     def norm(self, x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Any:

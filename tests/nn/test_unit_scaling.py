@@ -11,6 +11,9 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import nn, optim
+from fp8kit.arrays import CPU
+from fp8kit.backends import dispatch
+from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.layers import unit_scaling as rules
 from fp8kit.models import text
@@ -177,6 +180,8 @@ def test_the_factors_of_learning_rates():
         layer.load_state_dict({"weight": values.astype(np.float32)})
         moved.append(np.abs(layer(x).numpy() - before)[0].mean())
     assert moved[0] == pytest.approx(moved[1], rel=0.15)
+    x = normal(0, 4, 8)
+    assert us.dropout(x, 0.5, training=False) is x
     with pytest.raises(ArgumentError, match="role: got 'weight', expected one of hidden"):
         us.learning_rate_factor("weight", 64)
     with pytest.raises(ArgumentError, match="fan_in: got 0"):
@@ -230,6 +235,36 @@ def test_a_linear_layer_in_fp8():
         found[name] = [y.numpy(), x.grad.numpy(), layer.weight.grad.numpy()]
     for exact, static, current in zip(*found.values(), strict=True):
         assert relative_error(static, exact) < 1.2 * relative_error(current, exact)
+
+
+def test_casts_without_scales_take_no_amax(monkeypatch):
+    """No kernel of a step under "static" reads a tensor for its amax; under "current" some do.
+    (``scale_from_amax`` writes the constant where a cast reads it.)"""
+    kernels, taken = dispatch.kernels(CPU), []
+
+    def spied(name):
+        own = getattr(kernels, name)
+
+        def call(*arguments):
+            given = signature(name).bind(*arguments).arguments
+            fused = getattr(given.get("cast"), "amax", None)
+            if name in ("amax", "update_delayed_") or fused is not None:
+                taken.append(name)
+            return own(*arguments)
+
+        return call
+
+    calls = {name: spied(name) for name in KERNELS if not name.endswith("workspace")}
+    for name, call in calls.items():
+        monkeypatch.setattr(kernels, name, call, raising=False)
+    layer, x = us.Linear(K, N, device="cpu"), normal(0, ROWS, K)
+    g = np.random.default_rng(2).standard_normal((ROWS, N)).astype(np.float32)
+    for recipe, wanted in ((STATIC, False), (fk.recipe.Float8CurrentScaling(), True)):
+        taken.clear()
+        with fk.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(g)
+        assert bool(taken) == wanted, taken
 
 
 def test_what_is_refused():
