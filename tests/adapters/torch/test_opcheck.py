@@ -38,6 +38,7 @@ from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.router import AuxLossSpec, RouterSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
 from fp8kit.ops.scale_rows import ScaleRowsSpec
+from fp8kit.ops.softmax import MseSpec, SoftmaxSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
 from fp8kit.quantization import Quantizer
@@ -140,6 +141,8 @@ def _operands(device):
         ),
         "scale_rows": (ScaleRowsSpec(16), {"x": r(6, 16), "probs": r(6)}, "x probs", ()),
         **{name: (GroupSpec(ONE.ranks[0].name), {"x": r(6, 16)}, "x", ()) for name in COMMUNICATING},
+        "softmax": (SoftmaxSpec(16), {"x": r(6, 16)}, "x", ()),
+        "mse": (MseSpec(), {"x": r(6, 16), "target": r(6, 16)}, "x target", ()),
         "embedding": (
             EmbeddingSpec(10, 4, float32),
             {"ids": torch.arange(6, device=device), "table": r(10, 4)},
