@@ -113,7 +113,7 @@ def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: f
 
 def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
     """Of softmax(mult x) over so many features."""
-    alpha, d = _alpha(4.0, mult), float(features)
+    alpha, d = _alpha(4.0, mult), float(max(features, 1))
     found = Factors(interpolated(alpha, d, d**0.5), interpolated(alpha, d / mult, (d / mult) ** 0.5))
     return constrained(found, constraint)
 
@@ -124,6 +124,13 @@ def attention_factor(
     """Of dropout(softmax(mult q k^T / head_dim)) v, and of its three gradients."""
     spread = math.sqrt((math.log(length) if causal else 1.0) / length) if length > 1 else 1.0
     return math.sqrt(1 - dropout) / interpolated(_alpha(4.0 * head_dim, mult), spread, 1.0)
+
+
+def _features(x: Any) -> int:
+    """The size of an array's last dimension. ShapeError where there is none."""
+    if not x.shape:
+        raise ShapeError("unit_scaling", "x", "no dimension", "at least one")
+    return int(x.shape[-1])
 
 
 def residual_factors(tau: float) -> tuple[float, float]:
@@ -207,10 +214,11 @@ class UnitScaling:
 
     def _activation(self, x: Any, activation: str, constraint: str | None, mult: float) -> Any:
         output, gradient, _ = activation_factors(activation, constraint, mult)
-        spec = "ActivationSpec", activation, x.shape[-1]
+        features = _features(x)
+        spec = "ActivationSpec", activation, features
         if mult != 1 and activation == "swiglu":  # of the gate alone
-            half = x.shape[-1] // 2
-            inputs = {"x": x, "scales": self.constants([mult] * half + [1.0] * half, x)}
+            half = features // 2
+            inputs = {"x": x, "scales": self.constants([mult] * half + [1.0] * (features - half), x)}
             x = self.operation(scale_lines, ("ScaleLinesSpec", 1.0, gradient, 1), inputs)
         else:
             x = self._scaled(x, mult, mult * gradient)
@@ -231,9 +239,10 @@ class UnitScaling:
 
     def softmax(self, x: Any, constraint: str | None = OUTPUT, mult: float = 1.0) -> Any:
         """softmax(mult x) over the last dimension, times a constant."""
-        output, gradient, _ = softmax_factors(x.shape[-1], constraint, mult)
+        features = _features(x)
+        output, gradient, _ = softmax_factors(features, constraint, mult)
         x = self._scaled(x, mult, mult * gradient)
-        return self.scale_fwd(self.operation(softmax, ("SoftmaxSpec", x.shape[-1]), {"x": x}), output)
+        return self.scale_fwd(self.operation(softmax, ("SoftmaxSpec", features), {"x": x}), output)
 
     def matmul(self, left: Any, right: Any, constraint: str | None = OUTPUT) -> Any:
         """left right / sqrt(n) of two activations, h (..., l, n) and (n, r), in high precision. Without a

@@ -14,7 +14,7 @@ from fp8kit import nn, optim
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import KERNELS, signature
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.layers import unit_scaling as rules
 from fp8kit.models import text
 from fp8kit.nn import unit_scaling as us
@@ -273,6 +273,12 @@ def test_what_is_refused():
     for wrong in (lambda x: us.gelu(x, mult=0.0), lambda x: us.dropout(x, 1.0), lambda x: us.matmul(x, x)):
         with pytest.raises(Fp8kitError, match=r"mult|p: got|left and right"):
             wrong(normal(0, 4, 8))
+    for call in (us.gelu, us.softmax):
+        with pytest.raises(ShapeError, match="x: got no dimension, expected at least one"):
+            call(fk.tensor(np.float32(3)))
+        assert call(fk.tensor(np.ones((2, 0), np.float32))).shape == (2, 0)
+    with pytest.raises(Fp8kitError, match="expected an even number"):
+        us.silu_glu(normal(0, 4, 7), mult=2.0)
     with pytest.raises(Fp8kitError, match="shape"):
         us.mse(normal(0, 4, 8), normal(0, 8, 4))
     with pytest.raises(Fp8kitError, match="tau"):
