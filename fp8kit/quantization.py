@@ -434,8 +434,8 @@ class AmaxHistory:
       the first one at 1 step; then the next is measured. It is the update that skips what is measured in
       between: casts record it. ``amax_algo`` has no meaning then for w, and x has no state.
     * ``by_window``: the scales change once in ``length`` steps: when the window is full, by its amaxes. Then
-      the next window begins (Fishman et al., arXiv 2409.12517). A scale of 1, as all are at first, does not
-      wait: it changes after every step, by the amaxes so far. Not with callables or ``growth``.
+      the next window begins (Fishman et al., arXiv 2409.12517). In the first window, which begins with scales
+      of 1, they change after every step, by the amaxes so far. Not with callables or ``growth``.
 
     RecipeError for values out of their range.
     """

@@ -188,6 +188,9 @@ _MOST_MARGIN = 18
 # The least and the greatest scale of delayed scaling. Both have a finite inverse, and no float32 times the
 # least one reaches 4, which is below every format's largest value: it saturates nothing, whatever the margin.
 DELAYED_SCALES = (2.0**-126, formats.float32.max)
+# in an amax history by windows, a later window's step that is still to come; below it no amax counts, since
+# the scale of each is the greatest
+UNFILLED = 2.0**-126
 
 _NO_BLOCK_ATTENTION = (
     "Transformer Engine has no attention with blocks of 128; a DataRecipe says whatever attention you want"

@@ -145,8 +145,8 @@ NAMED: dict[str, Named] = {
         fishman(),
         "Fishman et al. 2024, Scaling FP8 training to trillion-token LLMs, arXiv 2409.12517, and its "
         "experimental/fp8_linear.py: E4M3 up to 240 forward, all of E5M2 backward, gradients stochastically; "
-        "scales in powers of two, once in 1024 steps by these steps' largest amax, the first one after one "
-        "step: fp8kit.recipes.fishman(ranks) for more ranks, whose windows are shorter",
+        "scales in powers of two, once in 1024 steps by these steps' largest amax, here in the first 1024 "
+        "after every step: fp8kit.recipes.fishman(ranks) for more ranks, whose windows are shorter",
     ),
     "mxfp8": Named(MXFP8BlockScaling(), "OCP Microscaling Formats 1.0; Transformer Engine"),
     "mxfp8_hybrid": Named(MXFP8BlockScaling(fp8_format=Format.HYBRID), "as mxfp8, gradients in E5M2"),

@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
 from fp8kit.quantization import AmaxHistory
-from fp8kit.recipe import DELAYED_SCALES
+from fp8kit.recipe import DELAYED_SCALES, UNFILLED
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
 
@@ -69,8 +69,8 @@ def updated(
     2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``, a power of two with
     ``power_2``; the history rolls by one and amax becomes its last row. With ``growth`` a is a bound of the
     next amax, and the last row is 0 where an older row holds the measure. With ``by_window`` the scale
-    changes where the window is full, which begins anew, or where it is 1. XLA's CPU code takes a subnormal
-    amax for 0. Written in JAX, where XLA fuses it; the bits are the engine's
+    changes where the window is full, which begins anew, and in the first one. XLA's CPU code takes a
+    subnormal amax for 0. Written in JAX, where XLA fuses it; the bits are the engine's
     (``tests/adapters/jax/test_same_as_native.py``).
     """
     before = slot.amax_history[1:]
@@ -87,17 +87,19 @@ def updated(
         bound = jnp.max(bounds, keepdims=True, initial=0.0)
         a = jnp.where(bound > 0, bound, amax + np.float32(growth))
         kept = jnp.where((bound > 0) | ~jnp.isfinite(amax), zero, amax)
-    usable, full = jnp.isfinite(a) & (a > 0), jnp.zeros_like(used)
+    usable = jnp.isfinite(a) & (a > 0)
     if by_window:
-        full = used & (before[:1] != 0) if before.shape[0] else used
-        usable &= full | (slot.scale == 1)
+        oldest = before[:1] if before.shape[0] else amax
+        full = used & (oldest > UNFILLED)
+        usable &= full | (oldest == 0)
     # capped by divide
     new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])
     if power_2:
         bits = jax.lax.bitcast_convert_type(new, jnp.uint32) & np.uint32(0xFF800000)
         new = jax.lax.bitcast_convert_type(bits, jnp.float32)
     rolled = jnp.concatenate([zero, before[1:], kept]) if before.shape[0] else zero
-    rolled = jnp.where(full, 0.0, rolled)
+    if by_window and before.shape[0]:
+        rolled = jnp.where(full, jnp.concatenate([zero, jnp.full_like(before, UNFILLED)]), rolled)
     return Slot(
         jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before]))
     )

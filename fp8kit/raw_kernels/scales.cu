@@ -8,6 +8,8 @@
 // delayed scaling's least scale, 2**-126, the least number with all its bits; FLT_MAX is the
 // greatest (DELAYED_SCALES)
 constexpr float SMALLEST = 1.175494351e-38f;
+// a row of a window that is still to come (recipe.UNFILLED), the same number
+constexpr float UNFILLED = SMALLEST;
 
 extern "C" __global__ void __launch_bounds__(256)
 scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max, f64 epsilon,
@@ -37,7 +39,7 @@ struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
 // growth: of an amax in a step, where scales are made of a bound of it, else negative. by_window: scales
-// change where the window is full, and those that are 1.
+// change in the first window, and later where a window is full.
 extern "C" __global__ void __launch_bounds__(128)
 update_delayed(i64 most_recent, i64 power_2, f64 growth, i64 by_window,
                const __grid_constant__ States states) {
@@ -49,7 +51,8 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, i64 by_window,
   float* history = state.history + tensor;
   const float newest = history[0];
   if (newest == 0.0f) return;
-  const bool full = by_window && (length == 1 || history[n] != 0.0f);
+  const float oldest = length == 1 ? newest : history[n];
+  const bool full = by_window && oldest > UNFILLED;
 
   // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands
   // ahead of its overwriting
@@ -71,7 +74,7 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, i64 by_window,
       // row 0's amax is there too, as the last one
       else if (row < length - 1 && next[k] > 0.0f)
         amax = fmaxf(amax, __fadd_rn(next[k], __fmul_rn(grown, (float)(length - row))));
-      if (row < length) history[row * n] = row == 0 || full ? 0.0f : next[k];
+      if (row < length) history[row * n] = row == 0 ? 0.0f : full ? UNFILLED : next[k];
     }
   }
   amax = block_max(amax, shared);
@@ -83,7 +86,7 @@ update_delayed(i64 most_recent, i64 power_2, f64 growth, i64 by_window,
       if (!known) amax = __fadd_rn(newest, grown);
     }
     float s = state.scale[tensor];
-    if (amax > 0.0f && amax < INF && (!by_window || full || s == 1.0f)) {
+    if (amax > 0.0f && amax < INF && (!by_window || full || oldest == 0.0f)) {
       s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), FLT_MAX);
       if (power_2) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
     }

@@ -64,5 +64,7 @@ class Scales(Protocol):
         measure r, amax = max(r + growth * (H - i + 1)) over these, and row H - 1 becomes 0; else amax = row 0
         + growth, and row H - 1 becomes row 0, 0 where that is Inf or NaN.
 
-        With ``by_window``, not beside ``growth``, the scale changes only where the window is full (H is 1, or
-        row 1, the oldest, is not 0) or the scale is 1; where it is full all rows become 0."""
+        With ``by_window``, not beside ``growth``: where the oldest row (row 1; row 0 where H is 1) is more
+        than ``recipe.UNFILLED`` the window is full: the scale changes, and the rows but row 0 become
+        ``UNFILLED``, which stands for an amax that is still to come. Where it is 0, in the first window, the
+        scale changes, too; else it does not."""

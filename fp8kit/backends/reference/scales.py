@@ -11,7 +11,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference.cast_rows import amax_row, bits
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.recipe import DELAYED_SCALES
+from fp8kit.recipe import DELAYED_SCALES, UNFILLED
 
 Array = np.ndarray[Any, Any]
 _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
@@ -109,7 +109,8 @@ def _update(
     by_window: bool,
 ) -> None:
     moved, kept = history[0] != 0, history[0].copy()
-    full = by_window & (history[min(1, len(history) - 1)] != 0)
+    oldest = history[min(1, len(history) - 1)]
+    full = by_window & (oldest > np.float32(UNFILLED))
     most = history[0] if most_recent else np.fmax.reduce(history, axis=0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if growth is not None:
@@ -123,11 +124,11 @@ def _update(
             fresh = (fresh.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         usable = moved & np.isfinite(most) & (most > 0)
         if by_window:
-            usable &= full | (scale == 1)
+            usable &= full | (oldest == 0)
         scale[...] = np.where(usable, fresh, scale)
         scale_inv[...] = np.where(moved, np.float32(1) / scale, scale_inv)
     rolled = np.roll(history, -1, axis=0)
     rolled[-1] = kept
     rolled[0] = 0
-    rolled[:, full] = 0
+    rolled[1:, full] = np.float32(UNFILLED)
     history[...] = np.where(moved, rolled, history)

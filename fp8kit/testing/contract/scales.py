@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.formats import HIGH_PRECISION, float32, float64
+from fp8kit.recipe import UNFILLED
 from fp8kit.testing.contract import (
     Arguments,
     Array,
@@ -135,7 +136,7 @@ def update_delayed_(
 ) -> Arguments:
     """Histories of ``m`` updates with special amaxes among them, of ``slots`` states each; ``newest``: not in
     the newest row, as after an ordinary step. With ``growth`` a third of them hold no other row, with
-    ``by_window`` likewise no oldest one, and some scales are 1."""
+    ``by_window`` the oldest is unfilled or missing in some."""
 
     def history(count: int) -> Array:
         values = np.abs(s.draw((m, count)))
@@ -145,17 +146,13 @@ def update_delayed_(
         if growth is not None:
             values[1:, s.random.random(count) < 1 / 3] = 0
         if by_window:
-            values[1:2, s.random.random(count) < 1 / 2] = 0
-        return values
-
-    def scale(count: int) -> Array:
-        values = s.random.uniform(0.01, 30, count)
-        values[s.random.random(count) < by_window / 3] = 1
+            oldest = s.random.choice([0, UNFILLED, 1], count)
+            values[1:2] = np.where(oldest < 1, oldest, values[1:2])
         return values
 
     counts = slots or (n,)
     return {
-        "scales": [s.put(scale(count), float32) for count in counts],
+        "scales": [s.put(s.random.uniform(0.01, 30, count), float32) for count in counts],
         "scale_invs": [s.full(5.0, count) for count in counts],
         "histories": [s.put(history(count)) for count in counts],
         "fp8_maxes": (448.0, 57344.0, 448.0)[: len(counts)],
@@ -179,15 +176,17 @@ def update_delayed_oracle(a: Any) -> Results:
             stored = rows[0, t]
             if a.growth is not None:
                 amax, stored = _bound(rows[:, t], np.float32(a.growth))
-            full = a.by_window and rows[min(1, len(rows) - 1), t] != 0
-            if np.isfinite(amax) and amax > 0 and (not a.by_window or full or scale[t] == 1):
+            oldest = rows[min(1, len(rows) - 1), t]
+            full = a.by_window and oldest > np.float32(UNFILLED)
+            if np.isfinite(amax) and amax > 0 and (not a.by_window or full or oldest == 0):
                 with np.errstate(over="ignore", under="ignore", divide="ignore"):
                     fresh = np.float32(fp8_max * 2.0**-a.margin) / np.float32(amax)
                 scale[t] = np.clip(fresh, np.float32(2.0**-126), np.float32(float32.max))
                 if a.power_2:
                     scale[t] = np.ldexp(np.float32(0.5), np.frexp(scale[t])[1])
             inverse[t] = np.float32(1) / scale[t]
-            rows[:, t] = 0 if full or len(rows) == 1 else [0, *rows[2:, t], stored]
+            rolled = [UNFILLED] * (len(rows) - 1) if full else [*rows[2:, t], stored][: len(rows) - 1]
+            rows[:, t] = [0, *rolled]
         found |= {f"scales[{i}]": scale, f"scale_invs[{i}]": inverse, f"histories[{i}]": rows}
     return found
 

@@ -10,6 +10,7 @@ from fp8kit_jax.state import Slot, updated
 import fp8kit as fk
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
+from fp8kit.recipe import UNFILLED
 from fp8kit.testing import assert_same_bits
 
 SPECIAL = np.array([0, np.inf, np.nan, 1e-30, 1e30, 3e38], np.float32)
@@ -25,7 +26,9 @@ def test_the_bits_of_the_kernel(length: int, power_2: bool, growth: float | None
     history = np.abs(random.standard_normal((length, many))).astype(np.float32)
     history[:, ::3] = random.choice(SPECIAL, history[:, ::3].shape)
     history[1:, 1::3] = 0
-    scale = random.choice(np.array([1, 3], np.float32), many)
+    if by_window:
+        history[1:2, 2::6] = UNFILLED
+    scale = np.full(many, 3, np.float32)
     parts = [fk.tensor(v.copy(), device="cpu").view for v in (scale, 1 / scale, history)]
     rule = 1, False, power_2, growth, by_window
     dispatch.kernels(CPU).update_delayed_(*[[part] for part in parts], [448.0], *rule, 0)
