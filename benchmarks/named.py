@@ -4,7 +4,7 @@
 
 ``ratio`` is to the same layer in bfloat16, whose steps are taken in turn with the recipe's. Emulated recipes
 are slower than that layer: the measure of what a study of them costs. Recipes with a chip's sums are slower
-by far, and are measured last, on the small layer alone.
+by far, and are measured last, on a small layer alone.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _modelled(recipe: Recipe) -> bool:
 def recipes_part(setting: Setting) -> list[Row]:
     """A row a layer and recipe."""
     device = torch.device(str(setting.device))
-    layers = FULL_LAYERS if setting.sizes is FULL else SMALL_LAYERS
     slow = [name for name, entry in NAMED.items() if _modelled(entry.recipe)]
+    usual = [name for name in NAMED if name not in slow]
+    layers = [(sizes, usual) for sizes in (FULL_LAYERS if setting.sizes is FULL else SMALL_LAYERS)]
     rows: list[Row] = []
-    for sizes in layers:
-        hidden, heads, sequence, batch = sizes
+    for (hidden, heads, sequence, batch), names in [*layers, (SMALL_LAYERS[0], slow)]:
         step = _made(hidden, heads, sequence, batch, device)
-        for name in [*(name for name in NAMED if name not in slow), *(slow if sizes == layers[-1] else ())]:
+        for name in names:
             row: Row = {"workload": f"layer {hidden}, {sequence} x {batch}", "case": name, "status": "ok"}
             rows.append(row)
             if setting.left() <= 0:
