@@ -13,7 +13,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E4M3, E8M0, Format
-from fp8kit.quantization import ROTATIONS, SCALE_RULES, SIGNS
+from fp8kit.quantization import ROTATIONS, SCALE_RULES, SIGNS, TILES
 from fp8kit.tiles import Rotation, along_of, tiling
 
 WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
@@ -263,19 +263,20 @@ class QuantizedArray:
 
     def __getitem__(self, index: int | slice) -> QuantizedArray:
         """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut:
-        ShapeError."""
+        ShapeError for squares, and for blocks along the first dimension."""
         # which NumPy calls an integer
         whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)
         if (
             self._flipped
             or not self.ndim
             or not (whole or isinstance(index, slice))
-            or self.scaling not in ("tensor", "row")
-            or (not self._along and (self.scaling == "row" or self.rotation))
+            or TILES[self.scaling][0] > 1
+            or (TILES[self.scaling][1] and self.ndim == 1)
+            or (not self._along and (self.scaling != "tensor" or self.rotation))
         ):
             transposed = ", transposed" if self._flipped else "" if self._along else ", along dim 0"
             got = f"{index!r} of shape {self.shape}{transposed}, scaling {self.scaling!r}"
-            wanted = 'an index or slice of dim 0, scaling "tensor" or "row"'
+            wanted = 'an index or slice of dim 0, scaling "tensor", "row" or blocks of one row'
             raise ShapeError("QuantizedArray[...]", "index", got, wanted)
         count = self.shape[0]
         if isinstance(index, slice):
@@ -288,11 +289,22 @@ class QuantizedArray:
             if not 0 <= start < count:
                 raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
             part = self._codes.slice(0, start, 1).reshape(*self.shape[1:])
-        scales = self._scale_inv
-        if self.scaling == "row" and self.ndim > 1:
-            each = math.prod(self.shape[1:-1])
-            scales = scales.reshape(-1, 1).slice(0, start * each, part.rows().shape[0])
-        return self._like(part, scales)
+        if self.scaling == "tensor" or self.ndim == 1:
+            return self._like(part, self._scale_inv)
+        rows = part.rows().shape[0]
+        first = start * math.prod(self.shape[1:-1]) if rows else 0
+
+        def own(scales: ArrayView) -> ArrayView:
+            """Those of the part's rows; of no rows, as everywhere, one."""
+            return scales.slice(0, first, max(rows, 1))
+
+        columns = tiling(self.scaling, self._codes.rows().shape, self._along, "QuantizedArray")[1][1]
+        made = self._like(part, own(self._scale_inv.reshape(-1, columns)))
+        if self._scale_codes is not None:
+            made._scale_codes = own(self._scale_codes)
+        if self._tensor_scale_inv is not None and self._tensor_scale_inv.size > 1:
+            made._tensor_scale_inv = own(self._tensor_scale_inv)
+        return made
 
     def __len__(self) -> int:
         if not self.ndim:

@@ -220,6 +220,25 @@ def test_product_orientations_and_batches():
     np.testing.assert_array_equal(quantize(_x(2, 0)) @ quantize(_x(3, 0)).T, np.zeros((2, 3)))
 
 
+@pytest.mark.parametrize("scaling", ["block_1x16", "mx_1x32", "nvfp4_1x16", "nvfp4_row_1x16"])
+def test_slices_of_rows_keep_their_blocks(scaling):
+    q = quantize(_x(4, 3, 40), scaling=scaling, hadamard=16)
+    whole = q.dequantize()
+    for index in (slice(1, 3), slice(3, None), slice(2, 2), slice(4, 4), 0, -1):
+        part = q[index]
+        np.testing.assert_array_equal(part.dequantize(), whole[index])
+        if part.size:
+            weight = quantize(_x(5, 40), scaling=scaling, hadamard=16)
+            np.testing.assert_array_equal(part @ weight.T, (q @ weight.T)[index])
+    if "nvfp4" in scaling:
+        rows = quantize(np.ascontiguousarray(_x(4, 3, 40)[1:3]), scaling=scaling, hadamard=16)
+        assert rows.scale_codes.shape == q[1:3].scale_codes.shape
+    with pytest.raises(ShapeError, match="along dim 0, scaling"):
+        quantize(_x(8, 40), scaling=scaling, along=0)[1:3]
+    with pytest.raises(ShapeError, match="index: got slice"):
+        quantize(_x(40), scaling=scaling)[1:3]
+
+
 def test_slices_keep_their_scales():
     q = quantize(_x(4, 3, 8), scaling="row")
     whole = q.dequantize()
@@ -252,7 +271,7 @@ def test_slices_keep_their_scales():
         (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),
         (ShapeError, "2 dimensions", lambda: quantize(_x(4)).T),
         (ShapeError, "last dimension", lambda: quantize(_x(4, 4), scaling="row").reshape(2, 8)),
-        (ShapeError, "index", lambda: quantize(_x(4, 4), scaling="block_1x128")[1:]),
+        (ShapeError, "index", lambda: quantize(_x(4, 4), scaling="block_128x128")[1:]),
         (ShapeError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(2, np.float32))),
         (FormatError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(1))),
         (
