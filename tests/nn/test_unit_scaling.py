@@ -328,14 +328,9 @@ class Model(nn.Module):
             return self.head(us.norm(x, self.last.weight))
 
 
-def losses_of(corpus, recipe, steps=40):
-    nn.manual_seed(0)
-    model = Model()
-    hidden = [p for name, p in model.named_parameters() if "blocks" in name and len(p.shape) == 2]
-    known = {id(p) for p in hidden}
-    others = [p for p in model.parameters() if id(p) not in known]
-    groups = [{"params": hidden, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.0}]
-    optimizer, losses = optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95)), []
+def train(model, optimizer, corpus, recipe, steps):
+    """The losses of so many steps."""
+    losses = []
     for step in range(steps):
         ids, targets = (fk.tensor(part, device="cpu") for part in text.batch(corpus.train, 8, 32, 0, step))
         with fk.autocast(enabled=recipe is not None, recipe=recipe):
@@ -347,6 +342,16 @@ def losses_of(corpus, recipe, steps=40):
     return losses
 
 
+def losses_of(corpus, recipe, steps=40):
+    nn.manual_seed(0)
+    model = Model()
+    hidden = [p for name, p in model.named_parameters() if "blocks" in name and len(p.shape) == 2]
+    known = {id(p) for p in hidden}
+    others = [p for p in model.parameters() if id(p) not in known]
+    groups = [{"params": hidden, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.0}]
+    return train(model, optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95)), corpus, recipe, steps)
+
+
 @pytest.mark.programs
 def test_a_model_trains_with_casts_without_scales():
     """As in high precision, loss by loss, where a model of the usual kind has no gradients left
@@ -356,3 +361,34 @@ def test_a_model_trains_with_casts_without_scales():
     assert high[0] == pytest.approx(math.log(256), rel=0.05)
     assert static[-1] < static[0] - 1.5
     assert max(abs(np.subtract(high, static))) < 0.1
+
+
+def group_of(name, parameter, rate):
+    """A parameter of ``Model`` with u-muP's learning rate: two blocks have four residual branches."""
+    fan_in, branches = parameter.shape[-1], 1
+    role = next((role for part, role in ROLES.items() if part in name), "hidden")
+    if role == "hidden":
+        branches = 4
+    factor = us.learning_rate_factor(role, fan_in, branches)
+    return {"params": [parameter], "lr": rate * factor, "weight_decay": 0.0}
+
+
+ROLES = {"norms": "norm", "last": "norm", "table": "embedding", "head": "output"}
+
+
+@pytest.mark.programs
+def test_the_best_learning_rate_serves_wider_models():
+    """Of rates by powers of two the best one for eight times the width is at most one step away."""
+    corpus, best = text.standard_library(max_bytes=2 << 20), []
+    for width in (32, 256):
+        found = {}
+        for power in range(-3, 2):
+            nn.manual_seed(0)
+            model = Model(hidden=width)
+            groups = [group_of(name, p, 2.0**power) for name, p in model.named_parameters()]
+            optimizer = optim.AdamW(groups, lr=2.0**power, betas=(0.9, 0.95))
+            losses = train(model, optimizer, corpus, None, steps=30)
+            found[power] = np.mean(losses[-5:])
+        best.append(min(found, key=found.get))
+    assert abs(best[0] - best[1]) <= 1
+    assert -3 < min(best) <= max(best) < 1  # within what was tried
