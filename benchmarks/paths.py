@@ -90,9 +90,9 @@ def paths_part(setting: Setting) -> list[Row]:
     """A row a size, path and direction; ``ratio`` is to cuDNN's time. On a GPU with cuDNN alone."""
     if setting.device.kind != "cuda":
         return []
-    from fp8kit.backends.cuda import cudnn_sdpa
+    from fp8kit.backends.cuda import cudnn_plans
 
-    if not cudnn_sdpa.available():
+    if not cudnn_plans.available():
         return []
     rows: list[Row] = []
     for about in SIZES:

@@ -15,7 +15,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, cli, devices, formats, quantized_product, slowness
 from fp8kit.arrays import Device
-from fp8kit.backends.cuda import attention, block, cudnn_sdpa, launch, support
+from fp8kit.backends.cuda import attention, block, cudnn_plans, launch, support
 from fp8kit.backends.dispatch import CannotTake
 from fp8kit.ops import product_emulated
 from fp8kit.ops.attention_spec import AttentionSpec
@@ -97,7 +97,7 @@ def test_a_cudnn_that_is_there_and_refused(monkeypatch, caplog, capsys, version)
     stand_in.backend_version = lambda: version
     stand_in.__version__ = "1.0"
     monkeypatch.setitem(sys.modules, "cudnn", stand_in)
-    cudnn_sdpa.missing.cache_clear()
+    cudnn_plans.missing.cache_clear()
     try:
         why = VERSIONS[version]
         for _ in range(2):
@@ -113,12 +113,12 @@ def test_a_cudnn_that_is_there_and_refused(monkeypatch, caplog, capsys, version)
         assert cli.main(["doctor", "--strict"]) == bool(why)
         assert (why is None) == ("nothing here" in capsys.readouterr().out)
     finally:
-        cudnn_sdpa.missing.cache_clear()
+        cudnn_plans.missing.cache_clear()
 
 
 def test_a_plan_of_unfused_attention_says_why_once(monkeypatch, caplog):
     monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0))
-    monkeypatch.setattr(cudnn_sdpa, "missing", lambda: None)
+    monkeypatch.setattr(cudnn_plans, "missing", lambda: None)
     shape, strides = (2, 8, 4, 20), (640, 80, 20, 1)
     spec = AttentionSpec(num_heads=4, head_dim=20, qkv_format="bshd", mask="no_mask")
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_a_plan_of_unfused_attention_says_why_once(monkeypatch, caplog):
 def test_a_device_without_products_by_blocks(monkeypatch, capsys):
     monkeypatch.setattr(arrays.provider(Device("cuda")), "count", lambda: 1, raising=False)
     monkeypatch.setattr(launch, "capability", lambda index: (8, 9))
-    monkeypatch.setattr(cudnn_sdpa, "missing", lambda: None)
+    monkeypatch.setattr(cudnn_plans, "missing", lambda: None)
     assert block.CAPABILITY == (9, 0)
     assert cli.main(["doctor", "--strict"]) == 1
     assert lines(capsys)[0].startswith("cuda:0 has compute capability 8.9, and no product with scales of")

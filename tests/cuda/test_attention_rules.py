@@ -11,7 +11,7 @@ import pytest
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, flash, unfused
+from fp8kit.backends.cuda import attention, attention_rules, cudnn_plans, cudnn_sdpa, flash, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import ALIGN, Problem, problem
 from fp8kit.backends.protocol import AttentionExtras, Lying
@@ -332,7 +332,7 @@ def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest
 def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with a few lengths has cuDNN's kernels for all of them."""
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
-    monkeypatch.setattr(cudnn_sdpa, "launches", launches := collections.Counter())
+    monkeypatch.setattr(cudnn_plans, "launches", launches := collections.Counter())
     attention.forget()
     try:
         paths = []

@@ -14,7 +14,7 @@ import pytest
 
 import fp8kit
 from fp8kit import lru
-from fp8kit.backends.cuda import algorithms, cublaslt, cudnn_sdpa, launch, recorded
+from fp8kit.backends.cuda import algorithms, cublaslt, cudnn_plans, launch, recorded
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.errors import BackendError
@@ -116,54 +116,54 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
     fake = _Runtime()
     monkeypatch.setattr(launch, "runtime", lambda: fake)
     monkeypatch.setattr(launch, "current_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(cudnn_sdpa, "_HELD", [])
+    monkeypatch.setattr(cudnn_plans, "_HELD", [])
     return fake
 
 
-def _plan() -> tuple[cudnn_sdpa.Plan, list[int]]:
+def _plan() -> tuple[cudnn_plans.Plan, list[int]]:
     launched: list[int] = []
     graph = types.SimpleNamespace(execute=lambda pointers, workspace, handle: launched.append(workspace))
-    return cudnn_sdpa.Plan(graph, 0), launched
+    return cudnn_plans.Plan(graph, 0), launched
 
 
-KEY = cudnn_sdpa.Key(Problem(1, 1, 1, 8, 8, 8, 8, "bfloat16", "sbhd", 1.0), 0, False, True, ())
+KEY = cudnn_plans.Key(Problem(1, 1, 1, 8, 8, 8, 8, "bfloat16", "sbhd", 1.0), 0, False, True, ())
 
 
 def test_a_retired_plan_waits_for_its_kernels_and_is_launched_no_more(runtime: _Runtime) -> None:
     plan, launched = _plan()
-    assert cudnn_sdpa._launched(plan, {}, 5, None, 0)
-    cudnn_sdpa._retire(KEY, plan)
-    assert (runtime.waited, cudnn_sdpa._HELD) == (1, [])
-    assert not cudnn_sdpa._launched(plan, {}, 6, None, 0)
+    assert cudnn_plans._launched(plan, {}, 5, None, 0)
+    cudnn_plans._retire(KEY, plan)
+    assert (runtime.waited, cudnn_plans._HELD) == (1, [])
+    assert not cudnn_plans._launched(plan, {}, 6, None, 0)
     assert launched == [5]
 
 
 def test_a_plan_that_a_graph_may_hold_is_never_destroyed(runtime: _Runtime) -> None:
     plan, _ = _plan()
     runtime.capturing = {40}
-    assert cudnn_sdpa._launched(plan, {}, 5, None, 40)
+    assert cudnn_plans._launched(plan, {}, 5, None, 40)
     runtime.capturing = set()
-    cudnn_sdpa._retire(KEY, plan)
-    assert (runtime.waited, cudnn_sdpa._HELD) == (0, [plan])
+    cudnn_plans._retire(KEY, plan)
+    assert (runtime.waited, cudnn_plans._HELD) == (0, [plan])
 
 
 def test_a_plan_is_held_where_waiting_is_not_allowed(runtime: _Runtime) -> None:
     plan, _ = _plan()
     runtime.capturing = {40}
-    cudnn_sdpa._retire(KEY, plan)
-    assert [plan] == cudnn_sdpa._HELD
+    cudnn_plans._retire(KEY, plan)
+    assert [plan] == cudnn_plans._HELD
 
 
 def test_graphs_of_our_own_hold_no_more_plans_than_so_many(
     runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, launched = _plan()
-    monkeypatch.setattr(cudnn_sdpa, "plan_of", lambda key: plan)
-    monkeypatch.setattr(cudnn_sdpa, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
-    cudnn_sdpa._captured(KEY, {}, 0, 5, 0)
-    cudnn_sdpa._HELD.extend([plan] * cudnn_sdpa._KEPT)
+    monkeypatch.setattr(cudnn_plans, "plan_of", lambda key: plan)
+    monkeypatch.setattr(cudnn_plans, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
+    cudnn_plans._captured(KEY, {}, 0, 5, 0)
+    cudnn_plans._HELD.extend([plan] * cudnn_plans._KEPT)
     with pytest.raises(BackendError, match="256 plans are held"):
-        cudnn_sdpa._captured(KEY, {}, 0, 6, 0)
+        cudnn_plans._captured(KEY, {}, 0, 6, 0)
     assert launched == [0]
 
 
@@ -171,24 +171,24 @@ def test_threads_share_handles_but_not_at_once(monkeypatch: pytest.MonkeyPatch) 
     """A thread that comes when another one's call is over makes none: that would wait for the device. Devices
     share none."""
     made = iter(range(100))
-    monkeypatch.setattr(cudnn_sdpa, "_FREE", defaultdict(list))
+    monkeypatch.setattr(cudnn_plans, "_FREE", defaultdict(list))
     monkeypatch.setattr(
-        cudnn_sdpa, "_library", lambda: types.SimpleNamespace(create_handle=lambda: next(made))
+        cudnn_plans, "library", lambda: types.SimpleNamespace(create_handle=lambda: next(made))
     )
     found: list[int] = []
 
     def call(device: int) -> None:
-        with cudnn_sdpa._handle(device) as handle:
+        with cudnn_plans._handle(device) as handle:
             found.append(handle)
 
     for _ in range(3):
         thread = threading.Thread(target=call, args=(0,))
         thread.start()
         thread.join()
-    with cudnn_sdpa._handle(0) as first, cudnn_sdpa._handle(0) as second:
+    with cudnn_plans._handle(0) as first, cudnn_plans._handle(0) as second:
         assert (first, second) == (0, 1)
     call(1)
-    with pytest.raises(ValueError, match="refused"), cudnn_sdpa._handle(0):
+    with pytest.raises(ValueError, match="refused"), cudnn_plans._handle(0):
         raise ValueError("refused")
     call(0)
     assert found == [0, 0, 0, 2, 0]
@@ -198,25 +198,25 @@ def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) 
     """While one device's plan is made, which may wait for the device, another's is made."""
     begun, ended = threading.Event(), threading.Event()
 
-    def build(key: cudnn_sdpa.Key) -> cudnn_sdpa.Plan:
+    def build(key: cudnn_plans.Key) -> cudnn_plans.Plan:
         if key.device == 0:
             begun.set()
             assert ended.wait(30)
-        return cudnn_sdpa.Plan(key.device, 0)
+        return cudnn_plans.Plan(key.device, 0)
 
-    monkeypatch.setattr(cudnn_sdpa, "_build", build)
-    cudnn_sdpa._plans.cache_clear()
+    monkeypatch.setattr(cudnn_plans, "_build", build)
+    cudnn_plans._plans.cache_clear()
     try:
-        thread = threading.Thread(target=cudnn_sdpa.plan_of, args=(KEY,))
+        thread = threading.Thread(target=cudnn_plans.plan_of, args=(KEY,))
         thread.start()
         assert begun.wait(30)
-        assert cudnn_sdpa.plan_of(KEY._replace(device=1)).graph == 1
+        assert cudnn_plans.plan_of(KEY._replace(device=1)).graph == 1
         ended.set()
         thread.join(30)
-        assert cudnn_sdpa.plan_of(KEY).graph == 0
+        assert cudnn_plans.plan_of(KEY).graph == 0
     finally:
         ended.set()
-        cudnn_sdpa._plans.cache_clear()
+        cudnn_plans._plans.cache_clear()
 
 
 @pytest.mark.parametrize("locks", [launch._LOADING, algorithms._TIMING, recorded._graphing])

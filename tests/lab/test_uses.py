@@ -52,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
-    monkeypatch.setattr("fp8kit.backends.cuda.cudnn_sdpa.put", lambda *arguments: None)
+    monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
     with launch.launching_by(note):
         yield found
 

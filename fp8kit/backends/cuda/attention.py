@@ -24,7 +24,7 @@ from typing import Any
 
 from fp8kit import slowness
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import cudnn_sdpa, flash, launch, unfused
+from fp8kit.backends.cuda import cudnn_plans, cudnn_sdpa, flash, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
 from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
@@ -67,7 +67,7 @@ def _worth_it(about: Problem, device: int, timed: bool) -> bool:
 def _gives(device: int) -> bool:
     """Whether the next problem of middle size gets one of the graphs that are left."""
     taken, before = _taken.get(device, (0, 0))
-    return taken < 2 or (taken < _GRAPHS and cudnn_sdpa.launches[device] - before >= _PROOF)
+    return taken < 2 or (taken < _GRAPHS and cudnn_plans.launches[device] - before >= _PROOF)
 
 
 def _take(key: tuple[Problem, int]) -> bool:
@@ -76,13 +76,13 @@ def _take(key: tuple[Problem, int]) -> bool:
     with _LOCK:
         given = _gives(device)
         if given:
-            _taken[device] = _taken.get(device, (0, 0))[0] + 1, cudnn_sdpa.launches[device]
+            _taken[device] = _taken.get(device, (0, 0))[0] + 1, cudnn_plans.launches[device]
     return given
 
 
 def is_cudnns(about: Problem) -> bool:
     """Whether a problem is so large that cuDNN takes it at once, as far as is known without its graph."""
-    if _multiply_adds(about) < _LARGE or not cudnn_sdpa.available():
+    if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
     return all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True))
 
@@ -223,7 +223,7 @@ def _say_slow(path: ModuleType, about: Problem, dbias: bool) -> None:
 
 def say_missing() -> None:
     """Why cuDNN is not used in this process, where it is not."""
-    if (absent := cudnn_sdpa.missing()) is not None:
+    if (absent := cudnn_plans.missing()) is not None:
         cause, _, cure = absent.rpartition("; ")
         slowness.say(cause, OWN, cure)
 

@@ -1,5 +1,5 @@
 """Attention in FP8 by cuDNN's fused kernels, through the graphs of nvidia-cudnn-frontend (``sdpa_fp8``,
-``sdpa_fp8_backward``); plans are kept and launched as ``cudnn_sdpa`` does.
+``sdpa_fp8_backward``); ``cudnn_plans`` builds, keeps and launches them.
 
 What a graph computes (``scaled_dot_product_flash_attention.h`` and ``sdpa_fp8_bwd.h`` of cudnn-frontend
 1.32), with q, k, v, o, do times their descales, P = softmax(scale q k^T) ::
@@ -25,9 +25,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fp8kit.backends.cuda import cudnn_sdpa, launch
+from fp8kit.backends.cuda import cudnn_plans, launch
 from fp8kit.backends.cuda.attention_problem import Problem, Strides
-from fp8kit.backends.cuda.cudnn_sdpa import Key, size
+from fp8kit.backends.cuda.cudnn_plans import Key
+from fp8kit.backends.cuda.cudnn_sdpa import size
 from fp8kit.errors import BackendError
 
 _OLDEST = 90700
@@ -104,7 +105,7 @@ def refused(problem: Problem, formats: tuple[str, str], backward: bool) -> str |
 
 def absent(device: int | None) -> str | None:
     """Why there is no FP8 attention by cuDNN on a device (None: on any), None where there is."""
-    reason = cudnn_sdpa.missing()
+    reason = cudnn_plans.missing()
     if reason is not None:
         return reason
     import cudnn
@@ -131,8 +132,8 @@ def why_not(
         reason = absent(device)
         if reason is None:
             try:
-                cudnn_sdpa.plan_of(key_of(problem, formats, backward, deterministic, device))
-            except cudnn_sdpa.Declined as error:
+                cudnn_plans.plan_of(key_of(problem, formats, backward, deterministic, device))
+            except cudnn_plans.Declined as error:
                 return f"cuDNN has no kernel for it: {str(error) or 'it gives no reason'}"
             except BackendError as error:
                 return f"cuDNN fails to build it: {error}"
@@ -196,4 +197,4 @@ def describe(key: Key, handle: Any) -> Any:
     return graph
 
 
-cudnn_sdpa.DESCRIBE[True] = describe
+cudnn_plans.DESCRIBE[True] = describe

@@ -1,46 +1,42 @@
-"""Attention by cuDNN's fused kernels, through the graphs of nvidia-cudnn-frontend.
+"""Attention by cuDNN's fused kernels, through the graphs of nvidia-cudnn-frontend (``cudnn_plans``).
 
-A graph is built once for what it depends on (``Key``) and kept; a call hands it device addresses by uid.
-cuDNN's softmax statistics are the rows' natural log-sum-exp, as the contract wants them. With padding small
-kernels stand round the graph (``attention_padding``): true lengths from cu_seqlens; zeros and -Inf where the
-contract wants them, whatever cuDNN leaves there; and, before backward, statistics that give weight 0 to rows
-that see nothing, where -Inf would give NaN. cuDNN's documentation does not say that it never multiplies
-padding, so where padding may hold anything, cuDNN is given copies of what it would multiply there, with 0 in
-padding.
+cuDNN's softmax statistics are the rows' natural log-sum-exp, as the contract wants them.
+
+Batches with padding need small kernels before and after the graph (``attention_padding``). They compute the
+true lengths from cu_seqlens, and write the zeros and -Inf of the contract into padding. Before backward they
+set the statistics of rows that see nothing so that such a row gets weight 0; -Inf would give NaN. cuDNN's
+documentation does not promise that it never multiplies padding. Where padding may hold any value, cuDNN
+therefore reads copies of the arrays, with 0 in padding.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, arranged, bhsd, contiguous_bhsd
+from fp8kit.backends.cuda.cudnn_plans import (
+    DESCRIBE,
+    ITEM,
+    VECTOR,
+    Declined,
+    Key,
+    available,
+    check_aligned,
+    check_workspace,
+    library,
+    missing,
+    plan_of,
+    put,
+)
 from fp8kit.backends.protocol import AttentionExtras
-from fp8kit.errors import BackendError, Fp8kitError, install
-from fp8kit.lru import LRU
 
 NAME = "cuDNN"
-_OLDEST = 90600
-_FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
-_NEWER = "install 9.19 or later: pip install --upgrade nvidia-cudnn-cu13"
-_VECTOR = 16  # bytes
-_ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
-# plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch
-# meets ever new ones
-_KEPT = 256
 _ANSWERS = 4096  # of why_not, which are short texts
-# stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
-_CAPTURABLE = 2
 
 _UIDS = {
     name: uid
@@ -53,62 +49,6 @@ _BACKWARD = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 # What is multiplied by the weights of padding; a row of q's padding reaches nothing but its own row of o in
 # forward.
 _CLEANED = {False: ("k", "v"), True: ("q", "k", "v", "d_o")}
-
-
-class Key(NamedTuple):
-    """What a graph depends on. ``strides``: of the forward's or the backward's arrays, order b, h, s, d.
-    ``formats``: of an attention in FP8 (``cudnn_fp8``) the names of the forward's and the backward's
-    format."""
-
-    problem: Problem
-    device: int
-    backward: bool
-    deterministic: bool
-    strides: tuple[Strides, ...]
-    formats: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """A built graph and the bytes of ``workspace`` that it needs.
-
-    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made.
-    ``captured``: a CUDA graph, the user's or one of ``recorded``, may hold its kernels.
-    """
-
-    graph: Any
-    workspace: int
-    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    retired: bool = field(default=False, init=False)
-    captured: bool = field(default=False, init=False)
-
-
-launches: defaultdict[int, int] = defaultdict(int)  # of graphs of a device, in this process
-_FREE: defaultdict[int, list[Any]] = defaultdict(list)  # cuDNN's handles that no thread uses now, by device
-_HELD: list[Plan] = []  # retired plans that must not be destroyed
-
-
-@functools.cache
-def missing() -> str | None:
-    """Why cuDNN cannot be used at all in this process, None where it can."""
-    try:
-        import cudnn
-    except ImportError as error:
-        return f"nvidia-cudnn-frontend cannot be imported ({error}); {install('cuda13')}"
-    try:
-        version = cudnn.backend_version()
-    except RuntimeError as error:
-        return f"libcudnn.so.9 cannot be found ({error}); install it with: pip install nvidia-cudnn-cu13"
-    if version < _OLDEST or version in _FAULTY:
-        name = f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
-        why = "is too old" if version < _OLDEST else "is known to be faulty in 16-bit attention"
-        return f"{name} {why}; {_NEWER}"
-    return None
-
-
-def available() -> bool:
-    """Whether the frontend and a usable libcudnn are there."""
-    return missing() is None
 
 
 @functools.lru_cache(_ANSWERS)
@@ -151,8 +91,8 @@ def _refused(problem: Problem, backward: bool) -> str | None:
     if problem.blind:
         found.append("a row that sees no column: cuDNN gives NaN for it")
     for name, strides in zip("qkv", problem.strides, strict=False):
-        if _ITEM * (strides[0] | strides[1] | strides[2]) % _VECTOR:
-            found.append(f"strides {strides} of {name}: cuDNN takes multiples of {_VECTOR} bytes")
+        if ITEM * (strides[0] | strides[1] | strides[2]) % VECTOR:
+            found.append(f"strides {strides} of {name}: cuDNN takes multiples of {VECTOR} bytes")
     if backward and problem.rows == problem.columns == 1:
         found.append("one row by one column: cuDNN has no backward for it")
     return "; ".join(found) or None
@@ -236,11 +176,11 @@ def _run(
         else:
             strides.append(bhsd(form, view))
             places |= view.ptr
-    _check_aligned(places)
+    check_aligned(places)
     key = Key(problem, device, backward, deterministic, tuple(strides))
     layout = _workspace_layout(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    _check_workspace(given - layout["end"], plan_of(key))
+    check_workspace(given - layout["end"], plan_of(key))
 
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
@@ -267,88 +207,6 @@ def _run(
     put(key, pointers, start + layout["end"], given - layout["end"], stream)
 
 
-def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
-    """Launch the graph of a key, which is made anew where it was retired. BackendError where it needs more
-    than ``nbytes``."""
-    with launch.current_device(key.device), _handle(key.device) as handle:
-        if handle.stream != stream:
-            _library().set_stream(handle, stream)
-        launched = False
-        while not launched:
-            plan = plan_of(key)
-            _check_workspace(nbytes, plan)
-            launched = _launched(plan, pointers, workspace, handle, stream)
-    launches[key.device] += 1
-
-
-def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
-    """``_execute`` into a graph of our own, whose plan is then held for good. BackendError where so many are
-    held already: they are not a user's, who could not do without."""
-    if len(_HELD) >= _KEPT:
-        raise BackendError(f"attention: {len(_HELD)} plans are held for CUDA graphs already")
-    _execute(key, pointers, workspace, nbytes, stream)
-
-
-def _check_workspace(nbytes: int, plan: Plan) -> None:
-    """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
-    if nbytes < plan.workspace:
-        raise BackendError(
-            f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these "
-            "strides"
-        )
-
-
-def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
-    """Launch a plan's graph; False where it was retired meanwhile."""
-    with plan.lock:
-        if plan.retired:
-            return False
-        if stream >= _CAPTURABLE and not plan.captured:
-            plan.captured = launch.runtime().streamIsCapturing(stream)
-        plan.graph.execute(pointers, workspace, handle)
-        return True
-
-
-def _check_aligned(places: int) -> None:
-    """Refuse addresses or byte strides, or-ed together, that cuDNN's vector accesses would fault on."""
-    if places % _VECTOR:
-        raise BackendError(
-            "attention",
-            "arrays",
-            "misaligned addresses or strides",
-            f"multiples of {_VECTOR} bytes for cuDNN",
-        )
-
-
-# --- graphs -------------------------------------------------------------------------------------------------
-
-
-class Declined(Fp8kitError):
-    """cuDNN has no kernel for a graph."""
-
-
-def _library() -> Any:
-    import cudnn
-
-    return cudnn
-
-
-@contextmanager
-def _handle(device: int) -> Iterator[Any]:
-    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; but
-    when a call is over, the next one takes its handle, on whatever thread: making one waits for all that the
-    device has to do."""
-    free = _FREE[device]
-    try:
-        handle = free.pop()
-    except IndexError:
-        handle = _library().create_handle()
-    try:
-        yield handle
-    finally:
-        free.append(handle)
-
-
 def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
     """The key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do are
     C-contiguous."""
@@ -365,81 +223,10 @@ def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: in
     )
 
 
-def _build(key: Key) -> Plan:
-    """The plan for ``key``. Declined where cuDNN has no kernel; BackendError when building fails
-    otherwise."""
-    for stride in key.strides:
-        _check_aligned((1 if key.formats else _ITEM) * (stride[0] | stride[1] | stride[2]))
-    cudnn = _library()
-    try:
-        with launch.current_device(key.device), _handle(key.device) as handle:
-            graph = DESCRIBE[bool(key.formats)](key, handle)
-            graph.validate()
-            graph.build_operation_graph()
-            # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
-            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            graph.deselect_engines(["sdpa_"])
-            graph.check_support()
-            graph.build_plans()
-    except (cudnn.cudnnGraphNotSupportedError, NotImplementedError) as error:
-        raise Declined(str(error).strip()) from error
-    except (RuntimeError, ValueError) as error:
-        raise BackendError(f"attention: cuDNN cannot build a graph for {key}: {error}") from error
-    return Plan(graph, int(graph.get_workspace_size()))
-
-
-def _retire(key: Key, plan: Plan) -> None:
-    """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never
-    where that cannot be known."""
-    with plan.lock:
-        plan.retired = True
-        if not plan.captured:
-            try:
-                with launch.current_device(key.device):
-                    launch.runtime().deviceSynchronize()
-            except RuntimeError:  # not while another stream is being captured
-                pass
-            else:
-                return
-    _HELD.append(plan)
-
-
-@functools.cache
-def _plans(device: int) -> LRU[Key, Plan]:
-    """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
-    a collective (``Locks``)."""
-    return LRU(_KEPT, _retire, f"cuDNN graphs, cuda:{device}")
-
-
-def plan_of(key: Key) -> Plan:
-    """The plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
-    return _plans(key.device).make(key, _build)
-
-
-def put(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
-    """Launch the graph of a key, or record that: its arrays' addresses by uid, and ``nbytes`` of workspace at
-    an address."""
-    uids = tuple(pointers)
-
-    def at(run: Callable[..., None], *given: int) -> None:
-        *addresses, start, on = given
-        run(key, dict(zip(uids, addresses, strict=True)), start, nbytes, on)
-
-    recorded.put(
-        key.device,
-        stream,
-        "attention",
-        functools.partial(at, _execute),
-        (*pointers.values(), workspace),
-        functools.partial(at, _captured),
-        slow=True,
-    )
-
-
 def describe(key: Key, handle: Any) -> Any:
     """The graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a graph
     without a device."""
-    cudnn = _library()
+    cudnn = library()
     problem = key.problem
     kinds = cudnn.data_type
     kind = {"bfloat16": kinds.BFLOAT16, "float16": kinds.HALF}[problem.dtype]
@@ -501,9 +288,6 @@ def describe(key: Key, handle: Any) -> Any:
     return graph
 
 
-# --- sizes --------------------------------------------------------------------------------------------------
-
-
 def size(problem: Problem, name: str) -> tuple[int, int, int, int]:
     """(b, h, s, d) of an array, or of the one that it is the gradient of."""
     heads, length = (problem.heads, problem.rows) if name[-1] in "qo" else (problem.groups, problem.columns)
@@ -526,9 +310,8 @@ def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
     sizes = {"lengths": 8 * problem.batch} if problem.padded else {}
     if problem.padded and backward:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows
-    sizes |= {name: _ITEM * math.prod(size(problem, name)) for name in _cleaned(problem, backward)}
+    sizes |= {name: ITEM * math.prod(size(problem, name)) for name in _cleaned(problem, backward)}
     return arranged(sizes)
 
 
-# whether an attention is in FP8 -> what describes its graph; cudnn_fp8 adds its own
-DESCRIBE: dict[bool, Callable[[Key, Any], Any]] = {False: describe}
+DESCRIBE[False] = describe

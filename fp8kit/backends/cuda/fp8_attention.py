@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from fp8kit import slowness
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import cudnn_fp8, cudnn_sdpa, launch, quantize, recorded, scales
+from fp8kit.backends.cuda import cudnn_fp8, cudnn_plans, cudnn_sdpa, launch, quantize, recorded, scales
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, problem
 from fp8kit.backends.cuda.device import provider
@@ -140,7 +140,7 @@ class _Call:
         lengths = ("lengths_q", "lengths_kv") if self.padding is not None else ()
         wanted = *cudnn_fp8.names(self.backward), *lengths
         uids = {cudnn_fp8.UIDS[name]: self.pointers[name] for name in wanted}
-        cudnn_sdpa.put(self.key, uids, self.start + self.layout["end"], self.left, self.stream)
+        cudnn_plans.put(self.key, uids, self.start + self.layout["end"], self.left, self.stream)
 
     def lengths(self) -> None:
         """The batches' true lengths for cuDNN."""
@@ -276,7 +276,7 @@ def fp8_attention_workspace(
         if 10 * launch.capability(device)[0] >= cudnn_fp8.HOPPER:
             slowness.say(f"FP8 attention with {reason}", _SLOW, "`fp8kit info --attention` explains")
         return 0
-    plan = cudnn_sdpa.plan_of(cudnn_fp8.key_of(about, formats, *mode, device))
+    plan = cudnn_plans.plan_of(cudnn_fp8.key_of(about, formats, *mode, device))
     return _layout(about, backward)["end"] + max(plan.workspace, 1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fp8kit.backends.cuda import compile as kernel_compiler
-from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
+from fp8kit.backends.cuda import cublaslt, cudnn_plans, launch
 from fp8kit.backends.cuda.device import cupy, provider
 from fp8kit.errors import BackendError, install
 
@@ -77,7 +77,7 @@ def _cublaslt() -> str:
 
 
 def _cudnn() -> str:
-    reason = cudnn_sdpa.missing()
+    reason = cudnn_plans.missing()
     if reason is not None:
         raise BackendError(reason)
     import cudnn

@@ -15,26 +15,9 @@ import fp8kit as fk
 from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3
 
-from .twins import RECIPES, WIDTH, batches, same, torch_step
+from .twins import HELD_SIZES, RECIPES, WIDTH, batches, held_pair, same, torch_step
 
-KINDS = {"Linear": (WIDTH, 40), "LayerNormLinear": (WIDTH, 40), "LayerNormMLP": (WIDTH, 64)}
 SCALED = ["delayed", "current", "block"]
-
-
-def pair(kind, device, recipe, dtype=torch.float32, **options):
-    """(a module with weights in FP8, one with the weights from before the cast)."""
-    with ft.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
-        held = getattr(ft, kind)(*KINDS[kind], device=device, params_dtype=dtype, **options)
-    plain = getattr(ft, kind)(*KINDS[kind], device=device, params_dtype=dtype, **options)
-    with torch.no_grad():
-        for name, parameter in held.named_parameters():
-            own = (
-                parameter.get_high_precision_init_val()
-                if isinstance(parameter, ft.QuantizedTensor)
-                else parameter
-            )
-            plain.get_parameter(name).copy_(own)
-    return held, plain
 
 
 def held_names(module):
@@ -45,9 +28,9 @@ def held_names(module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["current", "block"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HELD_SIZES)
 def test_the_bits_of_casting_at_each_step(device, kind, recipe, dtype):
-    held, plain = pair(kind, device, recipe, dtype)
+    held, plain = held_pair(kind, device, recipe, dtype)
     assert len(held_names(held)) == len(held.gemms)
     for x in batches(device, str(dtype).removeprefix("torch.")):
         y, dx, grads, g = torch_step(plain, plain, RECIPES[recipe], x)
@@ -84,7 +67,7 @@ def test_backward_on_values(device, name, init):
 
 @pytest.mark.parametrize("recipe", SCALED)
 def test_values_are_those_of_quantize(device, recipe):
-    held, plain = pair("Linear", device, recipe)
+    held, plain = held_pair("Linear", device, recipe)
     scaling = "block_128x128" if recipe == "block" else "tensor"
     wanted = fk.quantize(plain.weight.detach().cpu().numpy(), E4M3, scaling=scaling).dequantize()
     same(held.weight.dequantize(), torch.from_numpy(wanted), "values")
@@ -97,7 +80,7 @@ def test_values_are_those_of_quantize(device, recipe):
 
 
 def test_delayed_scaling_keeps_its_state(device):
-    held, plain = pair("Linear", device, "delayed")
+    held, plain = held_pair("Linear", device, "delayed")
     for x in batches(device):
         torch_step(held, held, RECIPES["delayed"], x)
         torch_step(plain, plain, RECIPES["delayed"], x)
@@ -112,7 +95,7 @@ def test_delayed_scaling_keeps_its_state(device):
 @pytest.mark.parametrize("recipe", ["current", "block"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "torch"])
 def test_training(device, recipe, optimizer):
-    held, plain = pair("LayerNormMLP", device, recipe)
+    held, plain = held_pair("LayerNormMLP", device, recipe)
 
     def made(module):
         if optimizer == "adam":
@@ -159,7 +142,7 @@ def test_torchs_optimisers_write_lists_alike(device, kind):
     """``foreach`` and ``fused`` write a list of parameters in one operation; a value may round to the
     neighbouring code of E4M3."""
     results = []
-    held, _ = pair("LayerNormMLP", device, "current")
+    held, _ = held_pair("LayerNormMLP", device, "current")
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         layer = copy.deepcopy(held)
         opt = getattr(torch.optim, kind)(layer.parameters(), lr=0.1, **options)
@@ -180,7 +163,7 @@ def test_torchs_optimisers_write_lists_alike(device, kind):
 def test_values_in_another_dtype_and_other_values(device, recipe):
     """Decoded to float32 nothing is rounded: the codes times 2^-k of the block's or the tensor's scale, as
     ``quantize`` has them."""
-    held, _ = pair("Linear", device, recipe, torch.bfloat16)
+    held, _ = held_pair("Linear", device, recipe, torch.bfloat16)
     weight = held.weight
     exact = weight.dequantize(dtype=torch.float32)
     codes, inverse = weight.side(False)
@@ -213,7 +196,7 @@ def test_values_in_another_dtype_and_other_values(device, recipe):
 
 def test_averages_of_weights_are_written(device):
     """torch's averaged models use ``torch._foreach_lerp_``."""
-    held, _ = pair("Linear", device, "current")
+    held, _ = held_pair("Linear", device, "current")
     average = torch.optim.swa_utils.AveragedModel(
         held, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
@@ -230,7 +213,7 @@ def test_averages_of_weights_are_written(device):
 
 
 def test_a_move_that_fails_changes_nothing(device):
-    held, _ = pair("Linear", device, "current")
+    held, _ = held_pair("Linear", device, "current")
     before, names = held.weight, list(held._parameters)
 
     def full(tensor):
@@ -243,11 +226,11 @@ def test_a_move_that_fails_changes_nothing(device):
 
 
 def test_saved_copied_and_moved(device):
-    held, _ = pair("LayerNormLinear", device, "current")
+    held, _ = held_pair("LayerNormLinear", device, "current")
     file = io.BytesIO()
     torch.save(held.state_dict(), file)
     file.seek(0)
-    other, plain = pair("LayerNormLinear", device, "current")
+    other, plain = held_pair("LayerNormLinear", device, "current")
     assert not torch.equal(other.weight.dequantize(), held.weight.dequantize())
     other.load_state_dict(torch.load(file))
     plain.load_state_dict(held.state_dict())
@@ -278,9 +261,9 @@ def test_saved_copied_and_moved(device):
 
 def test_in_inference_mode(device):
     """It is saved, loaded, copied and viewed there, made outside or within, and trains on afterwards."""
-    held, _ = pair("LayerNormLinear", device, "current")
+    held, _ = held_pair("LayerNormLinear", device, "current")
     with torch.inference_mode():
-        within, _ = pair("LayerNormLinear", device, "current")
+        within, _ = held_pair("LayerNormLinear", device, "current")
         for layer in (held, within):
             state = layer.state_dict()
             same(state["weight"].dequantize(), layer.weight.dequantize(), "weight")
@@ -297,7 +280,7 @@ def test_in_inference_mode(device):
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_under_torchs_autocast(device, recipe):
-    held, plain = pair("LayerNormLinear", device, recipe)
+    held, plain = held_pair("LayerNormLinear", device, recipe)
     for x in batches(device, steps=2):
         g = torch.randn(*x.shape[:-1], 40, device=device).bfloat16()
         found = []
@@ -366,7 +349,7 @@ def test_a_transformer_layer_trains(device):
 
 
 def test_what_does_not_fit_says_so(device):
-    held, _ = pair("Linear", device, "current")
+    held, _ = held_pair("Linear", device, "current")
     x = torch.randn(4, WIDTH, device=device)
     with (
         ft.autocast(recipe=RECIPES["block"]),
@@ -393,151 +376,7 @@ def test_what_does_not_fit_says_so(device):
 
 
 def test_compiled_it_says_so(device):
-    held, _ = pair("Linear", device, "current")
+    held, _ = held_pair("Linear", device, "current")
     x = torch.randn(4, WIDTH, device=device)
     with pytest.raises(Exception, match="a weight of quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [1.0, 2.0**-6], ids=["usual", "small"])
-def test_delayed_scaling_of_held_weights_is_near_the_exact_product_from_the_first_step(device, dtype, spread):
-    """A weight's scale is its own, so that it is as near where delayed scaling has seen nothing yet: x and w
-    are each rounded by at most 2^-4 of a value, most by less than half of that."""
-    held, plain = pair("Linear", device, "delayed", dtype)
-    with torch.no_grad():
-        for layer in (held, plain):
-            layer.weight.mul_(spread)
-    held.weight.quantize_(plain.weight.detach())
-    ours = ft.optimizers.FusedAdam(held.parameters(), lr=1e-3 * spread, master_weights=True)
-    other = ft.optimizers.FusedAdam(plain.parameters(), lr=1e-3 * spread)
-    ours.initialize_state(held.weight)
-    ours.set_scaled_state(held.weight, "master_param", plain.weight.detach().float())
-    for x in batches(device, str(dtype).removeprefix("torch."), steps=5):
-        exact = torch.nn.functional.linear(x.detach().double(), plain.weight.double(), plain.bias.double())
-        g = torch.randn_like(exact).to(dtype)
-        results = []
-        for layer in (held, plain):
-            layer.zero_grad()
-            x.grad = None
-            with ft.autocast(recipe=RECIPES["delayed"]):
-                y = layer(x)
-            y.backward(g)
-            results.append((y.detach().double(), layer.weight.grad.double()))
-        (y, dw), (_, dw2) = results
-        assert (y - exact).norm() < 2.0**-4 * exact.norm()
-        torch.testing.assert_close(dw, dw2, rtol=0, atol=0)  # no weight is in it
-        ours.step()
-        other.step()
-        master = ours.get_unscaled_state(held.weight, "master_param")
-        # a float32 master beside a parameter of this dtype: a rounding a step
-        limit = 5 * torch.finfo(dtype).eps * plain.weight.abs().max() + 1e-3 * spread * 2.0**-10
-        assert (master - plain.weight).abs().max() <= limit
-
-
-def test_training_on_weights_held_under_delayed_scaling_goes_as_on_cast_ones(device):
-    torch.manual_seed(0)
-    x, target = torch.randn(64, WIDTH, device=device), torch.randn(64, 40, device=device)
-    held, plain = pair("Linear", device, "delayed")
-    losses = []
-    for layer in (held, plain):
-        opt = ft.optimizers.FusedAdam(layer.parameters(), lr=1e-2, master_weights=True)
-        if layer is held:
-            opt.initialize_state(held.weight)
-            values = held.weight.get_high_precision_init_val().to(device)
-            opt.set_scaled_state(held.weight, "master_param", values)
-        own = []
-        for _ in range(20):
-            with ft.autocast(recipe=RECIPES["delayed"]):
-                y = layer(x)
-            loss = (y - target).square().mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            own.append(loss.item())
-        losses.append(torch.tensor(own))
-    assert losses[1][-1] < 0.9 * losses[1][0]
-    torch.testing.assert_close(losses[0], losses[1], rtol=2.0**-7, atol=0)  # FP8's error is averaged over y
-
-
-BLOCKS = {
-    "MXFP8Tensor": ft.MXFP8BlockScaling(),
-    "NVFP4Tensor": ft.NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_weights_held_by_small_blocks(device, name):
-    """fprop multiplies the codes of casting at each step; wgrad has no weight in it."""
-    recipe = BLOCKS[name]
-    with ft.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        held = ft.Linear(64, 32, device=device)
-    assert type(held.weight).__name__ == name
-    assert isinstance(held.weight, torch.nn.Parameter)
-    plain = ft.Linear(64, 32, device=device)
-    with torch.no_grad():
-        plain.weight.copy_(held.weight.get_high_precision_init_val())
-        plain.bias.copy_(held.bias)
-    x, g = torch.randn(32, 64, device=device), torch.randn(32, 32, device=device)
-    results = []
-    for layer in (held, plain):
-        own = x.clone().requires_grad_()
-        with ft.autocast(recipe=recipe):
-            y = layer(own)
-        y.backward(g)
-        results.append((y, layer.weight.grad, own.grad))
-    (y, dw, dx), (y2, dw2, dx2) = results
-    # a scale of NVFP4's tensor may be another by a rounding
-    torch.testing.assert_close(y, y2, rtol=2.0**-20, atol=2.0**-18)
-    torch.testing.assert_close(dw, dw2, rtol=2.0**-20, atol=2.0**-18)
-    # whose operand is cast along the other axis, of values that were cast before: a step of the format
-    assert (dx - dx2).norm() < (2.0**-4 if name == "MXFP8Tensor" else 0.25) * dx2.norm()
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_training_of_weights_held_by_small_blocks(device, name):
-    torch.manual_seed(0)
-    with ft.quantized_model_init(recipe=BLOCKS[name]):
-        held = ft.Linear(64, 32, device=device)
-    masters = [p.detach().clone().float() for p in held.parameters()]
-    for master in masters:
-        master.requires_grad_()
-    opt = ft.optimizers.FusedAdam(held.parameters(), lr=1e-2, master_weights=True)
-    twin = torch.optim.Adam(masters, lr=1e-2)
-    x, target = torch.randn(64, 64, device=device), torch.randn(64, 32, device=device)
-    losses = []
-    for _ in range(5):
-        with ft.autocast(recipe=BLOCKS[name]):
-            loss = (held(x) - target).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        for master, p in zip(masters, held.parameters(), strict=True):
-            master.grad = p.grad.clone()
-        opt.step()
-        twin.step()
-        kept = opt.get_unscaled_state(held.weight, "master_param")
-        torch.testing.assert_close(kept, masters[0].detach(), rtol=2.0**-18, atol=2.0**-18)
-        same(held.weight.dequantize(), held.weight._get_quantizer()(kept).dequantize(), "the master's cast")
-    assert losses[-1] < losses[0]
-    assert type(held.weight).__name__ == name
-
-
-def test_weights_by_small_blocks_in_a_model_and_in_files(device):
-    with ft.quantized_model_init(recipe=ft.MXFP8BlockScaling()):
-        layer, other = (ft.LayerNormMLP(64, 128, device=device) for _ in range(2))
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    x = torch.randn(32, 64, device=device)
-    with ft.autocast(recipe=ft.MXFP8BlockScaling()):
-        same(other(x), layer(x), "y")
-    same(layer(x), copy.deepcopy(layer)(x), "in high precision")
-    assert layer.to(torch.bfloat16).fc1_weight.dtype is torch.bfloat16
-    assert type(layer.fc1_weight).__name__ == "MXFP8Tensor"
-    with (
-        pytest.raises(ShapeError, match="multiples of 32"),
-        ft.quantized_model_init(recipe=ft.MXFP8BlockScaling()),
-    ):
-        ft.Linear(48, 32, device=device)

@@ -129,3 +129,22 @@ def same_steps(ours, native, call, recipe, device, dtype="float32", around=None,
         assert (states > 0) == (
             recipe is not None and recipe.delayed() and bool(getattr(native, "fp8_meta", True))
         )
+
+
+HELD_SIZES = {"Linear": (WIDTH, 40), "LayerNormLinear": (WIDTH, 40), "LayerNormMLP": (WIDTH, 64)}
+
+
+def held_pair(kind, device, recipe, dtype=torch.float32, **options):
+    """(a module whose weights are kept in FP8, one with the weights from before the cast)."""
+    with ft.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        held = getattr(ft, kind)(*HELD_SIZES[kind], device=device, params_dtype=dtype, **options)
+    plain = getattr(ft, kind)(*HELD_SIZES[kind], device=device, params_dtype=dtype, **options)
+    with torch.no_grad():
+        for name, parameter in held.named_parameters():
+            own = (
+                parameter.get_high_precision_init_val()
+                if isinstance(parameter, ft.QuantizedTensor)
+                else parameter
+            )
+            plain.get_parameter(name).copy_(own)
+    return held, plain

@@ -1,0 +1,158 @@
+"""Weights kept in FP8 under delayed scaling, and by small blocks (MXFP8, NVFP4)."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import ShapeError
+
+from .twins import RECIPES, WIDTH, batches, held_pair, same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [1.0, 2.0**-6], ids=["usual", "small"])
+def test_delayed_scaling_of_held_weights_is_near_the_exact_product_from_the_first_step(device, dtype, spread):
+    """A weight's scale is its own, so that it is as near where delayed scaling has seen nothing yet: x and w
+    are each rounded by at most 2^-4 of a value, most by less than half of that."""
+    held, plain = held_pair("Linear", device, "delayed", dtype)
+    with torch.no_grad():
+        for layer in (held, plain):
+            layer.weight.mul_(spread)
+    held.weight.quantize_(plain.weight.detach())
+    ours = ft.optimizers.FusedAdam(held.parameters(), lr=1e-3 * spread, master_weights=True)
+    other = ft.optimizers.FusedAdam(plain.parameters(), lr=1e-3 * spread)
+    ours.initialize_state(held.weight)
+    ours.set_scaled_state(held.weight, "master_param", plain.weight.detach().float())
+    for x in batches(device, str(dtype).removeprefix("torch."), steps=5):
+        exact = torch.nn.functional.linear(x.detach().double(), plain.weight.double(), plain.bias.double())
+        g = torch.randn_like(exact).to(dtype)
+        results = []
+        for layer in (held, plain):
+            layer.zero_grad()
+            x.grad = None
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            y.backward(g)
+            results.append((y.detach().double(), layer.weight.grad.double()))
+        (y, dw), (_, dw2) = results
+        assert (y - exact).norm() < 2.0**-4 * exact.norm()
+        torch.testing.assert_close(dw, dw2, rtol=0, atol=0)  # no weight is in it
+        ours.step()
+        other.step()
+        master = ours.get_unscaled_state(held.weight, "master_param")
+        # a float32 master beside a parameter of this dtype: a rounding a step
+        limit = 5 * torch.finfo(dtype).eps * plain.weight.abs().max() + 1e-3 * spread * 2.0**-10
+        assert (master - plain.weight).abs().max() <= limit
+
+
+def test_training_on_weights_held_under_delayed_scaling_goes_as_on_cast_ones(device):
+    torch.manual_seed(0)
+    x, target = torch.randn(64, WIDTH, device=device), torch.randn(64, 40, device=device)
+    held, plain = held_pair("Linear", device, "delayed")
+    losses = []
+    for layer in (held, plain):
+        opt = ft.optimizers.FusedAdam(layer.parameters(), lr=1e-2, master_weights=True)
+        if layer is held:
+            opt.initialize_state(held.weight)
+            values = held.weight.get_high_precision_init_val().to(device)
+            opt.set_scaled_state(held.weight, "master_param", values)
+        own = []
+        for _ in range(20):
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            loss = (y - target).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            own.append(loss.item())
+        losses.append(torch.tensor(own))
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=2.0**-7, atol=0)  # FP8's error is averaged over y
+
+
+BLOCKS = {
+    "MXFP8Tensor": ft.MXFP8BlockScaling(),
+    "NVFP4Tensor": ft.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_weights_held_by_small_blocks(device, name):
+    """fprop multiplies the codes of casting at each step; wgrad has no weight in it."""
+    recipe = BLOCKS[name]
+    with ft.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        held = ft.Linear(64, 32, device=device)
+    assert type(held.weight).__name__ == name
+    assert isinstance(held.weight, torch.nn.Parameter)
+    plain = ft.Linear(64, 32, device=device)
+    with torch.no_grad():
+        plain.weight.copy_(held.weight.get_high_precision_init_val())
+        plain.bias.copy_(held.bias)
+    x, g = torch.randn(32, 64, device=device), torch.randn(32, 32, device=device)
+    results = []
+    for layer in (held, plain):
+        own = x.clone().requires_grad_()
+        with ft.autocast(recipe=recipe):
+            y = layer(own)
+        y.backward(g)
+        results.append((y, layer.weight.grad, own.grad))
+    (y, dw, dx), (y2, dw2, dx2) = results
+    # a scale of NVFP4's tensor may be another by a rounding
+    torch.testing.assert_close(y, y2, rtol=2.0**-20, atol=2.0**-18)
+    torch.testing.assert_close(dw, dw2, rtol=2.0**-20, atol=2.0**-18)
+    # whose operand is cast along the other axis, of values that were cast before: a step of the format
+    assert (dx - dx2).norm() < (2.0**-4 if name == "MXFP8Tensor" else 0.25) * dx2.norm()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_training_of_weights_held_by_small_blocks(device, name):
+    torch.manual_seed(0)
+    with ft.quantized_model_init(recipe=BLOCKS[name]):
+        held = ft.Linear(64, 32, device=device)
+    masters = [p.detach().clone().float() for p in held.parameters()]
+    for master in masters:
+        master.requires_grad_()
+    opt = ft.optimizers.FusedAdam(held.parameters(), lr=1e-2, master_weights=True)
+    twin = torch.optim.Adam(masters, lr=1e-2)
+    x, target = torch.randn(64, 64, device=device), torch.randn(64, 32, device=device)
+    losses = []
+    for _ in range(5):
+        with ft.autocast(recipe=BLOCKS[name]):
+            loss = (held(x) - target).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        for master, p in zip(masters, held.parameters(), strict=True):
+            master.grad = p.grad.clone()
+        opt.step()
+        twin.step()
+        kept = opt.get_unscaled_state(held.weight, "master_param")
+        torch.testing.assert_close(kept, masters[0].detach(), rtol=2.0**-18, atol=2.0**-18)
+        same(held.weight.dequantize(), held.weight._get_quantizer()(kept).dequantize(), "the master's cast")
+    assert losses[-1] < losses[0]
+    assert type(held.weight).__name__ == name
+
+
+def test_weights_by_small_blocks_in_a_model_and_in_files(device):
+    with ft.quantized_model_init(recipe=ft.MXFP8BlockScaling()):
+        layer, other = (ft.LayerNormMLP(64, 128, device=device) for _ in range(2))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    x = torch.randn(32, 64, device=device)
+    with ft.autocast(recipe=ft.MXFP8BlockScaling()):
+        same(other(x), layer(x), "y")
+    same(layer(x), copy.deepcopy(layer)(x), "in high precision")
+    assert layer.to(torch.bfloat16).fc1_weight.dtype is torch.bfloat16
+    assert type(layer.fc1_weight).__name__ == "MXFP8Tensor"
+    with (
+        pytest.raises(ShapeError, match="multiples of 32"),
+        ft.quantized_model_init(recipe=ft.MXFP8BlockScaling()),
+    ):
+        ft.Linear(48, 32, device=device)
