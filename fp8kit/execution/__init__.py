@@ -7,7 +7,7 @@ bound.py        ``Interface``: what goes into and comes out of an operation; ``B
 refusals.py     what is refused of a call before anything runs
 plans.py        the bounded cache of bound operations; ``validate``
 memory.py       where the buffers of a call lie; ``Memory``: what a frontend supplies
-replay.py       recorded calls, done again by their addresses
+replay.py       recorded calls, which run again on the same or other addresses
 chain.py        several operations as one
 codec.py        specs as text and back
 ==============  ==========================================================================================

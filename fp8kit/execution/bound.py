@@ -1,4 +1,4 @@
-"""``BoundOp``: an operation with everything decided that does not depend on data, ready to run on addresses.
+"""``BoundOp``: an operation with its spec, shapes and memory fixed, ready to run on addresses.
 
 A frontend makes one from an operation, its spec, the shapes and dtypes of its inputs, the names of the inputs
 whose gradient is wanted, its memory on a device, and the kernels in force; ``execution.plans`` keeps it. For
@@ -50,8 +50,8 @@ def views_at(parts: Sequence[Part], addresses: Sequence[int | None], device: Dev
 
 
 class Interface:
-    """The answer of ``infer`` for one spec, input shapes and wanted gradients, as lists in the order in which
-    arrays are passed. Needs no device.
+    """The arrays that an operation reads and fills for one spec, input shapes and wanted gradients, as lists
+    in the order in which arrays are passed. Made from the answer of ``infer``; needs no device.
 
     * ``inputs``: name -> meta, in the order of the call. ``needs``: names of those whose gradient is wanted.
     * ``outputs``: name -> meta of what forward fills. ``amaxes``: name -> meta of the maxima that forward
@@ -122,17 +122,18 @@ class Interface:
 class BoundOp(Interface):
     """One operation for one spec, input shapes, wanted gradients, device and set of kernels.
 
-    ``memory``: a frontend's on a device. A device alone is enough where the caller allocates everything and
-    uses ``run_forward``, ``run_backward`` and ``run_measure``. Beside the lists of ``Interface``:
+    ``memory``: what a frontend supplies for a device. The device alone is enough for a caller that allocates
+    everything itself and uses ``run_forward``, ``run_backward`` and ``run_measure``. In addition to the lists
+    of ``Interface``:
 
     * ``saved``, ``scratch``, ``backward_scratch``, ``measure_scratch``: the ``Layout`` of those buffers.
-    * ``streamed_grads``: name -> meta of the large gradients, which backward allocates itself when it comes
-      to them, unless the caller gives an address.
+    * ``streamed_grads``: name -> meta of the large gradients. Backward allocates each when it fills it,
+      unless the caller passes an address.
 
     * ``lends``: backward takes less memory with ``consumed``.
 
     ``streaming``: large buffers of an operation that ``streams`` are allocated one by one, each when it is
-    first needed. ``save_in_block``: but what forward saves is one block all the same.
+    first needed. ``save_in_block``: what forward saves stays one block even then.
     """
 
     def __init__(
@@ -186,14 +187,15 @@ class BoundOp(Interface):
 
     @cached_property
     def backward_scratch(self) -> Layout:
-        """Of backward's temporaries, in memory of their own."""
+        """The layout of backward's temporaries in memory of their own."""
         spans = self._spans(True) if self.signature.grads else None
         return Layout(self.plan.backward_scratch, self._streaming, spans)
 
     @cached_property
     def _lent_scratch(self) -> Layout:
-        """Of backward's temporaries where they may lie in what forward saved, once that has been read, and in
-        gradients that are not filled yet: the block, then ``_lenders``."""
+        """The layout of backward's temporaries when they may lie in two more places: in what forward saved,
+        after that was read, and in gradients before they are filled. The regions are the block, then
+        ``_lenders``."""
         lives = self._lives[True]
         assert lives is not None
 
@@ -231,7 +233,8 @@ class BoundOp(Interface):
         return self._replays(scratch, self._read_parts, *others)
 
     def _replays(self, scratch: Layout, read: Sequence[Part], *others: Sequence[Part]) -> Replays | None:
-        """For calls whose key has the addresses of the arena, the block, and these arrays."""
+        """The recordings of calls whose key holds the addresses of the arena, of the block, and of these
+        arrays."""
         sizes = [nbytes_of(Meta(*part[1:])) for parts in (read, *others) for part in parts]
         # segments of a parameter have one name but for a number
         own = [name.rstrip("0123456789") for name, _, _ in read]
@@ -243,8 +246,9 @@ class BoundOp(Interface):
     # --- forward --------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Addresses, outputs: Addresses, amaxes: Addresses) -> list[Any]:
-        """Fill the outputs and maximise the amaxes. Returns what was saved for backward, as arrays of the
-        frontend: the block, where there is one, then each streamed buffer."""
+        """Fill the outputs and update the amaxes (each becomes the maximum of its old and its new value).
+        Returns what was saved for backward, as arrays of the frontend: the block, if there is one, then each
+        streamed buffer."""
         memory, nbytes = self.memory, self.saved.nbytes
         if self._shown is not None:
             shown, places = self._shown.make(memory)
@@ -301,7 +305,7 @@ class BoundOp(Interface):
         self.operation.forward(self.plan, WorkingSet(self.kernels, read, filled, saved, scratch, stream))
 
     def run_measure(self, inputs: Addresses, amaxes: Addresses, scratch: Views, stream: int) -> None:
-        """The operation's measure: maximises the amaxes, and runs no product."""
+        """Update the amaxes and run no product: the operation's ``measure``."""
         ins, _, maxima = self._forward_parts
         read, filled = views_at(ins, inputs, self.device), views_at(maxima, amaxes, self.device)
         self.operation.measure(self.plan, WorkingSet(self.kernels, read, filled, {}, scratch, stream))
@@ -323,8 +327,8 @@ class BoundOp(Interface):
 
         ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list; each is freed
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
-        ``consumed``, of an operation that ``lends``: nobody reads what was saved after this, nor in ``grads``
-        what was there before, so that temporaries may overwrite both.
+        ``consumed``, for an operation that ``lends``: after this call nobody reads what was saved, and nobody
+        needs the old contents of ``grads``; temporaries may overwrite both.
         """
         memory = self.memory
         if self._grad_shown is not None:

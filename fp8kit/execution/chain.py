@@ -26,10 +26,10 @@ from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingS
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """``operations``: the operations' names, in order; ``specs``: their specs. ``sources``: for each of them
-    the inputs that an earlier operation makes, as (input's name, number of the earlier operation, name of its
-    output). No output is the input of two operations. The chain's output "y" is the first output of the last
-    operation."""
+    """``operations``: the operations' names, in order; ``specs``: their specs. ``sources``: for each
+    operation, which of its inputs an earlier operation makes, as (input's name, number of the earlier
+    operation, name of its output). No output is the input of two operations. The chain's output "y" is the
+    first output of the last operation."""
 
     operations: tuple[str, ...]
     specs: tuple[Any, ...]
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
     gradients: dict[str, str]
 
     def own(self, name: str) -> str:
-        """The chain's name of something that is this operation's alone."""
+        """The chain's name of something that belongs to this operation alone."""
         return f"{self.number}.{name}"
 
     def value(self, name: str) -> str:
@@ -91,7 +91,7 @@ class Chain(Operation):
     def _steps(
         self, spec: ChainSpec, metas: Metas, needs: frozenset[str]
     ) -> tuple[list[_Step], dict[str, Meta]]:
-        """The steps, and what passes between them by name, the chain's result left out."""
+        """The steps, and the arrays that pass between them by name, without the chain's result."""
         known: dict[str, Any] = dict(metas)
         values: dict[tuple[int, str], str] = {}
         wanted, steps = set(needs), []
@@ -191,9 +191,10 @@ class Chain(Operation):
         return Plan(spec, signature, kernels, forward, backward, ready)
 
     def lives(self, plan: Plan, backward: bool) -> Lives:
-        """When each temporary of a pass is in use (``execution.lifetimes``): a step's within the step, what
-        passes between steps from the one that fills it to the last one that reads it; and, in backward, until
-        when what forward saved is, and when gradients are first filled."""
+        """When each temporary of a pass is in use (``execution.lifetimes``). A step's own temporary is in use
+        within the step. An array that passes between steps is in use from the step that fills it to the last
+        step that reads it. Backward also says when saved arrays are last read, and when gradients are first
+        filled."""
         found: dict[str, tuple[Span, ...]] = {}
         first: dict[str, float] = {}  # of what passes between steps, and of gradients
         last: dict[str, float] = {}

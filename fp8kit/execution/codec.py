@@ -1,7 +1,7 @@
-"""Specs as text and back: what is static about a call travels as one string through torch's ops, XLA's
+"""Specs as text and back. The static part of a call travels as one string through torch's operators, XLA's
 attributes and checkpoints.
 
-The text is the same in every process, and enough to run the call in a fresh one.
+The text is the same in every process. A new process can run the call from the text alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def encode(value: Any) -> str:
 
 @memoized("decoded specs")
 def decode(text: str) -> Any:
-    """What ``encode`` wrote; the same object for the same text. FormatError for another text, and for one
-    that names what this process does not know."""
+    """The value whose text ``encode`` wrote; the same object for the same text. FormatError for any other
+    text, and for a text that names a class which this process does not know."""
     try:
         return _unpacked(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:

@@ -1,9 +1,9 @@
-"""When an operation uses each of its temporaries, so that those which are not in use at once share memory.
+"""When an operation uses each of its temporaries: two that are never in use at the same time share memory.
 
-It is found out by running the operation's own code over memory that is not there, with kernels that do
-nothing: a buffer lives from when it is first read by its name until nothing holds it any more (``buffers``).
-That order follows from the spec and from which arrays there are, and holds for all sizes, so one run serves
-every length of a batch.
+The times are found by a dry run: the operation's own code runs with kernels that do nothing, on views without
+memory. A buffer lives from the first read of its name until no object holds it any more (``buffers``). This
+order depends on the spec and on which arrays exist, not on their sizes, so one dry run serves every batch
+length.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _APART = 1 << 32  # bytes between arrays that are not there: none begins where a
 
 
 class Lives(NamedTuple):
-    """``spans``: of each temporary the times that it is in use, in their order; none where its name is never
-    read. ``filled``: when each output or gradient is first asked for. ``read``: after the last kernel that
-    takes an input, or a cotangent; none where no kernel does. ``done``: the same of what forward saved.
-    ``end``: after everything."""
+    """``spans``: the times at which each temporary is in use, in order; none if its name is never read.
+    ``filled``: when each output or gradient is first asked for. ``read``: the time after the last kernel that
+    reads an input or a cotangent; none if no kernel reads it. ``done``: the same for each array that forward
+    saved. ``end``: after the last kernel."""
 
     spans: Mapping[str, tuple[Span, ...]]
     filled: Mapping[str, float]
@@ -74,13 +74,13 @@ class _Log:
                 note[name] = len(self.events)
 
     def allocate(self, named: tuple[str, Meta]) -> ArrayView:
-        """A temporary, which ends with its last holder."""
+        """A temporary, whose life ends with the last object that holds it."""
         name, meta = named
         return self.view(meta, _Life(self, name))
 
 
 class _Life:
-    """What a temporary's views hold."""
+    """An object that a temporary's views hold: when the last view goes, the temporary's life ends."""
 
     __slots__ = ("log", "name")
 
@@ -93,7 +93,8 @@ class _Life:
 
 
 class _Temporaries(Buffers):
-    """Buffers that are all there, as in a call of a small operation, and begin when they are read."""
+    """Buffers that all exist from the start, as in a call of a small operation; each life begins at the first
+    read."""
 
     __slots__ = ()
 
@@ -121,7 +122,7 @@ class _Filled(dict[str, ArrayView]):
 
 
 class _Idle:
-    """Kernels that do nothing but note what they read."""
+    """Kernels that compute nothing and only note what they read."""
 
     def __init__(self, log: _Log) -> None:
         self._log = log
@@ -131,8 +132,9 @@ class _Idle:
 
 
 def known(operation: Operation, plan: Plan) -> bool:
-    """Whether an operation's lifetimes can be found: it is one of fp8kit's that give buffers up
-    (``Operation.streams``), no ranks communicate in it, and nobody looks at its arrays."""
+    """Whether an operation's lifetimes can be found. They can if fp8kit defines the operation, it frees
+    buffers as it runs (``Operation.streams``), it does not communicate between ranks, and the inspector does
+    not watch it."""
     ours = type(operation).__module__.startswith("fp8kit.ops.")
     watched = any(map(is_watched, [*plan.signature.outputs, *plan.signature.grads]))
     return operation.streams and ours and not watched and not operation.communicates(plan.spec)
@@ -141,8 +143,8 @@ def known(operation: Operation, plan: Plan) -> bool:
 def lives(
     operation: Operation, plan: Plan, metas: Metas, needs: Needs, backward: bool
 ) -> Callable[[], Lives] | None:
-    """What a ``Layout`` of a pass's temporaries asks; None where nothing is known. An operation that is made
-    of others says its own (``lives``)."""
+    """The lifetimes that a ``Layout`` of a pass's temporaries needs; None if they are not known. An operation
+    that is made of others supplies its own (``lives``)."""
     own = getattr(operation, "lives", None)
     if own is not None:
         return partial(own, plan, backward)
@@ -189,7 +191,7 @@ def _run(operation: Operation, plan: Plan, metas: Metas, backward: bool) -> Live
 
 
 def later(spans: Mapping[str, tuple[Span, ...]], by: float, end: float) -> dict[str, tuple[Span, ...]]:
-    """The spans ``by`` steps later; what lasts, lasts until ``end``."""
+    """The spans, moved ``by`` steps later; a span without an end lasts until ``end``."""
     return {
         name: tuple([(start + by, min(stop + by, end)) for start, stop in times])
         for name, times in spans.items()

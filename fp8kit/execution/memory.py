@@ -26,8 +26,8 @@ def is_large(meta: Meta) -> bool:
 
 
 class Region(NamedTuple):
-    """Memory of a call that temporaries may lie in beside its arena, ``nbytes`` of it. ``taken``: when parts
-    of it are in use by what it belongs to, as (offset, bytes, span)."""
+    """``nbytes`` of a call's memory outside of its arena in which temporaries may lie. ``taken``: when parts
+    of it are in use by their owner, as (offset, bytes, span)."""
 
     nbytes: int
     taken: Sequence[tuple[int, int, Span]]
@@ -37,10 +37,10 @@ class Layout:
     """Offsets of buffers that live and die together in one block of ``nbytes`` bytes.
 
     With ``streaming`` the large ones are ``streamed`` instead: each is an allocation of its own
-    (``fp8kit.buffers``). ``spans()``: of each the times that it is in use (``execution.lifetimes``); large
-    buffers that are never in use at once share bytes then. One that is in use, given up, and in use again
-    may lie somewhere else the second time (``buffers.Lasting``). ``regions()``: where large ones may lie too,
-    at times when nothing else is there.
+    (``fp8kit.buffers``). ``spans()``: the times at which each buffer is in use (``execution.lifetimes``).
+    Large buffers that are never in use at the same time then share bytes. A buffer that is used, freed and
+    used again may lie at another place the second time (``buffers.Lasting``). ``regions()``: further memory
+    in which large buffers may lie while it is free.
     """
 
     __slots__ = ("_later", "nbytes", "parts", "streamed")
@@ -109,10 +109,11 @@ Place = tuple[int, int]  # 0 for the block itself, else 1 + number of a region; 
 
 
 def placed(lives: Sequence[tuple[int, Span]], regions: Sequence[Region] = ()) -> tuple[list[Place], int]:
-    """Where buffers of (bytes, time) lie, so that no two that live at once overlap, and the end of all in the
-    block. Each lies in a region, where it fits into one, else in the block, as low as it can; placed first
-    are those that take most bytes for most of the time, those that are largest, or those that begin first,
-    in the first region or the last, whichever takes least of the block."""
+    """Where buffers of (bytes, time) lie, and the end of the last one in the block. No two that live at the
+    same time overlap. Each buffer lies in a region if it fits into one, else in the block, as low as
+    possible. The order of placing is tried in three ways (most bytes times time first, largest first,
+    earliest first), each from the first region and from the last one; the result that takes the least of the
+    block is returned."""
     ends = [stop for _, (_, stop) in lives if stop < math.inf]
     last = 1 + max(ends, default=0.0)
 
@@ -154,7 +155,7 @@ def _placed(
 
 
 def _lowest(size: int, span: Span, done: Sequence[tuple[int, int, Span]]) -> int:
-    """The lowest offset of so many bytes that nothing in ``done`` uses in that time."""
+    """The lowest offset at which no buffer in ``done`` uses so many bytes in that time."""
     start, stop = span
     at = 0
     for begin, end, _ in sorted(one for one in done if one[2][0] < stop and start < one[2][1]):
@@ -196,10 +197,11 @@ class Scratch:
     """Memory for the temporaries of one operation at a time, one arena for each stream of a device.
 
     Work on a stream is done in order, so the next operation on that stream can use the same memory, whichever
-    thread calls it: a backward pass has its own. Who asks for an arena takes it, and gives it back with
-    ``release`` once all its work is on the stream; who asks meanwhile gets another one. Not kept are
-    arenas larger than ``KEPT``, those of all but the last ``STREAMS`` streams, and those on the CPU, where
-    allocating costs little. ``allocate(nbytes, device)`` returns (address, owner).
+    thread calls it (a backward pass runs on a thread of its own). A caller of ``arena`` owns the arena until
+    it calls ``release``, when all its work is on the stream; another caller gets another arena in the
+    meantime. Three kinds of arena are not kept: larger ones than ``KEPT``, those of all but the last
+    ``STREAMS`` streams, and those on the CPU, where allocating costs little. ``allocate(nbytes, device)``
+    returns (address, owner).
     """
 
     KEPT = 48 << 20  # bytes: what a product's workspace and small operands need
@@ -212,7 +214,7 @@ class Scratch:
 
     @property
     def arenas(self) -> dict[tuple[Device, int], Arena]:
-        """Those that nobody uses now."""
+        """The arenas that no call uses now."""
         own: dict[tuple[Device, int], Arena] | None = getattr(self._own, "arenas", None)
         return self._shared if own is None else own
 
@@ -237,8 +239,8 @@ class Scratch:
 
     @contextmanager
     def separate(self) -> Iterator[dict[tuple[Device, int], Arena]]:
-        """Within, this thread begins without arenas. Those that it made are in the dictionary, for who wants
-        to keep them, as a captured graph must."""
+        """A block in which this thread starts without arenas. The arenas that it makes are in the dictionary;
+        a captured graph must keep them."""
         before, self._own.arenas = getattr(self._own, "arenas", None), {}
         try:
             yield self._own.arenas
@@ -258,16 +260,16 @@ class Memory(Protocol):
         """A fresh array of ``meta``, contents undefined, as a view whose owner is the array."""
 
     def block(self, nbytes: int) -> Any:
-        """A fresh array of so many bytes, contents undefined."""
+        """A new array of ``nbytes`` bytes, contents undefined."""
 
     def address(self, array: Any) -> int:
-        """Where an array lies."""
+        """The address of an array."""
 
     def stream(self) -> int:
-        """Handle of the stream that work goes to now."""
+        """The handle of the current stream."""
 
     def arena(self, nbytes: int, stream: int) -> Arena:
         """Memory for one call's temporaries."""
 
     def release(self, arena: Arena, stream: int) -> None:
-        """Give one that is ``kept`` back, once all the call's work is on the stream."""
+        """Give a ``kept`` arena back, when all the call's work is on the stream."""

@@ -20,9 +20,9 @@ _validated: LRU[Any, Any] = LRU(SHAPES, name="validated calls")
 def key_of(
     operation: Operation, spec: Any, needs: tuple[str, ...], kernels: Any, *kinds: Any
 ) -> tuple[Any, ...]:
-    """The key of a plan. ``spec`` and ``kernels`` count by identity, which costs no hash of their values:
-    layers keep their specs. ``kinds``: name, shape, dtype and place of each input, in whatever hashable form
-    the frontend has them."""
+    """The key of a plan. ``spec`` and ``kernels`` are compared by identity, which is faster than hashing
+    their values; layers keep their specs. ``kinds``: name, shape, dtype and device of each input, in any
+    hashable form of the frontend."""
     return (operation.name, id(spec), id(kernels), needs, *kinds)
 
 
@@ -41,8 +41,8 @@ def bind(
 
 
 def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: tuple[str, ...] = ()) -> None:
-    """Raise what ``infer`` raises for these inputs, and run nothing. A layer of several operations asks it
-    about the later ones before it runs the first. Calls that were right are remembered."""
+    """Raise the error that ``infer`` raises for these inputs, and run nothing. A layer of several operations
+    validates the later ones before it runs the first. Valid calls are remembered."""
     key = (operation.name, id(spec), needs, tuple(metas.items()))
     if _validated.get(key) is None:
         signature_of(operation, spec, metas, frozenset(needs))

@@ -1,10 +1,9 @@
-"""What is refused of a call before anything runs, alike in every frontend: a spec of another class, an input
-that is missing, one that the operation does not have, something that is no array; and of an operation, what
-it says of itself that cannot be.
+"""Errors that every frontend raises before anything runs. For a call: a spec of the wrong class, a missing
+input, an unknown input, a value that is no array. For an operation: an impossible declaration.
 
-An operation does not list its inputs. Its ``infer`` looks at each of them by name, so a name that it asks for
-in vain is missing, and one that neither it nor ``plan`` asked for is unknown. All this costs time only when a
-plan is made, and, for ``want_call``, when a call has failed.
+An operation does not list its inputs: its ``infer`` reads each of them by name. An input is missing if
+``infer`` reads it and the call does not have it; it is unknown if neither ``infer`` nor ``plan`` reads it.
+These checks run when a plan is made; ``want_call`` runs after a call has failed.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from fp8kit.spec import Meta, Needs, Operation, Plan, Signature
 
 
 class GivenMetas(dict[str, Meta]):
-    """The metas of a call's inputs, which remember the names that were ``asked`` for. Whoever goes through
-    all of them has asked for all. ShapeError for a name that is not there; ``get`` and ``in`` ask without
-    one."""
+    """The metas of a call's inputs; remembers the names that were ``asked`` for. Iterating asks for all of
+    them. ShapeError for a missing name; ``get`` and ``in`` ask without an error."""
 
     def __init__(self, operation: Operation, metas: Mapping[str, Meta]) -> None:
         super().__init__(metas)
