@@ -53,7 +53,8 @@ class AttentionQuantization:
     * ``rotation``: 0; or n of 16, 32, 64, 128: q and k are first rotated, n neighbouring features by a
       Hadamard matrix, or as many of these as a head has; S stays the same (FlashAttention-3's incoherent
       processing). ``signs``: of the matrix's columns, "plus", "te", or "random", drawn for each call.
-    * ``joint``: q, k and v that lie in one array have one scale.
+    * ``joint``: q, k and v have one scale, and so have their gradients, whatever arrays they lie in
+      (Transformer Engine's one quantizer for QKV).
     * ``o``, ``dqkv``: None; or how o, and the gradients of q, k and v, are rounded before they are handed on.
     * ``emulated``: False; or True: never by FP8 kernels (``fp8kit.ops.attention_native``), which round o and
       those gradients in any case.
@@ -114,7 +115,7 @@ class AttentionQuantization:
             self.rows_per_block or self.rotation or not whole or not self.q == self.k == self.v
         ):
             wanted = (
-                "False beside blocks, a rotation or different quantizers: one array is cast as one tensor"
+                "False beside blocks, a rotation or different quantizers: all three are cast as one tensor"
             )
             self._refuse("joint", True, wanted)
         if self.dqkv is not None and self.rotation:
@@ -167,7 +168,7 @@ class AttentionQuantization:
         words += [f"{name}: {getattr(self, name)}" for name in ("o", "dqkv") if getattr(self, name)]
         words += [f"{self.rows_per_block} rows a block"] if self.rows_per_block else []
         words += [f"rotation {self.rotation}, signs {self.signs}"] if self.rotation else []
-        words += ["one scale for q, k and v of one array"] if self.joint else []
+        words += ["one scale for q, k and v"] if self.joint else []
         words += ["emulated everywhere"] if self.emulated else []
         return "; ".join(words)
 

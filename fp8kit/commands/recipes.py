@@ -158,7 +158,7 @@ def _show_attention(found: dict[str, Any]) -> None:
         "rotation of q and k": f"{found['rotation']}, signs {found['signs']}"
         if found["rotation"]
         else "none",
-        "scales of q, k, v in one array": "one" if found["joint"] else "one each",
+        "scales of q, k, v": "one" if found["joint"] else "one each",
         "products": found["compute"],
         "emulated sums": "float32",
     }

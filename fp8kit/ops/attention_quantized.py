@@ -79,12 +79,8 @@ class QuantizedCall:
         q = self.matrices["q"]
         self.matrices["do"] = q._replace(depth=spec.head_dim_v)
         self.matrices["o"] = self.matrices["do"]._replace(padded=q.length)
-        parts = {name: part.input for name, part in dense.parts.items()}
         # operands with one scale
-        self.groups = [[name] for name in parts]
-        if self.how.joint:
-            inputs = dict.fromkeys(parts.values())
-            self.groups = [[name for name, own in parts.items() if own == each] for each in inputs]
+        self.groups = [list(dense.parts)] if self.how.joint else [[name] for name in dense.parts]
 
     def _quantizer(self, name: str) -> Quantizer:
         return getattr(self.how, name)  # type: ignore[no-any-return]

@@ -181,6 +181,32 @@ def test_mha_hands_on_what_the_projection_multiplies():
     assert len(np.unique(np.abs(plain[0]))) > 2**8
 
 
+def test_mha_has_one_scale_for_q_k_and_v_in_every_layout_and_frontend():
+    """Under ``fp8_mha`` a large v coarsens q and k, alike for separate arrays, for views of one array, and
+    for the packed layer."""
+    recipe, g = RECIPES["current mha"], draw(9, B, S, HEADS * DIM)
+    layers = [x * factor for x, factor in zip(layers_of(), (1, 1, 2.0**12), strict=True)]
+    want = native(recipe, layers, g)
+    assert relative_error(want[0], native(CURRENT, layers, g)[0]) > 0.05  # q and k have lost bits
+    packed = np.concatenate([x.reshape(B, S, -1) for x in layers], -1)
+    core, x = fk.nn.DotProductAttention(HEADS, DIM, qkv_format="bshd"), fk.tensor(packed, requires_grad=True)
+    with fk.autocast(recipe=recipe):
+        o = core(qkv_layer=x)
+    o.backward(fk.tensor(g))
+    parts = [part.reshape(B, S, HEADS, DIM) for part in np.split(x.grad.numpy(), 3, axis=-1)]
+    same("packed", [o.numpy(), *parts], want)
+    for compiled in (False, True):
+        same("torch", of_torch(recipe, layers, g, compiled), want)
+    core = ft.DotProductAttention(HEADS, DIM, qkv_format="bshd")
+    own = torch.tensor(packed, requires_grad=True)
+    with ft.autocast(recipe=recipe):
+        o = core(*(part.unflatten(-1, (HEADS, DIM)) for part in own.chunk(3, -1)))
+    o.backward(torch.tensor(g))
+    parts = [part.reshape(B, S, HEADS, DIM) for part in np.split(own.grad.numpy(), 3, axis=-1)]
+    same("torch, views", [o.detach().numpy(), *parts], want)
+    same("jax", of_jax(recipe, layers, g), want)
+
+
 @pytest.mark.parametrize("kind", ["flax", "nnx"])
 def test_modules_of_jax_attend_as_the_function_does(kind):
     """And Flax's and NNX's layers with projections run jitted, forward and backward, near high precision."""

@@ -94,7 +94,9 @@ def run(
 def test_against_a_transcription(name: str, form: str, device: Any) -> None:
     """Forward and backward, grouped heads, a causal mask, rows that no block divides. Sums of the same
     rounded terms in another order: a few units of float32; a rounding of P or dS that another order of a
-    score's sum turns over moves one term of a sum by 2^-4 of it: 4e-4 of the whole here."""
+    score's sum turns over moves one term of a sum by 2^-4 of it: 4e-4 of the whole here. Where gradients are
+    rounded to E5M2, one that turns over moves by up to 2^-2 of itself: a dozen of some 4700 are 1e-2, and all
+    of them, if that rounding were missing, 5e-2."""
     how, s = HOW[name], 37
     leading = (s, B) if form == "sbhd" else (B, s)
     q, k, v = (draw(i, *leading, heads, D) for i, heads in enumerate((H, G, G)))
@@ -111,7 +113,7 @@ def test_against_a_transcription(name: str, form: str, device: Any) -> None:
     assert 0.02 < relative_error(want.o, exact.o) < 0.08
     for part, heads in (("q", H), ("k", G), ("v", G)):
         found = heads_first(grads[part].reshape(*leading, heads, D), form)
-        assert relative_error(found, want.grads[part]) < 4e-4, part
+        assert relative_error(found, want.grads[part]) < (1e-2 if how.dqkv else 4e-4), part
         # two operands of 3 or 2 mantissa bits, dS of two roundings more
         assert 0.02 < relative_error(found, exact.grads[part]) < 0.16, part
 
@@ -171,7 +173,7 @@ def test_the_published_errors(device: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["qkv", "q_kv", "qkv_interleaved"])
 def test_layouts_give_the_bits_of_separate_layers(layout: str) -> None:
-    """And under ``joint`` one array has one scale."""
+    """And under ``joint`` all three have one scale, whatever arrays they lie in."""
     s, how = 20, PLAIN
     q, k, v, do = (draw(i, B, s, H, D) for i in range(4))
     spec = AttentionSpec(H, D, 0, "bshd", layout="separate", quantized=how)
@@ -193,18 +195,17 @@ def test_layouts_give_the_bits_of_separate_layers(layout: str) -> None:
     joint = replace(packed, quantized=attention_of(FORWARD, BACKWARD, True))
     found, more = run(joint, together(q, k, 3 * v), do.reshape(B, s, -1))
     parts = [heads_first(x, "bshd") for x in (q, k, 3 * v)]
-    if layout != "q_kv":
-        want = Transcribed(
-            joint.quantized,
-            *parts,
-            np.tri(s, dtype=bool),
-            spec.softmax_scale,
-            joint=True,
-            do=heads_first(do, "bshd"),
-        )
-        assert relative_error(heads_first(found.reshape(B, s, H, D), "bshd"), want.o) < 1e-3
-        gradients = together(*(heads_first(want.grads[part], "bshd") for part in "qkv"))
-        assert relative_error(more["qkv"], gradients["qkv"]) < 1e-2  # codes of E5M2 that turn over
+    want = Transcribed(
+        joint.quantized, *parts, np.tri(s, dtype=bool), spec.softmax_scale, do=heads_first(do, "bshd")
+    )
+    assert relative_error(heads_first(found.reshape(B, s, H, D), "bshd"), want.o) < 1e-3
+    gradients = together(*(heads_first(want.grads[part], "bshd") for part in "qkv"))
+    for name, gradient in gradients.items():
+        assert relative_error(more[name], gradient) < 1e-2  # codes of E5M2 that turn over
+    alone, own = run(replace(joint, layout="separate"), flat | {"v": 3 * flat["v"]}, do.reshape(B, s, -1))
+    assert_same_bits("joint o", found, alone)
+    for name, apart in together(*(own[part].reshape(B, s, H, D) for part in "qkv")).items():
+        assert_same_bits(f"joint {name}", more[name], apart)
 
 
 @pytest.mark.parametrize("name", ["current", "flash attention 3", "mx", "mha"])

@@ -85,11 +85,10 @@ class Transcribed:
         seen: Array,
         scale: float,
         signs: Array | None = None,
-        joint: bool = False,
         do: Array | None = None,
         exact: bool = False,
     ) -> None:
-        group, d = q.shape[1] // k.shape[1], q.shape[3]
+        group, d, joint = q.shape[1] // k.shape[1], q.shape[3], how.joint
         turn = None
         if how.rotation:
             turn = rotation(d, how.rotated(d), np.ones(d) if signs is None else signs)
