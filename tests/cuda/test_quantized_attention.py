@@ -71,9 +71,11 @@ def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.mark.parametrize("name", HOW)
 def test_the_engines_agree(name: str, options: dict[str, Any], limit: int) -> None:
     """Whatever the tiles: the CPU's results but for roundings of P and dS that float32's last bits turn over,
-    each 2^-4 or 2^-3 of a term: 2.2e-3 of these few values on an H200."""
+    each 2^-4 or 2^-3 of a term: 2.2e-3 of these few values on an H200. Where gradients are rounded to E5M2,
+    one that turns over moves by up to 2^-2 of itself: a hundred of 38400 are 1e-2, all of them 5e-2."""
+    most = 1e-2 if HOW[name].dqkv else 4e-3
     for a, b in zip(run(HOW[name], CUDA, **options), run(HOW[name], CPU, **options), strict=True):
-        assert relative_error(a, b) < 4e-3
+        assert relative_error(a, b) < most
 
 
 @pytest.mark.gpu
