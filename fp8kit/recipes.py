@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8kit.arguments import choice, integer
+from fp8kit.arguments import choice, integer, shown
 from fp8kit.attention_quantization import attention_of
 from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
-from fp8kit.errors import RecipeError
+from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
@@ -249,6 +249,33 @@ NAMED: dict[str, Named] = {
 }
 
 
+# Transformer Engine's names of recipes that have another one here
+TE_RECIPES = {
+    "fp8_delayed_scaling": "delayed",
+    "fp8_current_scaling": "current",
+    "fp8_block_scaling": "block",
+}
+
+
 def named(name: str) -> Recipe:
-    """A published recipe by its name in ``NAMED``. ArgumentError, with the nearest name, for another one."""
+    """A recipe by its name in ``NAMED``. ArgumentError, with the nearest name, for another one."""
     return NAMED[choice("named", "name", name, NAMED)].recipe
+
+
+def add(name: str, recipe: Recipe, source: str = "of one's own") -> None:
+    """Give a recipe of one's own a name in ``NAMED``, until the process ends: ``named``, statistics of casts
+    (``mine_sqnr``), comparisons and reports know it then, and ``fp8kit.cli.main``.
+
+    ``name``: ASCII letters, digits and underscores. ``source``: what ``fp8kit recipes list`` says of it.
+    ArgumentError for a name that is none or that another recipe has, and for a recipe that asks a function
+    or differs by layer: a ``DataRecipe`` may have what such a one says for a layer, its ``quantization``.
+    """
+    if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
+        raise ArgumentError("add", "name", shown(name), "letters, digits and underscores, no digit first")
+    if not isinstance(recipe, Recipe) or recipe.by_layer:
+        raise ArgumentError("add", "recipe", shown(recipe), "a recipe that is the same for all layers")
+    if not isinstance(source, str):
+        raise ArgumentError("add", "source", shown(source), "a text")
+    if name in TE_RECIPES or NAMED.get(name, (recipe,))[0] != recipe:
+        raise ArgumentError("add", "name", repr(name), "a name that no other recipe has")
+    NAMED.setdefault(name, Named(recipe, source))

@@ -109,10 +109,8 @@ def resolve(
     if name is not None:
         found = _of_layer(found, operation, name, ending)
     if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
-        wanted = (
-            f"one with slots, as create_set makes it for {found.recipe.short_name()}, whose scales are of earlier steps; "
-            "or the autocast of a recipe without such scales"
-        )
+        own = found.recipe.short_name()
+        wanted = f"one with slots, as create_set makes it for {own}, whose scales are of earlier steps"
         raise RecipeError(operation, "quantizer_set", "no slots", wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8kit.errors import Fp8kitError
+from fp8kit.numerics.names import STATS
 from fp8kit.numerics.run_folder import HostArray, Key, Series
 from fp8kit.numerics.whatif import CAST, cast_of, quantization_of, recipe_names
 from fp8kit.quantization import Quantizer
@@ -25,12 +26,16 @@ class Range(NamedTuple):
     scale: str
 
 
-@lru_cache(maxsize=1024)
 def quantizer_of(recipe: str | None, tensor: str, stat: str = "") -> Quantizer | None:
-    """How a published recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation
-    of ``stat``; None for no recipe, for one that has another name, and for what it does not cast."""
+    """How a recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation of
+    ``stat``; None for no recipe, for one that has another name, and for what it does not cast."""
     if recipe is None or recipe not in recipe_names() or tensor not in CAST:
         return None
+    return _quantizer_of(recipe, tensor, stat)
+
+
+@lru_cache(maxsize=1024)
+def _quantizer_of(recipe: str, tensor: str, stat: str) -> Quantizer | None:
     try:
         quantization = quantization_of(recipe)
         return cast_of(stat, tensor, quantization, stat.endswith("_columnwise"), False)[0]
@@ -43,7 +48,7 @@ def prefixes(stat: str) -> tuple[str | None, str]:
     none; and the rest, without the orientation."""
     stat = stat.removesuffix("_columnwise")
     names = [name for name in recipe_names() if stat.startswith(f"{name}_")]
-    if not names:
+    if not names or stat in STATS or "_block_size_" in stat:
         return None, stat
     name = max(names, key=len)
     return name, stat[len(name) + 1 :]

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8kit.numerics.operands import prefixes, quantizer_of
 from fp8kit.numerics.run_folder import HostArray, Key, Series, layer_order
-from fp8kit.numerics.whatif import TE_RECIPES
+from fp8kit.recipes import TE_RECIPES
 
 RECENT = 0.2  # of a statistic's values: those that say where it is now
 TREND = 0.5  # of them: those that say where it goes

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from fp8kit.errors import ArgumentError
 from fp8kit.quantization import OPERANDS, Quantization, Quantizer
-from fp8kit.recipes import NAMED
+from fp8kit.recipes import NAMED, TE_RECIPES
 
 TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
 # tensor -> the operand whose rules it has. The three results have one for what-ifs: what such a tensor would
 # be as the next layer's operand
 _SOURCES = {"activation": "x", "weight": "w", "gradient": "g", "output": "x", "dgrad": "g", "wgrad": "g"}
 CAST = ("activation", "weight", "gradient")  # the tensors that a layer casts
-# Transformer Engine's names of recipes that have another here
-TE_RECIPES = {
-    "fp8_delayed_scaling": "delayed",
-    "fp8_current_scaling": "current",
-    "fp8_block_scaling": "block",
-}
 
 
-@cache
 def recipe_names() -> tuple[str, ...]:
     """What a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
     Engine's."""

@@ -19,7 +19,8 @@ from fp8kit.backends import dispatch
 from fp8kit.formats import float32, uint8
 from fp8kit.numerics import Codes, Operand, collect, merge, request, tensor_statistics, values
 from fp8kit.numerics.names import OF_CAST
-from fp8kit.quantization import Quantizer
+from fp8kit.numerics.operands import prefixes
+from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipes import NAMED
 
 PLAIN = (
@@ -276,6 +277,46 @@ def test_what_if_of_every_recipe(recipe, device):
                 continue
             got = tensor_statistics(given, names, tensor=what)
             agree({names[name]: value for name, value in got.items()}, cast_oracle(x, own, along))
+
+
+def test_a_recipe_of_ones_own_has_what_ifs_too():
+    """By the name that it was given: in statistics, in an inspector, and in a report's words."""
+    own = Quantizer(fk.E3M2, "mx_1x16", scale_rule="ceil")
+    recipe = fk.recipe.DataRecipe(Quantization.of(own, own, replace(own, format=fk.E2M3)), "own")
+    x = normal(5, 64, 96)
+    with pytest.raises(fk.ArgumentError, match="expected one of min"):
+        tensor_statistics(x, ("scale_own_sqnr",))
+    fk.recipes.add("scale_own", recipe)
+    fk.recipes.add("scale_own", recipe)  # once more changes nothing
+    try:
+        for what, names in (("activation", ("sqnr", "mse")), ("gradient", ("sqnr", "scale_inv_max"))):
+            mine = tensor_statistics(x, [f"scale_own_{name}" for name in names], tensor=what)
+            assert list(mine.values()) == list(
+                tensor_statistics(x, names, tensor=what, recipe=recipe).values()
+            )
+        assert fk.recipes.named("scale_own") is recipe
+        assert prefixes("scale_own_sqnr_columnwise") == ("scale_own", "sqnr")
+        layer = fk.nn.Linear(96, 32, device="cpu")
+        logged = {"enabled": True, "tensors": ["activation"], "stats": ["sqnr", "scale_own_sqnr"]}
+        feature = {"LogFp8TensorStats": logged}
+        config = {"all": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": feature}}
+        with fk.inspect(layer, config) as log:
+            with fk.autocast(recipe=NAMED["mxfp8"].recipe):
+                layer(tensor(x))
+            log.step()
+        found = {row["stat"]: row["value"] for row in log.rows()}
+        wanted = tensor_statistics(x, ("mxfp8_sqnr", "scale_own_sqnr"))
+        assert found == {"sqnr": wanted["mxfp8_sqnr"], "scale_own_sqnr": wanted["scale_own_sqnr"]}
+        for name, other, word in (
+            ("scale_own", NAMED["mxfp8"].recipe, "no other recipe has"),
+            ("fp8_block_scaling", recipe, "no other recipe has"),
+            ("own%", recipe, "letters, digits and underscores"),
+            ("per_layer", fk.recipe.PerLayer(recipe, ()), "the same for all layers"),
+        ):
+            with pytest.raises(fk.ArgumentError, match=word):
+                fk.recipes.add(name, other)
+    finally:
+        del NAMED["scale_own"]
 
 
 def test_what_is_drawn_at_random():
