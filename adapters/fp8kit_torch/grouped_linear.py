@@ -14,7 +14,7 @@ from fp8kit import layers, slowness
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
-from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, of_one, shown
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads
@@ -64,6 +64,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
     * ``use_grouped_tensor``: whether the numbers of rows stay on the device, and all groups are one product
       (``forward``); None: where they come as a tensor on a GPU.
+    * ``tp_size``, or a ``tp_group`` of that many: the ranks that share each weight. With ``parallel_mode``
+      "column" this one has out_features / tp_size of its rows, with "row" in_features / tp_size of its
+      columns. Nothing is communicated, as in Transformer Engine: the program adds the results of "row".
     * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
       Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
@@ -100,9 +103,14 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
-        of_one("GroupedLinear", "tp_group", tp_group)
         refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
+        self.parallel_mode, self.tp_group = parallel_mode, tp_group
+        self.tp_size = self._number_of_ranks(tp_group, tp_size)
+        if parallel_mode == "column":
+            out_features = self._own_part("out_features", out_features)
+        elif parallel_mode == "row":
+            in_features = self._own_part("in_features", in_features)
         self.sizes_on_device = use_grouped_tensor
         self.take_further(SimpleNamespace(**locals()))
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
@@ -111,6 +119,37 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         named = zip(("num_gemms", "in_features", "out_features"), sizes, strict=True)
         flags = {"bias": bool(bias), "return_bias": bool(return_bias)}
         self.add_groups(SimpleNamespace(**dict(named), **flags, **own))
+        if self.tp_size > 1 and parallel_mode is not None:
+            self._mark_parts(parallel_mode)
+
+    def _number_of_ranks(self, tp_group: Any, tp_size: int) -> int:
+        ranks = self.ranks_of("tp_group", tp_group)
+        if ranks is not None and tp_size not in (1, ranks.size):
+            raise ArgumentError(
+                "GroupedLinear", "tp_size", tp_size, f"1, or {ranks.size}, the size of tp_group"
+            )
+        return int(tp_size) if ranks is None else ranks.size
+
+    def _own_part(self, name: str, features: int) -> int:
+        if features % self.tp_size:
+            raise ArgumentError("GroupedLinear", name, features, f"a multiple of tp_size {self.tp_size}")
+        return features // self.tp_size
+
+    def _mark_parts(self, mode: str) -> None:
+        """Say on the parameters how ranks share them."""
+        for i in range(self.num_gemms):
+            self.mark_parameter(f"weight{i}", int(mode == "row"), False)
+            if self.use_bias and mode == "column":
+                self.mark_parameter(f"bias{i}", 0, False)
+
+    def set_tensor_parallel_group(self, tp_group: object) -> None:
+        """The group of the ranks that share the weights, where the constructor got ``tp_size`` alone.
+        ArgumentError for what is no group, or one of another size."""
+        ranks = self.ranks_of("tp_group", tp_group)
+        if ranks is not None and ranks.size != self.tp_size:
+            wanted = f"a group of {self.tp_size} ranks"
+            raise ArgumentError("GroupedLinear", "tp_group", f"a group of {ranks.size}", wanted)
+        self.tp_group = tp_group
 
     def row_groups(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.reshape(-1, self.in_features).split(list(sizes))
@@ -230,7 +269,7 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
 
 
-CONSTRUCTOR = defaults(GroupedLinear.__init__, "tp_size single_grouped_weight single_grouped_bias")
+CONSTRUCTOR = defaults(GroupedLinear.__init__, "single_grouped_weight single_grouped_bias")
 
 
 class GroupedMLP(layers.GroupedMLP, TorchLayer):
