@@ -15,7 +15,6 @@ import textwrap
 from pathlib import Path
 
 import fp8kit_torch
-from fp8kit_torch import grouped_linear
 from fp8kit_torch.te_compat import gemms
 from fp8kit_torch.te_compat.public import public_names, why_not
 
@@ -32,17 +31,9 @@ _OPS = {
     "sm_margin": "a hint about kernels that run beside it",
     "activation_recompute_in_mlp": "backward computes the activation anew in any case",
 }
-_GROUPED = "each group has a weight of its own"
-_WHY = {
-    "single_grouped_weight": _GROUPED,
-    "single_grouped_bias": _GROUPED,
-    "custom_cache_manager": "keys and values lie as is_paged says",
-    "amsgrad": "as in Transformer Engine",
-}
+_WHY = {"custom_cache_manager": "keys and values lie as is_paged says", "amsgrad": "as in Transformer Engine"}
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
-    "GroupedLinear": grouped_linear.CONSTRUCTOR,
-    "ops.GroupedLinear": {"single_grouped_weight": False, "single_grouped_bias": False},
     "InferenceParams": {"custom_cache_manager": None},
     "optimizers.FusedAdam": {"amsgrad": False},
     "cpp_extensions.general_gemm": gemms._NEUTRAL,

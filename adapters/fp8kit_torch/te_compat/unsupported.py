@@ -21,8 +21,8 @@ _NAMES = {
         "ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer"
     ),
     "torch's fully_shard takes the layers": "FullyShardedDataParallel",
-    _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
-        GroupedTensor GroupedTensorStorage""",
+    _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor
+        IdentityTensorStorage""",
     _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": (
         "FusedMLAQUpProjRopeQuant general_grouped_gemm"

@@ -221,8 +221,6 @@ def test_refusals():
             grouped(torch.zeros(8, K), splits)
     with pytest.raises(Fp8kitError, match="use_grouped_tensor"):
         GroupedLinear(2, K, N, use_grouped_tensor="yes")
-    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
-        GroupedLinear(2, K, N, single_grouped_weight=True)
     with pytest.raises(TypeError, match="colour"):
         GroupedLinear(2, K, N, colour=1)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.grouped_linear import CONSTRUCTOR as GROUPED
 
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.attention_inputs import CORE_OPTIONS
@@ -128,7 +127,7 @@ SIZES = {
 # those for which the frontend has no rule of its own
 LATER = {
     name: [key for key in table if key not in ft.Linear.constructor_rules]
-    for name, table in (CONSTRUCTOR | {"GroupedLinear": GROUPED}).items()
+    for name, table in CONSTRUCTOR.items()
 }
 
 
