@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit.recipe import Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 S, B, H, D = 6, 2, 4, 8
 
@@ -209,3 +209,34 @@ def test_angles_of_sixteen_bits(device, dtype):
     layer = ft.MultiheadAttention(H * D, H, attention_dropout=0.0, device=device, params_dtype=kind)
     x = torch.randn(S, B, H * D, device=device, dtype=kind)
     assert torch.equal(layer(x, rotary_pos_emb=angles), layer(x, rotary_pos_emb=angles.float()))
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_output_in_fp8(device, kind, checkpointed):
+    """Where the recipe quantises attention, o comes as the next layer's input: codes of its own scale, which
+    that layer multiplies as they are. The gradient passes."""
+    recipe, attend = kind(fp8_dpa=True, fp8_mha=True), core(device, attn_mask_type="causal")
+    x = layers(device, S, B).requires_grad_()
+    q, k, v = x.unbind(-3)
+    options = {"fp8_output": True, "checkpoint_core_attention": checkpointed}
+    with ft.autocast(recipe=recipe):
+        o, want = attend(q, k, v, **options), attend(q, k, v)
+    assert isinstance(o, ft.Float8Tensor)
+    assert o.shape == want.shape
+    torch.testing.assert_close(o.dequantize(), want, rtol=0.07, atol=1e-3)  # E4M3's rounding
+    gradients = [torch.autograd.grad(each.float().sum(), x, retain_graph=True)[0] for each in (o, want)]
+    assert torch.equal(*gradients)
+    project = ft.Linear(H * D, 16, device=device, params_dtype=x.dtype)
+    with ft.autocast(recipe=Float8CurrentScaling()):
+        assert torch.equal(project(o), project(want))
+
+
+def test_an_output_in_fp8_is_asked_for_where_attention_is_not():
+    """As in Transformer Engine, nothing becomes of it."""
+    attend, (q, k, v) = core("cpu"), layers("cpu", S, B).unbind(-3)
+    for recipe in (None, Float8CurrentScaling()):
+        with ft.autocast(recipe is not None, recipe=recipe):
+            assert type(attend(q, k, v, fp8_output=True)) is torch.Tensor
+    with pytest.raises(ArgumentError, match="fp8_output"):
+        attend(q, k, v, fp8_output="yes")

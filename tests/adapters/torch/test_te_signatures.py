@@ -207,7 +207,7 @@ def test_attention_takes_its_options_by_place():
 
 
 @pytest.mark.parametrize(
-    "argument", ["fp8_output", "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"]
+    "argument", ["score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"]
 )
 def test_what_has_no_effect_on_a_call_is_refused_by_place_too(argument):
     core, q = ft.DotProductAttention(4, 8, device="cpu"), torch.zeros(3, 2, 4, 8)
