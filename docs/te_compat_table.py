@@ -15,7 +15,6 @@ import textwrap
 from pathlib import Path
 
 import fp8kit_torch
-from fp8kit_torch import grouped_linear
 from fp8kit_torch.te_compat import gemms
 from fp8kit_torch.te_compat.public import public_names, why_not
 
@@ -27,37 +26,17 @@ SIGNATURES = Path(__file__).parents[1] / "tests" / "adapters" / "torch" / "te_si
 BEGIN, END = "<!-- te_compat -->", "<!-- /te_compat -->"
 _TENSOR_PARALLEL = "there is no tensor parallelism"
 _GROUP = "None and a group of one process; larger groups are refused"
-_ONE = "one process has the whole of each tensor"
 _OPS = {
-    "tensor_parallel_mode": _ONE,
-    "tensor_parallel": _ONE,
-    "sequence_parallel": _ONE,
-    "tensor_parallel_group": _GROUP,
     "userbuffers_options": "communication that overlaps products is that of several processes",
     "sm_margin": "a hint about kernels that run beside it",
     "activation_recompute_in_mlp": "backward computes the activation anew in any case",
 }
-_GROUPED = "each group has a weight of its own"
-_WHY = {
-    "single_grouped_weight": _GROUPED,
-    "single_grouped_bias": _GROUPED,
-    "custom_cache_manager": "keys and values lie as is_paged says",
-    "_graph": "make_graphed_callables captures",
-    "amsgrad": "the moments are Adam's",
-    "materialize_master_grads": "gradients are read as they are",
-    "use_existing_amax": "the cast takes the amax itself",
-}
+_WHY = {"custom_cache_manager": "keys and values lie as is_paged says", "amsgrad": "as in Transformer Engine"}
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
-    "GroupedLinear": grouped_linear.CONSTRUCTOR,
-    "ops.GroupedLinear": {"single_grouped_weight": False, "single_grouped_bias": False},
     "InferenceParams": {"custom_cache_manager": None},
-    "autocast": {"_graph": False},
-    "fp8_autocast": {"_graph": False},
     "optimizers.FusedAdam": {"amsgrad": False},
-    "optimizers.FusedSGD": {"materialize_master_grads": True},
     "cpp_extensions.general_gemm": gemms._NEUTRAL,
-    "Float8CurrentScalingQuantizer": {"use_existing_amax": False},
 }
 
 
@@ -79,10 +58,10 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
     if name in CONSTRUCTOR or name in ("LayerNorm", "RMSNorm", "GroupedLinear"):
         if argument in WITHOUT_EFFECT:
             return "ignored", WITHOUT_EFFECT[argument]
-        if argument == "cp_group" or (argument == "tp_group" and name not in CONSTRUCTOR):
+        if argument == "cp_group":
             return "ignored", _GROUP
-        if name == "GroupedLinear" and argument in ("sequence_parallel", "parallel_mode"):
-            return "ignored", "one process has the whole of each tensor"
+        if name == "GroupedLinear" and argument == "sequence_parallel":
+            return "ignored", "the program moves rows between processes, as in Transformer Engine"
     if name.startswith("ops.") and argument in _OPS:
         return "ignored", _OPS[argument]
     if argument == "amax_reduction_group" and name.endswith("Quantizer"):

@@ -26,7 +26,7 @@ from fp8kit_torch.module import part_of
 from fp8kit_torch.specs import attention_draws, attention_text
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.torch_compat import global_forward_hooks
-from fp8kit_torch.views import as_view, dtype_of, kind_of
+from fp8kit_torch.views import FLOATS, as_view, dtype_of, kind_of
 
 # parts that may have no FP8 products
 _PLAIN = ("q_norm", "k_norm", "layernorm", "self_attention_norm", "inter_attention_norm", "mlp_norm")
@@ -95,7 +95,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         return value.to(like.dtype)
 
     def widened(self, value: Tensor) -> Tensor:
-        return value.float()
+        return value.float() if value.dtype in FLOATS else value
 
     def detached(self, parameter: Tensor, like: Tensor) -> Tensor:
         return parameter.detach().to(like.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8kit.arguments import flag
 from fp8kit.autocast import AutocastState, _thread, entered, traced_active
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
@@ -18,7 +19,7 @@ from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
 from fp8kit.layer_recipes import CustomRecipe, DataRecipe, PerLayer
 from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
-from fp8kit_torch.arguments import not_compiled, only
+from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checkpoint_state import hand_over, waiting
 from fp8kit_torch.collectives import is_group
 from fp8kit_torch.constants import constant_result
@@ -31,8 +32,9 @@ _DEFAULT = DelayedScaling()
 class autocast(_autocast):
     """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
 
-    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: False only, else NotImplementedError.
-      There is no ``check_finite``.
+    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: True leaves the update of scales to an
+      autocast around this one, and there is none without one: amaxes stay where they were recorded, as in
+      Transformer Engine, whose graphs ask for it. There is no ``check_finite``.
     * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum
       before each update, where the recipe has ``reduce_amax``: a process group of ``torch.distributed``, None
       for all processes. They run the same layers, in the same order. Within a compiled function that opens
@@ -50,9 +52,10 @@ class autocast(_autocast):
         amax_reduction_group: object = None,
         _graph: bool = False,
     ) -> None:
-        if _graph is not False:
-            only("autocast", {"_graph": (_graph, False)})
+        self._leaves_scales = flag("autocast", "_graph", _graph)
         if torch.compiler.is_compiling():
+            if _graph:
+                raise not_compiled("_graph of autocast")
             if recipe is not None and not isinstance(recipe, Recipe):
                 raise RecipeError(
                     "autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None"
@@ -90,6 +93,8 @@ class autocast(_autocast):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not torch.compiler.is_compiling() and not self.tracing:
+            if self._leaves_scales and self._open:
+                self._entry().touched = {}
             super().__exit__(kind, error, trace)
             return
         _thread.stack.pop()

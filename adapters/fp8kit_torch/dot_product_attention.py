@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from fp8kit import layers
+from fp8kit.autocast import current
 from fp8kit.errors import UnsupportedError
 from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit.ops.attention_spec import FORMATS
+from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.attention_base import AttentionBase
+from fp8kit_torch.fp8_edges import cast_output
 from fp8kit_torch.kv_cache import trace_cached
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.max_logit import max_logits, traced_max_logits
 from fp8kit_torch.packed_views import packed_views
 from fp8kit_torch.parameters import ParameterModule, placed
+from fp8kit_torch.quantized import want_codes
 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
@@ -45,6 +49,16 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
         detached = [tensor.detach() for tensor in inputs.values()]
         found: Tensor = traced_max_logits(detached, " ".join(inputs), spec, self.num_attention_heads)
         return found
+
+    def narrowed(self, o: Tensor) -> Tensor:
+        if self.is_compiling():
+            raise not_compiled("fp8_output of DotProductAttention")
+        state = current()
+        if state is None or self.attention_quantization() is None:
+            return o
+        fp8 = state.recipe.quantization
+        want_codes(self.layer_name, "fp8_output", fp8)
+        return cast_output(o, fp8, None, 0, False, None)
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Tensor:
         if self.return_max_logit:

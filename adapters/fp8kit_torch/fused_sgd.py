@@ -13,7 +13,6 @@ from fp8kit.arguments import number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError
 from fp8kit_torch import optimizer_state as stored
-from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check
 from fp8kit_torch.fused_optimizer import Entry, Fused, written
 from fp8kit_torch.views import as_view
@@ -30,8 +29,8 @@ class FusedSGD(Fused):
       ``torch.optim.SGD``.
     * ``wd_after_momentum``: the decay does not enter the momentum: w = w - lr (... + weight_decay w), with g
       = grad.
-    * ``materialize_master_grads``: True only, NotImplementedError otherwise; there is no apex amp whose
-      gradients could stay scaled.
+    * ``materialize_master_grads``: accepted; it is about the master weights that apex's amp hands over, and
+      changes nothing where there are none, as in Transformer Engine.
     * ``set_grad_none``: deprecated, see ``zero_grad``.
 
     b (``momentum_buffer``) is float32. Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
@@ -58,7 +57,6 @@ class FusedSGD(Fused):
         check("FusedSGD", OPTIMISED | {"lr": number}, given)
         if nesterov and (momentum == 0 or dampening != 0):
             raise ArgumentError("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening")
-        only("FusedSGD", {"materialize_master_grads": (materialize_master_grads, True)})
         self.wd_after_momentum = bool(wd_after_momentum)
         super().__init__(params, given)
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.errors import ArgumentError
 from fp8kit.ops.dropout_add import add
 from fp8kit_torch import norm
 from fp8kit_torch.arguments import want_input
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CONSTRUCTED, check, of_one, probability
+from fp8kit_torch.checks import CONSTRUCTED, check, probability
 from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.fusible_activations import (
     GEGLU,
@@ -32,6 +33,7 @@ from fp8kit_torch.fusible_activations import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -39,6 +41,7 @@ from fp8kit_torch.fusible_activations import (
     SwiGLU,
 )
 from fp8kit_torch.fusible_products import BasicLinear, GroupedLinear, Linear, Quantize
+from fp8kit_torch.fusible_ranks import AllGather, AllReduce, ReduceScatter, tensor_ranks
 from fp8kit_torch.fusion import (
     BasicOperation,
     FusedOperation,
@@ -66,7 +69,8 @@ class Identity(BasicOperation):
 
 
 class Bias(FusibleOperation, ParameterModule):
-    """y = x + ``bias``, (size,), which starts at 0. ``tensor_parallel``: of one process, accepted."""
+    """y = x + ``bias``, (size,), which starts at 0. ``tensor_parallel``: the ranks of
+    ``tensor_parallel_group`` (None: all processes) share it, so that there are size / ranks of it here."""
 
     def __init__(
         self,
@@ -78,9 +82,13 @@ class Bias(FusibleOperation, ParameterModule):
         tensor_parallel_group: Any = None,
     ) -> None:
         check("ops.Bias", CONSTRUCTED, locals())
-        of_one("ops.Bias", "tensor_parallel_group", tensor_parallel_group)
         super().__init__()
-        self.add_parameter("bias", (size,), 0.0, dtype, device)
+        ranks = tensor_ranks("ops.Bias", "tensor_parallel_group", tensor_parallel_group)
+        ranks = ranks if tensor_parallel else None
+        if ranks is not None and size % ranks.size:
+            raise ArgumentError("ops.Bias", "size", size, f"a multiple of the {ranks.size} ranks")
+        own = size if ranks is None else size // ranks.size
+        self.add_parameter("bias", (own,), 0.0, dtype, device)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., size); so is the result."""
@@ -178,6 +186,12 @@ class MakeExtraOutput(BasicOperation):
         return inp, inp
 
 
+def is_op_fuser_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> bool:
+    """Whether a sequence multiplies groups of rows that lie in one ``GroupedTensor``, as Transformer Engine's
+    kernels of later GPUs do: never; ``GroupedLinear`` reads the groups' sizes from the device itself."""
+    return False
+
+
 __all__ = [
     "GEGLU",
     "GELU",
@@ -185,6 +199,8 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -204,6 +220,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "SReGLU",
     "SReLU",
@@ -211,10 +228,12 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "Sequential",
     "SiLU",
     "SiTUGLU",
     "SwiGLU",
+    "is_op_fuser_grouped_tensor_path_supported",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

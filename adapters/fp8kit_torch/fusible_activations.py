@@ -192,3 +192,24 @@ class ScaledClampedQGeGLU(_Scaled):
         super().__init__()
         numbers = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
         self.inner = ClampedSwiGLU(**numbers, glu_interleave_size=glu_interleave_size)
+
+
+class ScaledTanhSReLU(_Scaled):
+    """y = (s tanh(relu(x) / s))^2, s ``tanh_clamp_scale``, at most s^2; its rows are multiplied by an extra
+    input."""
+
+    def __init__(self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        flag("ops.ScaledTanhSReLU", "activation_recompute_in_mlp", activation_recompute_in_mlp)
+        self.inner = _TanhSReLU(tanh_clamp_scale)
+
+
+class _TanhSReLU(_Activation):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        most = float(torch.finfo(torch.float32).max)
+        self.scale = number("ops.ScaledTanhSReLU", "tanh_clamp_scale", scale, most, above=0.0)
+
+    def compute(self, inp: Tensor) -> Tensor:
+        bounded = self.scale * torch.tanh(torch.relu(inp.float()) / self.scale)
+        return (bounded * bounded).to(inp.dtype)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fp8kit.arguments import choice, flag
 from fp8kit.errors import ShapeError
 from fp8kit_torch import grouped_linear, linear
-from fp8kit_torch.checks import CONSTRUCTED, check, of_one, shown
+from fp8kit_torch.checks import CONSTRUCTED, check, shown
+from fp8kit_torch.fusible_ranks import tensor_ranks
 from fp8kit_torch.fusion import BasicOperation, FusibleOperation
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
@@ -35,8 +36,8 @@ class _Products(FusibleOperation):
 class Linear(_Products, linear.Linear):
     """y = x W^T + b: ``fp8kit_torch.Linear`` whose ``weight`` starts as torch's does.
     ``accumulate_into_main_grad``: its ``fuse_wgrad_accumulation``; ``rng_state_tracker_function``: its
-    ``get_rng_state_tracker``. ``tensor_parallel_mode``, ``tensor_parallel_group`` and ``sequence_parallel``
-    change nothing in one process; NotImplementedError for a group of several."""
+    ``get_rng_state_tracker``; ``tensor_parallel_mode``, ``tensor_parallel_group`` (None: all processes) and
+    ``sequence_parallel``: its ``parallel_mode``, ``tp_group`` and ``sequence_parallel``."""
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class Linear(_Products, linear.Linear):
         accumulate_into_main_grad: bool = False,
     ) -> None:
         check("ops.Linear", CONSTRUCTED, locals())
-        of_one("ops.Linear", "tensor_parallel_group", tensor_parallel_group)
+        ranks, together = tensor_ranks("ops.Linear", "tensor_parallel_group", tensor_parallel_group), {}
         if tensor_parallel_mode is not None:
             choice("ops.Linear", "tensor_parallel_mode", tensor_parallel_mode, ("column", "row"))
+            together = {"tp_group": ranks, "parallel_mode": tensor_parallel_mode}
         super().__init__(
             in_features,
             out_features,
@@ -65,6 +67,8 @@ class Linear(_Products, linear.Linear):
             init_method=_start,
             get_rng_state_tracker=rng_state_tracker_function,
             fuse_wgrad_accumulation=accumulate_into_main_grad,
+            sequence_parallel=sequence_parallel,
+            **together,
         )
 
 

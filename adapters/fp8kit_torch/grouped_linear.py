@@ -13,14 +13,16 @@ from torch import Tensor
 from fp8kit import layers, slowness
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
-from fp8kit_torch.arguments import defaults, not_compiled, refuse, want_input
-from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, of_one, shown
+from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.main_grad import MainGrads
+from fp8kit_torch.main_grad import MainGrads, MemberGrad
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
+from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 
 
 class _Into(torch.autograd.Function):
@@ -62,8 +64,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default
       device.
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
+    * ``single_grouped_weight``, ``single_grouped_bias``: one parameter ``weight`` (N, M, K), and ``bias`` (N,
+      M), a ``GroupedTensor``, instead of one for each group, which are None. Checkpoints of both forms load.
     * ``use_grouped_tensor``: whether the numbers of rows stay on the device, and all groups are one product
       (``forward``); None: where they come as a tensor on a GPU.
+    * ``tp_size``, or a ``tp_group`` of that many: the ranks that share each weight. With ``parallel_mode``
+      "column" this one has out_features / tp_size of its rows, with "row" in_features / tp_size of its
+      columns. Nothing is communicated, as in Transformer Engine: the program adds the results of "row".
     * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
       Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
@@ -100,9 +107,15 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
-        of_one("GroupedLinear", "tp_group", tp_group)
-        refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
+        self.parallel_mode, self.tp_group = parallel_mode, tp_group
+        self.tp_size = self._number_of_ranks(tp_group, tp_size)
+        if parallel_mode == "column":
+            out_features = self._own_part("out_features", out_features)
+        elif parallel_mode == "row":
+            in_features = self._own_part("in_features", in_features)
+        self.single_grouped_weight = bool(single_grouped_weight)
+        self.single_grouped_bias = bool(single_grouped_bias)
         self.sizes_on_device = use_grouped_tensor
         self.take_further(SimpleNamespace(**locals()))
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
@@ -111,6 +124,109 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         named = zip(("num_gemms", "in_features", "out_features"), sizes, strict=True)
         flags = {"bias": bool(bias), "return_bias": bool(return_bias)}
         self.add_groups(SimpleNamespace(**dict(named), **flags, **own))
+        self._group_parameters()
+        if self.tp_size > 1 and parallel_mode is not None:
+            self._mark_parts(parallel_mode)
+
+    # --- parameters in one ----------------------------------------------------------------------------------
+
+    def _grouped_names(self) -> list[str]:
+        asked = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias and self.use_bias}
+        return [name for name, grouped in asked.items() if grouped]
+
+    def _group_parameters(self) -> None:
+        """Make one parameter of the weights, and of the biases, where that is asked for."""
+        for name in self._grouped_names():
+            parts = [self._parameters[f"{name}{i}"] for i in range(self.num_gemms)]
+            whole: Any = stacked(parts)  # type: ignore[arg-type]
+            made: Any = torch.nn.Parameter(whole, parts[0].requires_grad)  # type: ignore[union-attr]
+            if isinstance(whole, QuantizedTensor):
+                made._high = whole._high
+            self.register_parameter(name, made)
+            for i in range(self.num_gemms):
+                self.register_parameter(f"{name}{i}", None)
+
+    def _members(self, name: str) -> list[Any]:
+        """The groups' weights or biases."""
+        if name in self._grouped_names() and self._parameters.get(name) is not None:
+            return members_of(self._parameters[name])  # type: ignore[arg-type]
+        return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
+
+    def weight_inputs(self) -> dict[str, Any]:
+        return {f"{i}_weight0": weight for i, weight in enumerate(self._members("weight"))}
+
+    def group_biases(self) -> list[Any]:
+        return self._members("bias")
+
+    @property
+    def weight_names(self) -> list[str]:
+        one = self.single_grouped_weight
+        return ["weight"] if one else [f"weight{i}" for i in range(self.num_gemms)]
+
+    def main_grad_weights(self) -> dict[str, Any]:
+        if not self.single_grouped_weight:
+            return super().main_grad_weights()
+        whole = self._parameters["weight"]
+        return {f"{i}_weight0": MemberGrad(whole, i) for i in range(self.num_gemms)}
+
+    def waiting_weights(self) -> dict[str, Tensor]:
+        if not self.single_grouped_weight:
+            return super().waiting_weights()
+        whole = self.waiting.held(self._parameters["weight"])  # type: ignore[arg-type]
+        return {f"{i}_weight0": weight for i, weight in enumerate(members_of(whole))}
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Start every parameter anew; see ``ParameterModule``."""
+        names = [] if defer_init else self._grouped_names()
+        for name in names:
+            whole: Any = self._parameters.pop(name)
+            for i, part in enumerate(_separate(whole)):
+                self._parameters[f"{name}{i}"] = torch.nn.Parameter(part, whole.requires_grad)
+        super().reset_parameters(defer_init)
+        if names:
+            self._group_parameters()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Weights and biases of checkpoints come as one or as several, whatever they are here."""
+        for name, one in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            if name == "bias" and not self.use_bias:
+                continue
+            whole, parts = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
+            if one and whole not in state_dict and all(part in state_dict for part in parts):
+                state_dict[whole] = stacked([state_dict.pop(part) for part in parts])
+            elif not one and whole in state_dict and not any(part in state_dict for part in parts):
+                state_dict |= dict(zip(parts, _separate(state_dict.pop(whole)), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    # --- ranks ----------------------------------------------------------------------------------------------
+
+    def _number_of_ranks(self, tp_group: Any, tp_size: int) -> int:
+        ranks = self.ranks_of("tp_group", tp_group)
+        if ranks is not None and tp_size not in (1, ranks.size):
+            raise ArgumentError(
+                "GroupedLinear", "tp_size", tp_size, f"1, or {ranks.size}, the size of tp_group"
+            )
+        return int(tp_size) if ranks is None else ranks.size
+
+    def _own_part(self, name: str, features: int) -> int:
+        if features % self.tp_size:
+            raise ArgumentError("GroupedLinear", name, features, f"a multiple of tp_size {self.tp_size}")
+        return features // self.tp_size
+
+    def _mark_parts(self, mode: str) -> None:
+        """Say on the parameters how ranks share them."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None and (name.startswith("weight") or mode == "column"):
+                self.mark_parameter(name, int(mode == "row"), False)
+
+    def set_tensor_parallel_group(self, tp_group: object) -> None:
+        """The group of the ranks that share the weights, where the constructor got ``tp_size`` alone.
+        ArgumentError for what is no group, or one of another size."""
+        ranks = self.ranks_of("tp_group", tp_group)
+        if ranks is not None and ranks.size != self.tp_size:
+            wanted = f"a group of {self.tp_size} ranks"
+            raise ArgumentError("GroupedLinear", "tp_group", f"a group of {ranks.size}", wanted)
+        self.tp_group = tp_group
 
     def row_groups(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.reshape(-1, self.in_features).split(list(sizes))
@@ -196,18 +312,21 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if (name := self._wants_sizes(is_first_microbatch)) is not None:
             wanted = "it off, where m_splits stay on the device"
             raise UnsupportedError("GroupedLinear", name, "on", wanted)
-        weights, biases = (
-            [getattr(self, f"{name}{i}") for i in range(self.num_gemms)] if there else None
-            for name, there in (("weight", True), ("bias", self.use_bias))
-        )
-        inputs = {"x": x, "weight": torch.stack(weights)}
+        biases = self.group_biases() if self.use_bias else None
+        inputs = {"x": x, "weight": self._whole("weight")}
         if biases is not None and not self.return_bias:
-            inputs["bias"] = torch.stack(biases)
+            inputs["bias"] = self._whole("bias")
         inputs = self.autocast_inputs(inputs)
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
         y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer)
         return (y, biases) if self.return_bias else y
+
+    def _whole(self, name: str) -> Tensor:
+        """The weights or biases as one tensor (N, ...)."""
+        if name in self._grouped_names():
+            return self._parameters[name].view_as(self._parameters[name])  # type: ignore[union-attr,arg-type]
+        return torch.stack(self._members(name))
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:
@@ -215,6 +334,12 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+
+def _separate(whole: Tensor) -> list[Tensor]:
+    """The matrices of a grouped parameter, without a gradient, in its memory."""
+    split = getattr(whole, "split_into_quantized_tensors", None)
+    return list(whole.detach().unbind(0)) if split is None else split()
 
 
 def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) -> None:
@@ -228,9 +353,6 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
     if not is_like or buffer.requires_grad or buffer.dtype is not x.dtype:
         said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
-
-
-CONSTRUCTOR = defaults(GroupedLinear.__init__, "tp_size single_grouped_weight single_grouped_bias")
 
 
 class GroupedMLP(layers.GroupedMLP, TorchLayer):

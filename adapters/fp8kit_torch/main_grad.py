@@ -53,3 +53,18 @@ class MainGrads(NamedTuple):
             return None
         parameter.grad_added_to_main_grad = True
         return torch.zeros((), dtype=dtype, device=parameter.device).expand(shape)
+
+
+class MemberGrad:
+    """Matrix ``i`` of a parameter (N, M, K), as ``MainGrads`` sees it: its part of ``main_grad``, and the
+    parameter's flag."""
+
+    def __init__(self, whole: Any, i: int) -> None:
+        self.__dict__.update(whole=whole, i=i, shape=whole.shape[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.whole, name)
+        return found[self.i] if name == "main_grad" and isinstance(found, Tensor) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.whole, name, value)

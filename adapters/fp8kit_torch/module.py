@@ -100,7 +100,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if self.delay_wgrad_compute and not (
             self._held or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
         ):
-            tensors |= {name: self.waiting.held(weight) for name, weight in self.weight_inputs().items()}
+            tensors |= self.waiting_weights()
         tensors = self.autocast_inputs(tensors)
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
             return Operands(tensors, None, (), weights, codes)
@@ -206,6 +206,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         state = traced_state()
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
+
+    def main_grad_weights(self) -> dict[str, Any]:
+        """The weights by their name in the operation, or what has their ``main_grad``."""
+        return self.weight_inputs()
+
+    def waiting_weights(self) -> dict[str, Tensor]:
+        """The weights by their name in the operation, whose gradients wait for ``backward_dw``."""
+        return {name: self.waiting.held(weight) for name, weight in self.weight_inputs().items()}
 
     # --- what programs and subclasses call, under Transformer Engine's names --------------------------------
 
@@ -335,7 +343,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. Fp8kitError where one
         has none that fits."""
-        weights = {name: weight for name, weight in self.weight_inputs().items() if weight.requires_grad}
+        weights = {name: weight for name, weight in self.main_grad_weights().items() if weight.requires_grad}
         mains = {name: getattr(weight, "main_grad", None) for name, weight in weights.items()}
         some = next((main.dtype for main in mains.values() if isinstance(main, torch.Tensor)), torch.float32)
         if some not in (torch.float32, dtype):

@@ -54,7 +54,7 @@ class OperandTensor(QuantizedTensor):
     @classmethod
     def _made(cls, *arguments: Any, **options: Any) -> Any:
         made = super()._made(*arguments, **options)
-        made._lag = _lag(made._parts)
+        made._lag = lag_of(made._parts)
         return made
 
     @classmethod
@@ -134,14 +134,14 @@ class OperandTensor(QuantizedTensor):
         shared = {"w_scale_inv"} if "w_scale_inv" in whole else set()
         wanted_names = held | {f"{name}_inv" for name in held} | shared
         self._parts = {name: part for name, part in whole.items() if name in wanted_names}
-        self._lag = _lag(self._parts)
+        self._lag = lag_of(self._parts)
 
     def _get_quantizer(self) -> Any:
         return MADE_BY[0](self) if self._quantizer is None else self._quantizer
 
     def _notice(self) -> None:
         """Make the transposed codes again where the codes were written to since."""
-        if self._lag != _lag(self._parts):
+        if self._lag != lag_of(self._parts):
             self._transpose_again()
 
     def _transpose_again(self) -> None:
@@ -151,7 +151,7 @@ class OperandTensor(QuantizedTensor):
                 fresh = self._turned()
                 for name in fresh.keys() & self._parts.keys():
                     self._parts[name].copy_(fresh[name])
-            self._lag = _lag(self._parts)
+            self._lag = lag_of(self._parts)
 
     def _turned(self, back: bool = False) -> dict[str, Tensor]:
         """The parts of the transposed matrix, of the codes: the same codes where tiles are squares, else
@@ -197,7 +197,7 @@ class OperandTensor(QuantizedTensor):
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         left = super().restore_from_saved(tensors)
-        self._lag = _lag(self._parts)
+        self._lag = lag_of(self._parts)
         return left
 
     def take_parts(self, fresh: Any, noop_flag: Tensor | None = None) -> None:
@@ -206,7 +206,7 @@ class OperandTensor(QuantizedTensor):
         if held is not None and tuple(held.shape) == (n, k):  # codes without padding
             fresh = {**fresh, "w_q": fresh["w_q"][:n, :k]}
         super().take_parts(fresh, noop_flag)
-        self._lag = _lag(self._parts)
+        self._lag = lag_of(self._parts)
 
     def refill(self, parts: dict[str, Tensor]) -> None:
         """Take over the values of ``parts``, unseen by autograd: backward reads what forward did."""
@@ -214,7 +214,7 @@ class OperandTensor(QuantizedTensor):
             for name, part in self._parts.items():
                 if part is not parts[name]:
                     part.copy_(parts[name])
-        self._lag = _lag(self._parts)
+        self._lag = lag_of(self._parts)
 
     def rows_in_parts(self, values: Tensor) -> Tensor:
         return SHARDED_BY[0](values, self._fp8)
@@ -421,7 +421,7 @@ def format_of(operation: str, dtype: Any) -> Format:
         raise ArgumentError(operation, "fp8_dtype", shown(dtype), wanted) from None
 
 
-def _lag(parts: dict[str, Tensor]) -> int | None:
+def lag_of(parts: dict[str, Tensor]) -> int | None:
     """By how much the memory of the codes was written more often than that of the transposed ones; None where
     nobody counts."""
     codes, turned = parts.get("w_q"), parts.get("w_qt")

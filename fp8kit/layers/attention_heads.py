@@ -113,7 +113,8 @@ class AttentionHeads(AttentionBase):
         inputs = {"x": layer}
         for part, own in zip("qk", freqs, strict=True):
             if part in parts:
-                angles = as_angles(op, "rotary_pos_emb", self.constant("rotary_pos_emb", own, layer))
+                own = self.widened(self.constant("rotary_pos_emb", own, layer))
+                angles = as_angles(op, "rotary_pos_emb", own)
                 inputs[angles_of[part]] = angles
                 if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
                     wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"

@@ -194,8 +194,9 @@ class DotProductAttention(AttentionBase):
           tokens start. No bias array, no "arbitrary" mask, no cross-attention, and no gradient: in
           evaluation mode o has none, in training mode it must be under ``no_grad()``.
         * ``bf16_backward``: backward in high precision, where the recipe quantises attention.
-          ``num_splits``: accepted; kernels choose their own. ``fp8_output``, ``score_mod`` and its like: at
-          their defaults only.
+          ``num_splits``: accepted; kernels choose their own. ``fp8_output``: o as a ``QuantizedTensor`` where
+          the recipe quantises attention, as an input of the next layer with a scale of its own; PyTorch only.
+          ``score_mod`` and its like: at their defaults only.
         * ``prepared``: what ``resolve`` returned for these options, where it was asked before the layers were
           there; else this asks.
 
@@ -245,17 +246,19 @@ class DotProductAttention(AttentionBase):
             options |= {"qkv_format": qkv_format, "qkv_interleave_dim": qkv_interleave_dim}
         if prepared is None:
             more = {
-                "fp8_output": fp8_output,
                 "score_mod": score_mod,
                 "score_mod_bprop": score_mod_bprop,
                 "score_mod_tensors": score_mod_tensors,
                 "score_mod_bprop_tensors": score_mod_bprop_tensors,
             }
             refuse(op, FORWARD[op], more)
-            options |= {"bf16_backward": True} if bf16_backward else {}
+            asked = {"bf16_backward": bf16_backward, "fp8_output": fp8_output}
+            options |= {name: flag for name, flag in asked.items() if flag}
+            if fp8_output:
+                self.check_supported({"fp8_output": fp8_output})
             plain = {
                 "checkpoint_core_attention": checkpoint_core_attention,
-                "bf16_backward": bf16_backward,
+                **asked,
                 "num_splits": num_splits,
             }
             self.check_arguments({**layers, **options, **plain})
@@ -274,11 +277,13 @@ class DotProductAttention(AttentionBase):
         if inference_params is None:
             with self.forked() if prepared.draws else _NO_FORK:
                 o = self.call(prepared.operation, prepared.spec, inputs, prepared.draws)["o"]
+            o = self.narrowed(o) if fp8_output else o
             return (o, self.max_logit(prepared.spec, inputs)) if self.return_max_logit else o
         kind = self.kind_of(dtype)
         inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind))
         with _NO_FORK if self.training else self.no_grad():
-            return self.call_cached(prepared, inputs, inference_params, prepared.draws)
+            o = self.call_cached(prepared, inputs, inference_params, prepared.draws)
+            return self.narrowed(o) if fp8_output else o
 
     def packed(self, q: Any, k: Any, v: Any, form: Any) -> Any:
         """(query_layer, kv_layer, qkv_layer, qkv_interleave_dim) where layers are views of one array, which a
@@ -287,6 +292,10 @@ class DotProductAttention(AttentionBase):
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
         """The largest score of each head, for ``return_max_logit``, where a frontend has it."""
+        raise NotImplementedError
+
+    def narrowed(self, o: Any) -> Any:
+        """o for ``fp8_output``, where a frontend has it."""
         raise NotImplementedError
 
     def call_cached(self, prepared: ResolvedCall, inputs: dict[str, Any], cache: Any, rng: bool) -> Any:

@@ -46,6 +46,10 @@ class GroupedLinearBase(FP8Layer):
     def weight_inputs(self) -> dict[str, Any]:
         return {f"{i}_weight0": getattr(self, f"weight{i}") for i in range(self.num_gemms)}
 
+    def group_biases(self) -> list[Any]:
+        """The biases, by group."""
+        return [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+
     def row_groups(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]:
         """The groups of x's rows, one after the other."""
         raise NotImplementedError
@@ -65,7 +69,7 @@ class GroupedLinearBase(FP8Layer):
         if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) != rows:
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows}"
             raise ShapeError("GroupedLinear", "m_splits", list(sizes), wanted)
-        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
+        biases = self.group_biases() if self.use_bias else None
         inputs = {"x": x, **self.weight_inputs()}
         mode = "none" if biases is None or self.return_bias else "add"
         if mode == "add":

@@ -125,7 +125,7 @@ class ApplyRotary(AttentionBase):
         * ``t``: h (s, b, h, d), (b, s, h, d) or (t, h, d), as ``tensor_format`` says: "sbhd", "bshd" or
           "thd".
         * ``freqs``: float32 (positions, 1, 1, r), from ``RotaryPositionEmbedding``; features beyond r stay as
-          they are.
+          they are. PyTorch: bfloat16 and float16 too, whose values are taken as they are.
         * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32
           (b + 1,), running sums of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start,
           if there are gaps between them. Tokens of no sequence become 0, and so does their gradient.
@@ -151,7 +151,7 @@ class ApplyRotary(AttentionBase):
         if len(x.shape) != len(tensor_format):
             wanted = f"{len(tensor_format)} dimensions, {tensor_format}"
             raise ShapeError(op, "t", f"shape {tuple(x.shape)}", wanted)
-        inputs = {"x": x, "freqs": as_angles(op, "freqs", self.constant("freqs", freqs, x))}
+        inputs = {"x": x, "freqs": as_angles(op, "freqs", self.widened(self.constant("freqs", freqs, x)))}
         for name, value in positions.items():
             if value is not None:
                 inputs[name] = self.constant(name, value, x)

@@ -16,6 +16,12 @@ from fp8kit.ops.values import check_sequences
 
 # what the cross-attention has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+# how sequences lie with "thd": the queries' arguments -> those of keys and values
+_SEQUENCES = {
+    "cu_seqlens_q": "cu_seqlens_kv",
+    "cu_seqlens_q_padded": "cu_seqlens_kv_padded",
+    "max_seqlen_q": "max_seqlen_kv",
+}
 # the core attention's arguments -> what the layer calls them: of its own attention, of the cross-attention
 _OWN = {"attn_mask_type": "self_attn_mask_type"}
 _CROSS = {
@@ -70,9 +76,8 @@ class TransformerLayer(AttentionBase):
       ``rotary_pos_interleaved``, ``qk_norm_type``, ``qk_norm_eps``, ``qk_norm_before_rope``: as
       ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``,
-      ``enc_dec_window_size``, ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd",
-      where nothing says how e's sequences lie. An encoder takes these three at their defaults only,
-      ArgumentError otherwise: Transformer Engine ignores them.
+      ``enc_dec_window_size``, ``enc_dec_bottom_right_diagonal`` are the second attention's. An encoder takes
+      these three at their defaults only, ArgumentError otherwise: Transformer Engine ignores them.
     * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``:
       the norm of the self attention's input is left out (its residual starts at x then), and one of the
       layer's output added (child ``layernorm``).
@@ -187,10 +192,6 @@ class TransformerLayer(AttentionBase):
             parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
         decoder = layer_type == "decoder"
-        if decoder and attn_input_format == "thd":
-            raise ArgumentError(
-                op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"
-            )
         if not decoder:
             want_no_encoder(
                 op,
@@ -303,6 +304,9 @@ class TransformerLayer(AttentionBase):
           attention; the cross-attention gets the score's bias, ALiBi's slopes and
           ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see
           ``Linear``.
+        * A decoder with "thd": ``cu_seqlens_q`` and its kin say how its own sequences lie, for both
+          attentions, ``cu_seqlens_kv`` and its kin how the encoder's do. Transformer Engine gives the
+          cross-attention neither.
 
         Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
         that do not.
@@ -352,6 +356,10 @@ class TransformerLayer(AttentionBase):
                     op, "encoder_output", None, f"{self.array_name} with layer_type 'decoder'"
                 )
             source = self.as_input("encoder_output", source, self.hidden_size, form)
+        given = own
+        if inter is not None and form == "thd":
+            own = {name: value for name, value in own.items() if name not in _SEQUENCES.values()}
+            own |= {kv: own[q] for q, kv in _SEQUENCES.items() if q in own}
         prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
         self.check_part(op, "layernorm_mlp", x)
         self.check_part(op, "layernorm", x)
@@ -365,7 +373,9 @@ class TransformerLayer(AttentionBase):
         core["rotary_pos_emb"] = rotary_pos_emb
         cross: dict[str, Any] = {}
         if inter is not None:
-            of_cross = {name: own[name] for name in _CROSS_OPTIONS if name in own}
+            lengths = (*_SEQUENCES, *_SEQUENCES.values(), "pad_between_seqs") if form == "thd" else ()
+            asked = *_CROSS_OPTIONS, *lengths
+            of_cross = {name: given[name] for name in asked if name in given}
             of_cross |= {name: of_encoder[mine] for name, mine in _CROSS.items() if mine in of_encoder}
             prepared = inter.prepare(op, x, source, of_cross, None, _CROSS)
             cross = {"options": of_cross, "prepared": prepared, "checkpoint_core": recomputed}

@@ -53,7 +53,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 # a ``forward`` that takes more than its own arguments -> these
 FORWARD: dict[str, dict[str, Any]] = {
     "DotProductAttention": {
-        "fp8_output": False,
         "score_mod": None,
         "score_mod_bprop": None,
         "score_mod_tensors": None,
@@ -69,7 +68,7 @@ REASONS: dict[str, str] = {
     "get_rng_state_tracker": "only the PyTorch frontend has random states by name",
     "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",
     "return_max_logit": "only the PyTorch frontend computes scores beside its kernels",
-    "fp8_output": "attention gives its output in high precision",
+    "fp8_output": "only the PyTorch frontend has tensors of codes",
     **dict.fromkeys(
         ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), _SCORES
     ),

@@ -136,7 +136,6 @@ def layer(**options):
     [
         (lambda: layer(layer_type="decoder", parallel_attention_mlp=True), ["layer_type", "parallel"]),
         (lambda: layer(output_layernorm=True, parallel_attention_mlp=True), ["output_layernorm"]),
-        (lambda: layer(layer_type="decoder", attn_input_format="thd"), ["attn_input_format", "bshd"]),
         (lambda: layer(drop_path_rate=1.5), ["drop_path_rate", "1.5"]),
         (lambda: layer(qk_norm_type="rms"), ["qk_norm_type", "RMSNorm"]),
         (lambda: layer(seq_length=0), ["seq_length", "0"]),

@@ -28,10 +28,10 @@ _MODULES = {
     "transformer_engine.pytorch.custom_recipes": (
         "a CustomRecipe's function gives quantizers of te.pytorch or fp8kit.quantization.Quantizer values"
     ),
-    "transformer_engine.pytorch.distributed": "there is no tensor parallelism",
+    "transformer_engine.pytorch.distributed": "collectives are those of torch.distributed",
     "transformer_engine.pytorch.distributed_weight": "weights are not distributed by the layers",
     "transformer_engine.pytorch.dynamo": "torch.compile needs no such registration here",
-    "transformer_engine.pytorch.ep": "there is no expert parallelism",
+    "transformer_engine.pytorch.ep": "experts are divided by a program's own all_to_all",
     "transformer_engine.pytorch.numerics_debug": (
         "te.inspect and fp8kit.numerics.tensor_statistics look at tensors"
     ),

@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit import arrays, formats
 from fp8kit.arguments import flag, number
+from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
+from fp8kit_torch.checks import device as checked_device
 from fp8kit_torch.checks import of_one, shown, tensor
 from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, format_of, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.te_compat.dtypes import DType, of_format
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 
 
 class Quantizer:
@@ -204,7 +207,9 @@ class _OneScale(OperandQuantizer):
 class Float8CurrentScalingQuantizer(_OneScale):
     """One scale, from the tensor's own amax. ``fp8_dtype``: DType.kFloat8E4M3 or kFloat8E5M2. ``device``:
     accepted. ``force_pow_2_scales``: scales rounded down to powers of two. ``amax_epsilon``: the least amax.
-    ``with_amax_reduction`` over a group of one process changes nothing; ``use_existing_amax``: False only."""
+    ``with_amax_reduction`` over a group of one process changes nothing. ``use_existing_amax``: the scale is
+    that of ``amax``, float32 (1,), as it is when a tensor is cast, and not of the tensor's own. ``scale``:
+    accepted."""
 
     def __init__(
         self,
@@ -224,12 +229,29 @@ class Float8CurrentScalingQuantizer(_OneScale):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = type(self).__name__
         of_one(name, "amax_reduction_group", amax_reduction_group)
-        if use_existing_amax:
-            raise UnsupportedError(name, "use_existing_amax", True, "False: the cast takes the amax itself")
+        self.use_existing_amax = bool(flag(name, "use_existing_amax", use_existing_amax))
         self.dtype, self.force_pow_2_scales = of_format(format_of(name, fp8_dtype)), bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
-        self.scale, self.amax = scale, amax
+        where = torch.device("cpu") if device is None else checked_device(name, "device", device)
+        self.amax = torch.zeros(1, device=where) if amax is None and use_existing_amax else amax
+        if self.amax is not None:
+            _want_one(name, "amax", self.amax)
+        self.scale = scale
+
+    def cast(self, values: Tensor) -> OperandTensor:
+        if not self.use_existing_amax:
+            return super().cast(values)
+        amax = self.amax.detach().to(values.device).view(1)
+        scale, inverse, taken = (torch.zeros_like(amax) for _ in range(3))
+        views = [as_view(each) for each in (amax, scale, inverse)]
+        most, limit = format_of("Quantizer", self.dtype).max, formats.float32.max
+        how = most, self.force_pow_2_scales, self.amax_epsilon, limit
+        device = views[0].device
+        dispatch.kernels(device).scale_from_amax(*views, *how, arrays.current_stream(device))
+        made = Float8Quantizer(scale, taken, self.dtype).cast(values)
+        made._how = scaled_as(self.rule(), self.partner())  # multiplied as one with a scale of its own
+        return made
 
     def rule(self) -> Rule:
         rounded = "power_2" if self.force_pow_2_scales else "exact"
@@ -247,8 +269,7 @@ class Float8Quantizer(_OneScale):
         name = type(self).__name__
         self.dtype = of_format(format_of(name, fp8_dtype))
         for argument, value in (("scale", scale), ("amax", amax)):
-            if tensor(name, argument, value).dtype != torch.float32 or value.numel() != 1:
-                raise ArgumentError(name, argument, shown(value), "a float32 tensor (1,)")
+            _want_one(name, argument, value)
         self.scale, self.amax = scale, amax
 
     def rule(self) -> Rule:
@@ -340,6 +361,11 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
+
+
+def _want_one(operation: str, argument: str, value: Any) -> None:
+    if tensor(operation, argument, value).dtype != torch.float32 or value.numel() != 1:
+        raise ArgumentError(operation, argument, shown(value), "a float32 tensor (1,)")
 
 
 def _want(operation: str, value: Any) -> Tensor:

@@ -3,6 +3,7 @@
 
 from fp8kit_torch.quantized import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 from fp8kit_torch.te_compat.block_tensors import MXFP8Quantizer, MXFP8Tensor, NVFP4Quantizer, NVFP4Tensor
+from fp8kit_torch.te_compat.grouped_tensor import GroupedTensor, GroupedTensorStorage
 from fp8kit_torch.te_compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -29,6 +30,8 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_PARALLEL = "there is no tensor parallelism, and no overlap of its communication"
+_OVERLAP = "ranks communicate between the products, not beside them"
 _QUANTIZER = (
     "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
 )
@@ -16,16 +16,17 @@ _MASTERS = "FusedAdam(master_weights=True) casts its masters to weights in FP8"
 
 # why -> names; a name means the same in whatever module of Transformer Engine it is
 _NAMES = {
-    _PARALLEL: """initialize_ub destroy_ub fill_userbuffers_buffer_for_all_gather get_ub AllGather
-        AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer
-        FullyShardedDataParallel""",
-    _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage
-        GroupedTensor GroupedTensorStorage""",
+    _OVERLAP: "initialize_ub destroy_ub fill_userbuffers_buffer_for_all_gather get_ub",
+    "experts are divided by a program's own all_to_all, between moe_permute and GroupedLinear": (
+        "ep_bootstrap ep_prepare ep_dispatch ep_combine ep_finalize EpBuffer"
+    ),
+    "torch's fully_shard takes the layers": "FullyShardedDataParallel",
+    _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor
+        IdentityTensorStorage""",
     _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": (
         "FusedMLAQUpProjRopeQuant general_grouped_gemm"
     ),
-    "the activation is not there": "ScaledTanhSReLU",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
 }

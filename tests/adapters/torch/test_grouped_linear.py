@@ -221,8 +221,6 @@ def test_refusals():
             grouped(torch.zeros(8, K), splits)
     with pytest.raises(Fp8kitError, match="use_grouped_tensor"):
         GroupedLinear(2, K, N, use_grouped_tensor="yes")
-    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
-        GroupedLinear(2, K, N, single_grouped_weight=True)
     with pytest.raises(TypeError, match="colour"):
         GroupedLinear(2, K, N, colour=1)
 
@@ -254,3 +252,29 @@ def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias
     for name in ("out", "dgrad_out"):
         with pytest.raises(Fp8kitError, match=f"GroupedLinear: {name}"):
             layer(x, sizes, **{name: torch.zeros(3, 3, device=place)})
+
+
+def test_weights_that_ranks_share():
+    """Of N with "column", of K with "row", whose results the program adds; nothing is communicated."""
+    whole = GroupedLinear(2, K, N, device="cpu")
+    x, splits = torch.randn(8, K), [3, 5]
+    want = whole(x, splits)
+    for mode, dim in (("column", 0), ("row", 1)):
+        parts = []
+        for rank in range(2):
+            own = GroupedLinear(2, K, N, tp_size=2, parallel_mode=mode, bias=mode == "column", device="cpu")
+            assert (own.tp_size, own.parallel_mode) == (2, mode)
+            assert own.weight0.tensor_model_parallel
+            assert own.weight0.partition_dim == dim
+            with torch.no_grad():
+                for name, parameter in own.named_parameters():
+                    axis = dim if name.startswith("weight") else 0
+                    parameter.copy_(getattr(whole, name).chunk(2, axis)[rank])
+            parts.append(own(x if mode == "column" else x.chunk(2, 1)[rank], splits))
+        y = torch.cat(parts, 1) if mode == "column" else parts[0] + parts[1]
+        torch.testing.assert_close(y, want)
+    assert GroupedLinear(2, K, N, tp_size=2, device="cpu").weight0.shape == (N, K)  # as in Transformer Engine
+    with pytest.raises(Fp8kitError, match="out_features: got 31"):
+        GroupedLinear(2, K, 31, tp_size=2, parallel_mode="column", device="cpu")
+    with pytest.raises(Fp8kitError, match="tp_group: got 3"):
+        GroupedLinear(2, K, N, tp_group=3, device="cpu")

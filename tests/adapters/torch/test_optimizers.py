@@ -328,8 +328,6 @@ def test_refusals():
     p = torch.nn.Parameter(torch.ones(4, 3))
     with pytest.raises(NotImplementedError, match="FusedAdam: amsgrad"):
         FusedAdam([p], amsgrad=True)
-    with pytest.raises(NotImplementedError, match="FusedSGD: materialize_master_grads"):
-        FusedSGD([p], lr=1.0, materialize_master_grads=False)
     for options, word in (({"betas": (1.0, 0.9)}, "betas"), ({"lr": -1}, "lr"), ({"eps": -1}, "eps")):
         with pytest.raises(Fp8kitError, match=f"FusedAdam: {word}"):
             FusedAdam([p], **options)
@@ -487,3 +485,16 @@ def test_sgd_in_half_precision(place, dtype, options):
         )  # of |w| < 5
         if options:
             assert opt.state[p]["momentum_buffer"].dtype is torch.float32
+
+
+def test_sgd_without_master_gradients_is_sgd():
+    """apex's amp is not there: the argument changes nothing, as in Transformer Engine."""
+    found = []
+    for asked in (True, False):
+        parameter = torch.nn.Parameter(torch.arange(8.0))
+        optimizer = FusedSGD([parameter], lr=0.1, momentum=0.9, materialize_master_grads=asked)
+        for _ in range(2):
+            parameter.grad = torch.ones(8)
+            optimizer.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit.recipe import Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 S, B, H, D = 6, 2, 4, 8
 
@@ -170,3 +170,73 @@ def test_backward_in_high_precision_behind_a_quantised_forward(form):
     assert (dv_got - dv).abs().max() <= 2 * S * 49 * D**0.5 * 2.0**-23 * g.abs().max()
     assert (dv_quantised - dv).abs().max() > 2.0**-8 * g.abs().max()
     assert torch.equal(run(False, bf16_backward=True)[1], dv)
+
+
+def test_a_decoder_of_sequences_in_a_row(device):
+    """The decoder's sequences lie as cu_seqlens_q says in both attentions, the encoder's as cu_seqlens_kv:
+    each is as it is by itself."""
+    size, dtype = H * D, torch.float32 if device == "cpu" else torch.bfloat16
+    options = {"layer_type": "decoder", "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    options |= {"params_dtype": dtype, "self_attn_mask_type": "padding_causal"}
+    packed = ft.TransformerLayer(
+        size, 2 * size, H, attn_input_format="thd", enc_dec_attn_mask_type="padding", **options
+    )
+    whole = ft.TransformerLayer(
+        size, 2 * size, H, attn_input_format="bshd", **options | {"self_attn_mask_type": "causal"}
+    )
+    whole.load_state_dict(packed.state_dict())
+    torch.manual_seed(1)
+    x, e = (torch.randn(n, size, dtype=dtype, device=device) for n in (5, 9))
+    x.requires_grad_()
+    ends = {"cu_seqlens_q": sums(3, 2, device=device), "cu_seqlens_kv": sums(4, 5, device=device)}
+    y = packed(x, encoder_output=e, max_seqlen_q=3, max_seqlen_kv=5, **ends)
+    parts = [(slice(0, 3), slice(0, 4)), (slice(3, 5), slice(4, 9))]
+    want = torch.cat([whole(x[own][None], encoder_output=e[source][None])[0] for own, source in parts])
+    within = {"rtol": 2e-2, "atol": 5e-2} if device == "cuda" else {}  # roundings to bfloat16
+    torch.testing.assert_close(y, want, **within)
+    found = torch.autograd.grad(y.sum(), x)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(want.sum(), x)[0], **within)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_angles_of_sixteen_bits(device, dtype):
+    """They are read as the values they are, by the function and by the layer."""
+    torch.manual_seed(2)
+    kind = torch.float32 if device == "cpu" else torch.bfloat16
+    angles = ft.RotaryPositionEmbedding(D, device=device)(S).to(dtype)
+    q = torch.randn(S, B, H, D, device=device, dtype=kind)
+    assert torch.equal(ft.apply_rotary_pos_emb(q, angles), ft.apply_rotary_pos_emb(q, angles.float()))
+    layer = ft.MultiheadAttention(H * D, H, attention_dropout=0.0, device=device, params_dtype=kind)
+    x = torch.randn(S, B, H * D, device=device, dtype=kind)
+    assert torch.equal(layer(x, rotary_pos_emb=angles), layer(x, rotary_pos_emb=angles.float()))
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_output_in_fp8(device, kind, checkpointed):
+    """Where the recipe quantises attention, o comes as the next layer's input: codes of its own scale, which
+    that layer multiplies as they are. The gradient passes."""
+    recipe, attend = kind(fp8_dpa=True, fp8_mha=True), core(device, attn_mask_type="causal")
+    x = layers(device, S, B).requires_grad_()
+    q, k, v = x.unbind(-3)
+    options = {"fp8_output": True, "checkpoint_core_attention": checkpointed}
+    with ft.autocast(recipe=recipe):
+        o, want = attend(q, k, v, **options), attend(q, k, v)
+    assert isinstance(o, ft.Float8Tensor)
+    assert o.shape == want.shape
+    torch.testing.assert_close(o.dequantize(), want, rtol=0.07, atol=1e-3)  # E4M3's rounding
+    gradients = [torch.autograd.grad(each.float().sum(), x, retain_graph=True)[0] for each in (o, want)]
+    assert torch.equal(*gradients)
+    project = ft.Linear(H * D, 16, device=device, params_dtype=x.dtype)
+    with ft.autocast(recipe=Float8CurrentScaling()):
+        assert torch.equal(project(o), project(want))
+
+
+def test_an_output_in_fp8_is_asked_for_where_attention_is_not():
+    """As in Transformer Engine, nothing becomes of it."""
+    attend, (q, k, v) = core("cpu"), layers("cpu", S, B).unbind(-3)
+    for recipe in (None, Float8CurrentScaling()):
+        with ft.autocast(recipe is not None, recipe=recipe):
+            assert type(attend(q, k, v, fp8_output=True)) is torch.Tensor
+    with pytest.raises(ArgumentError, match="fp8_output"):
+        attend(q, k, v, fp8_output="yes")

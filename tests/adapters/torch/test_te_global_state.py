@@ -233,3 +233,21 @@ def test_contexts_for_torchs_checkpoint(layer):
         results.append([y, x.grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert te.distributed.use_reentrant_activation_recompute()
+
+
+def test_an_autocast_of_a_graph_leaves_scales_to_the_one_around_it():
+    """As in Transformer Engine: ``_graph`` updates nothing, amaxes stay recorded."""
+    own = te.Linear(16, 16, device="cpu")
+    x, recipe = torch.randn(16, 16), DELAYED
+    with te.fp8_autocast(fp8_recipe=recipe, _graph=True):
+        own(x)
+    state = own.fp8_meta["scaling_fwd"]
+    assert torch.equal(state.scale, torch.ones(3))
+    assert state.amax_history[0, 0] == x.abs().max()
+    with te.autocast(recipe=recipe):
+        with te.autocast(recipe=recipe, _graph=True):
+            own(x)
+        assert state.scale[0] == 1
+    assert state.scale[0] > 1
+    with pytest.raises(ArgumentError, match="_graph"):
+        te.autocast(_graph="yes")

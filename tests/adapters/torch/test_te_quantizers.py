@@ -46,6 +46,24 @@ def test_the_least_amax(x):
     assert torch.equal(held._data, codes(x * 8, E4M3))
 
 
+def test_an_amax_that_somebody_else_has_taken(x):
+    """The scale is that amax's, as it is at each cast; a layer multiplies the codes as they are."""
+    amax = x.abs().max().view(1)
+    quantizer = ft.Float8CurrentScalingQuantizer(E4M3, x.device, use_existing_amax=True, amax=amax)
+    usual = ft.Float8CurrentScalingQuantizer(E4M3, x.device)(x)
+    held = quantizer(x)
+    assert torch.equal(held._data, usual._data)
+    assert torch.equal(held._scale_inv, usual._scale_inv)
+    layer = ft.Linear(48, 16, device=x.device)
+    with ft.autocast(recipe=ft.Float8CurrentScaling()):
+        assert torch.equal(layer(held), layer(x))
+    amax.fill_(56.0)
+    assert quantizer(x)._scale_inv.item() == 0.125
+    made = ft.Float8CurrentScalingQuantizer(E4M3, x.device, use_existing_amax=True)
+    made.amax.fill_(56.0)
+    assert torch.equal(made(x)._data, quantizer(x)._data)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_scale_that_is_given_and_the_amax_that_is_taken(x, dtype):
     scale, amax = torch.full((1,), 8.0, device=x.device), torch.zeros(1, device=x.device)
@@ -149,6 +167,7 @@ def test_usages_and_copies():
         (lambda: ft.Float8Quantizer(torch.ones(2), torch.zeros(1), E4M3), "scale"),
         (lambda: ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3), "dim"),
         (lambda: ft.Float8CurrentScalingQuantizer(E4M3, rowwise="no"), "rowwise"),
+        (lambda: ft.Float8CurrentScalingQuantizer(E4M3, amax=torch.zeros(2)), "amax"),
     ],
 )
 def test_wrong_arguments(make, word):

@@ -13,7 +13,6 @@ from pathlib import Path
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.grouped_linear import CONSTRUCTOR as GROUPED
 
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.attention_inputs import CORE_OPTIONS
@@ -128,7 +127,7 @@ SIZES = {
 # those for which the frontend has no rule of its own
 LATER = {
     name: [key for key in table if key not in ft.Linear.constructor_rules]
-    for name, table in (CONSTRUCTOR | {"GroupedLinear": GROUPED}).items()
+    for name, table in CONSTRUCTOR.items()
 }
 
 
@@ -208,7 +207,7 @@ def test_attention_takes_its_options_by_place():
 
 
 @pytest.mark.parametrize(
-    "argument", ["fp8_output", "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"]
+    "argument", ["score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"]
 )
 def test_what_has_no_effect_on_a_call_is_refused_by_place_too(argument):
     core, q = ft.DotProductAttention(4, 8, device="cpu"), torch.zeros(3, 2, 4, 8)
