@@ -6,6 +6,7 @@ A request is a line of JSON, [what, name, value], and so is its answer: nothing 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 import socketserver
@@ -40,15 +41,35 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        super().__init__(address, _Answers)
+    def __init__(self, address: str, port: int) -> None:
+        self.address_family, own = listening(address)
         self.texts: dict[str, str] = {}
+        super().__init__((own, port), _Answers)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:  # IPv4's too
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+def listening(address: str) -> tuple[socket.AddressFamily, str]:
+    """The family and the address at which rank 0 listens so that others find it at ``address``: this machine
+    alone for a loopback address, else all interfaces. The machine itself may know its name by another
+    address than the others do, a loopback one often, or not have the address at all behind a translation."""
+    try:
+        own = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+    except ValueError:  # a name
+        return (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    if own.version == 6:
+        return socket.AF_INET6, str(own) if own.is_loopback else "::"
+    return socket.AF_INET, str(own) if own.is_loopback else ""
 
 
 class Store:
     """The texts of a job, of which this process is ``place``; rank 0 keeps them at the port that its launcher
-    named, or at the next one where the launcher listens there itself. BackendError where rank 0 is not met
-    within ``timeout`` seconds, or cannot listen; OSError, later, where it has ended."""
+    named, or at the next one where the launcher listens there itself. All meet it at the launcher's address;
+    it listens there if that is a loopback address, else on all interfaces. BackendError where rank 0 is not
+    met within ``timeout`` seconds, or cannot listen; OSError, later, where it has ended."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self.place, port = place, place.port + place.agent
@@ -56,7 +77,7 @@ class Store:
         at = f"{place.address}:{port}"
         if place.rank == 0:
             try:
-                self._server = _Server((place.address, port))
+                self._server = _Server(place.address, port)
             except OSError as error:
                 wanted = "a free port: MASTER_ADDR, MASTER_PORT"
                 raise BackendError(
@@ -113,4 +134,4 @@ class Store:
             self._server.server_close()
 
 
-__all__ = ["Store"]
+__all__ = ["Store", "listening"]

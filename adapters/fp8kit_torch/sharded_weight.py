@@ -7,7 +7,6 @@ would: the amaxes of all weights are reduced together, once after each change of
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -26,8 +25,11 @@ from fp8kit_torch.views import as_view
 from fp8kit_torch.weight_scales import amax_of, scales_of
 
 _aten = torch.ops.aten
-_NUMBERS = itertools.count()
-_ALL: weakref.WeakValueDictionary[int, _Rows] = weakref.WeakValueDictionary()
+# process group -> the weights whose amaxes its processes reduce, in the order of their first gathering, which
+# is the same everywhere. Each process collects garbage at its own time: a weight's place stays until no
+# process has the weight any more.
+_OF_GROUP: weakref.WeakKeyDictionary[Any, list[weakref.ref[_Rows]]] = weakref.WeakKeyDictionary()
+_GONE = -1.0  # the amax of a weight that this process does not have any more
 _BLOCKS = "block_128x128"
 
 
@@ -43,8 +45,6 @@ class _Rows:
         self.count, self.written = 0, True
         self.amax: Tensor | None = None
         self._version = -1
-        self.number = next(_NUMBERS)
-        _ALL[self.number] = self
 
     @property
     def changed(self) -> bool:
@@ -120,14 +120,17 @@ class ShardedWeight(torch.Tensor):
         """What is gathered of this process's rows, and, where that is not gathered, the weight's scale_inv.
         ``mesh``: of the processes; ``outer_size``: the whole weight's."""
         rows, rule = self._rows, self._rows.fp8.w
-        rows.group, rows.count = mesh.get_group(), outer_size[0]
+        rows.count = outer_size[0]
         if not _codes_fit(rows, mesh.size()):
             return (rows.padded,), None
         if rule.granularity == _BLOCKS:
             scale, inverse = scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype)
         else:
+            if rows.group is not (group := mesh.get_group()):
+                rows.group = group
+                _OF_GROUP.setdefault(group, []).append(weakref.ref(rows))
             if rows.changed:
-                _share_amaxes(rows.group)
+                _share_amaxes(group)
             assert rows.amax is not None
             scale, inverse = scales_of(rows.amax, rule, rows.padded.dtype)
         codes = quantize(rows.padded, rule.format, scale, rule.granularity).data
@@ -184,14 +187,28 @@ def _codes_fit(rows: _Rows, processes: int) -> bool:
 
 
 def _share_amaxes(group: Any) -> None:
-    """Take anew the amaxes of all weights of these processes that have changed: one reduction."""
-    changed = [rows for _, rows in sorted(_ALL.items()) if rows.group is group and rows.changed]
-    changed = [rows for rows in changed if rows.fp8.w.granularity == "tensor"]
-    amaxes = torch.cat([amax_of(rows.padded, rows.fp8.w) for rows in changed])
+    """Take anew the amaxes of all weights of these processes: one reduction. A process's own rows that have
+    not changed count by the amax of the whole weight."""
+    places = _OF_GROUP[group]
+    held = [reference() for reference in places]
+    own = next(rows.padded for rows in held if rows is not None)
+    gone = own.new_full((1,), _GONE, dtype=torch.float32)
+    amaxes = torch.cat([gone if rows is None else _amax(rows) for rows in held])
     view = as_view(amaxes)
     TorchCollectives.of(group).all_reduce(view, "max", _stream(view.device), "amaxes of sharded weights")
-    for rows, amax in zip(changed, amaxes.split(1), strict=True):
-        rows.take(amax)
+    for rows, amax in zip(held, amaxes.split(1), strict=True):
+        if rows is not None:
+            rows.take(amax)
+    if None in held:
+        left = zip(places, amaxes.tolist(), strict=True)
+        places[:] = [reference for reference, amax in left if amax != _GONE]
+
+
+def _amax(rows: _Rows) -> Tensor:
+    """The amax of a process's rows, or of the whole weight where nobody wrote to them; float32 (1,)."""
+    if rows.changed or rows.amax is None:
+        return amax_of(rows.padded, rows.fp8.w)
+    return rows.amax
 
 
 def _of_codes(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,6 +182,32 @@ def test_ranks_share_texts():
     first.close()
     with pytest.raises(BackendError, match="expected rank 0 there"):
         Store(with_port._replace(rank=1, port=1), 0.2)
+
+
+LISTENING = {
+    "127.0.0.1": (socket.AF_INET, "127.0.0.1"),
+    "localhost": (socket.AF_INET, "127.0.0.1"),
+    "::1": (socket.AF_INET6, "::1"),
+    "10.1.2.3": (socket.AF_INET, ""),  # not an address of this machine, behind a translation
+    "2001:db8::1": (socket.AF_INET6, "::"),
+}
+
+
+@pytest.mark.parametrize("address", LISTENING)
+def test_where_rank_0_listens(address):
+    """This machine alone by a loopback address, else all interfaces."""
+    assert rendezvous.listening(address) == LISTENING[address]
+
+
+def test_rank_0_is_met_by_a_name_that_it_does_not_know(monkeypatch):
+    """As others resolve it: rank 0 listens at every address."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **kw: resolve("127.0.0.1", *rest, **kw))
+    place = Place(0, 1, 0, "rank-zero.invalid", int(launch.places(1)[0]["MASTER_PORT"]))
+    store = Store(place, 5.0)
+    store.set("a", "b")
+    assert store.get("a", 1.0) == "b"
+    store.close()
 
 
 def test_processes_end_with_their_launcher(tmp_path):

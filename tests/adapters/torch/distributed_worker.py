@@ -6,6 +6,7 @@ Every case checks its own numbers; a process that finds one wrong ends with an e
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import warnings
@@ -235,6 +236,42 @@ def held_under_recipes(rank, world, reductions, gathered):
             layer.reshard()
 
 
+def collected_late(rank, world):
+    """A model that was deleted, and that one process still has in memory: the others do not wait for its
+    amaxes. Its places go once no process has it."""
+
+    def held():
+        with quantized_model_init(recipe=Float8CurrentScaling()):
+            net = torch.nn.Sequential(Linear(64, 32, device=PLACE), Linear(32, 64, device=PLACE))
+        shard(net[0], net[1], net)
+        return net
+
+    def places():
+        return [len(own) for own in sharded_weight._OF_GROUP.values()]
+
+    gc.collect()
+    gc.disable()
+    try:
+        first = held()
+        follow(first, Float8CurrentScaling(), rank, 64, 1)
+        before = places()
+        if rank == 0:  # its own list keeps it, as a cycle of references does
+            first.itself = [first]
+        del first
+        if rank != 0:
+            gc.collect()
+        net = held()
+        follow(net, Float8CurrentScaling(), rank, 64, 2)
+        assert sum(places()) == sum(before) + 2
+        gc.collect()
+        follow(net, Float8CurrentScaling(), rank, 64, 1)
+        assert sum(places()) == 2, places()
+        for parameter in net.parameters():
+            same_everywhere("weight", parameter.full_tensor())
+    finally:
+        gc.enable()
+
+
 def follow(net, recipe, rank, features, steps):
     """Losses of the mean over all processes, of so many steps."""
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
@@ -418,6 +455,7 @@ def main(rank, world, folder, place):
             sharded,
             sharded_parts,
             held_in_fp8,
+            collected_late,
             masters_in_parts,
         ):
             case(rank, world)

@@ -23,6 +23,7 @@ CASES = [
     "sharded",
     "sharded_parts",
     "held_in_fp8",
+    "collected_late",
     "masters_in_parts",
 ]
 
