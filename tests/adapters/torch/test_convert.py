@@ -405,7 +405,9 @@ def test_checkpoints_of_either_load_into_the_other():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=lambda one: type(one).__name__
+)
 def test_converted_models_compile_in_one_graph(recipe):
     net, x = convert(model(), lambda module, name: name != "odd"), torch.randn(4, D)
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -414,7 +416,7 @@ def test_converted_models_compile_in_one_graph(recipe):
     assert_same_bits("compiled", bits(got), bits(wanted))
 
 
-@pytest.mark.parametrize("name, states", [("first", 2), ("last", 0)])
+@pytest.mark.parametrize(("name", "states"), [("first", 2), ("last", 0)])
 def test_recipes_by_layer_take_converted_layers(name, states):
     """By their names, which a program gives them as it does to ours."""
     net, x = convert(nn.Sequential(nn.Linear(D, D))), torch.randn(4, D)
