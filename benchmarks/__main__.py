@@ -3,10 +3,11 @@
     python -m benchmarks [PART ...] --out DIR [--minutes N]
     python -m benchmarks --table [--update]
 
-Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART all but ``train`` run. Sizes
-are full on a GPU and small on the CPU. With --isolate each part has a process of its own: one that crashes or
-hangs costs the others nothing. Returns 1 where a part failed or a result of fp8kit is wrong, 2 for arguments
-that are none; a missed target is printed and changes nothing.
+Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART the usual ones run; --list
+says which they are, and how long each takes. Sizes are full on a GPU and small on the CPU. With --isolate
+each part has a process of its own: one that crashes or hangs costs the others nothing. Returns 1 where a part
+failed or a result of fp8kit is wrong, 2 for arguments that are none; a missed target is printed and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -88,12 +89,7 @@ def measure(options: argparse.Namespace) -> int:
     from benchmarks.parts import PARTS
 
     if options.list:
-        print(
-            "\n".join(
-                f"{part.name:12}{part.about}{'' if part.usual else ' (only where it is named)'}"
-                for part in PARTS
-            )
-        )
+        print(*PARTS, sep="\n")
         return 0
     names = [part.name for part in PARTS]
     unknown = sorted(set(options.parts) - set(names))

@@ -5,14 +5,25 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks import arithmetic, error, inspector, named, paths, shapes, torch_cases, torch_kernels, train
+from benchmarks import (
+    arithmetic,
+    attention,
+    error,
+    inspector,
+    model,
+    named,
+    shapes,
+    soak,
+    torch_cases,
+    torch_kernels,
+    train,
+)
 from fp8kit.bench.breakeven import breakeven_part
 from fp8kit.bench.gemms import gemm_part
 from fp8kit.bench.kernels import kernels_part
 from fp8kit.bench.layers import Field, host_part, layer_part, modules_part
 from fp8kit.bench.memory import memory_part
 from fp8kit.bench.report import Part, Row, Setting
-from fp8kit.bench.skeleton import attention_part
 from fp8kit.bench.start import start_part
 
 _FIELD = Field(torch_cases.contenders, torch_cases.reference, torch_cases.TorchPeak)
@@ -30,34 +41,78 @@ PARTS = (
         "layer",
         "a TransformerLayer at four sizes, all frontends and peers; the skeleton of the same run",
         partial(layer_part, field=_FIELD),
+        takes="3 min",
     ),
-    Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part),
-    Part("host", "the host's time on a tiny Linear", partial(host_part, field=_FIELD)),
-    Part("start", "the first step of a fresh process, kernel cache empty and warm", start_part),
+    Part("kernels", "each memory-bound kernel beside a copy of the same bytes", kernels_part, takes="50 s"),
+    Part("host", "the host's time on a tiny Linear", partial(host_part, field=_FIELD), takes="6 s"),
+    Part("start", "the first step of a fresh process, kernel cache empty and warm", start_part, takes="20 s"),
     Part(
         "gemm",
         "the layer's FP8 products beside cuBLASLt's best algorithms and torch's",
         partial(gemm_part, peers=torch_kernels.products),
+        takes="12 s",
     ),
-    Part("attention", "causal attention alone", partial(attention_part, peers=torch_kernels.attentions)),
-    Part("modules", "LayerNormMLP and Linear", partial(modules_part, field=_FIELD)),
-    Part("memory", "where the tensors go that are kept for backward", memory_part),
-    Part("jax", "the layer inside jax.jit", jax_part),
+    Part(
+        "attention",
+        "causal attention alone: ours, cuDNN, torch's flash and FlexAttention over lengths and heads",
+        attention.attention_part,
+        takes="3 min, most of it torch.compile's",
+    ),
+    Part("modules", "LayerNormMLP and Linear", partial(modules_part, field=_FIELD), takes="30 s"),
+    Part("memory", "where the tensors go that are kept for backward", memory_part, takes="2 s"),
+    Part("jax", "the layer inside jax.jit", jax_part, takes="45 s"),
     Part(
         "breakeven",
         "from which size on FP8 pays, eager and as a graph",
         partial(breakeven_part, contenders=torch_cases.breakeven),
+        takes="150 s",
     ),
-    Part("error", "a Linear's error against float64, for each recipe", error.error_part),
+    Part("error", "a Linear's error against float64, for each recipe", error.error_part, takes="10 s"),
     Part(
         "arithmetic",
         "cuBLASLt's products beside the model of Hopper's tensor cores, bit for bit, and the model's time",
         arithmetic.arithmetic_part,
         usual=False,
+        takes="50 s",
     ),
-    Part("paths", "attention by cuDNN and by our kernels, over lengths and heads", paths.paths_part),
-    Part("recipes", "a layer under every published recipe beside bfloat16", named.recipes_part, usual=False),
-    Part("inspect", "what the inspector costs a step, by how often it looks", inspector.inspect_part),
-    Part("shapes", "a layer over batches of ever other lengths: first and later visits", shapes.shapes_part),
-    Part("train", "training in bfloat16 and FP8 from several seeds; minutes", train.train_part, usual=False),
+    Part(
+        "recipes",
+        "a layer under every published recipe beside bfloat16",
+        named.recipes_part,
+        usual=False,
+        takes="40 s",
+    ),
+    Part(
+        "inspect",
+        "what the inspector costs a step, by how often it looks",
+        inspector.inspect_part,
+        takes="12 s",
+    ),
+    Part(
+        "shapes",
+        "a layer over batches of ever other lengths: first and later visits",
+        shapes.shapes_part,
+        takes="80 s",
+    ),
+    Part(
+        "model",
+        "a Hugging Face Llama, plain and converted, eager and compiled: whole training steps",
+        model.model_part,
+        usual=False,
+        takes="4 min, most of it torch.compile's",
+    ),
+    Part(
+        "soak",
+        "2,000 steps over 1,000 lengths: memory stays, and no plan is made again",
+        soak.soak_part,
+        usual=False,
+        takes="1 min",
+    ),
+    Part(
+        "train",
+        "training in bfloat16 and FP8 from several seeds",
+        train.train_part,
+        usual=False,
+        takes="some minutes",
+    ),
 )

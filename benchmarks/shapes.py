@@ -11,21 +11,29 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import fp8kit_torch as ft
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.targets import FLASH, MISSING, TORCH
+from benchmarks.torch_cases import without_cudnn
 from benchmarks.torch_plain import Layer
-from fp8kit.bench.report import Row, Setting
+from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.bench.contest import row_of
+from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.sizes import FULL
 
 LENGTHS, SEED = (100, 1000), 0
+SMALL_LENGTHS = 3
 VISITS = 3
 Step = Callable[[torch.Tensor], None]
 
 
-def _fp8kit(hidden: int, heads: int, device: torch.device, fp8: bool) -> Step:
+def _fp8kit(
+    hidden: int, heads: int, device: torch.device, fp8: bool, policy: SelectionPolicy | None = None
+) -> Step:
     layer = ft.TransformerLayer(
         hidden,
         4 * hidden,
@@ -38,9 +46,10 @@ def _fp8kit(hidden: int, heads: int, device: torch.device, fp8: bool) -> Step:
     recipe = ft.recipe.DelayedScaling()
 
     def step(x: torch.Tensor) -> None:
-        with ft.autocast(enabled=fp8, recipe=recipe):
-            y = layer(x.transpose(0, 1))
-        y.backward(torch.ones_like(y))
+        with nullcontext() if policy is None else policy_context(policy):
+            with ft.autocast(enabled=fp8, recipe=recipe):
+                y = layer(x.transpose(0, 1))
+            y.backward(torch.ones_like(y))
         layer.zero_grad(set_to_none=True)
 
     return step
@@ -66,16 +75,22 @@ def shapes_part(setting: Setting) -> list[Row]:
     kind = setting.device.kind
     device = torch.device(kind, setting.device.index) if kind == "cuda" else torch.device("cpu")
     made = {
-        "fp8kit_torch FP8 delayed": _fp8kit(hidden, heads, device, fp8=True),
+        TORCH: _fp8kit(hidden, heads, device, fp8=True),
+        MISSING: _fp8kit(hidden, heads, device, fp8=True, policy=without_cudnn()),
         "fp8kit_torch bf16": _fp8kit(hidden, heads, device, fp8=False),
-        "torch eager bf16, flash attention": _torch(hidden, heads, device),
+        FLASH: _torch(hidden, heads, device),
     }
-    draw, rows = random.Random(SEED), []
-    for count in LENGTHS if full else (3,):
+    draw, rows = random.Random(SEED), list[Row]()
+    for count in LENGTHS if full else (SMALL_LENGTHS,):
         lengths = [8 * draw.randint(longest // 160 + 1, longest // 8) for _ in range(count)]
         different = len(set(lengths))
+        workload = f"hidden {hidden}, batch {batch}, {count} batches of {different} lengths"
         for visit in range(1, VISITS + 1):
             for name, step in made.items():
+                case = f"{name}, visit {visit}"
+                if setting.left() <= 0:
+                    rows.append(row_of(workload, case, NO_TIME))
+                    continue
                 x = torch.randn(batch, longest, hidden, device=device, dtype=torch.bfloat16)
                 if visit == 1 and count == LENGTHS[0]:  # compile the kernels, for long and for short
                     for length in (longest, longest // 32):
@@ -86,13 +101,9 @@ def shapes_part(setting: Setting) -> list[Row]:
                     step(x[:, :length].detach().requires_grad_())
                 _wait(device)
                 rows.append(
-                    {
-                        "workload": f"hidden {hidden}, batch {batch}, {count} batches of {different} lengths",
-                        "case": f"{name}, visit {visit}",
-                        "status": "ok",
-                        "value": 1e3 * (time.perf_counter() - begin) / count,
-                        "unit": "ms a step",
-                    }
+                    row_of(
+                        workload, case, value=1e3 * (time.perf_counter() - begin) / count, unit="ms a step"
+                    )
                 )
     return rows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks import targets
-from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH, NATIVE, TORCH
+from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH, MISSING, NATIVE, TORCH
 from fp8kit.bench import report as reports
 from fp8kit.bench.problem import SAME_BITS
 from fp8kit.bench.report import Report, Row
@@ -47,6 +47,7 @@ LONG = (
     TORCH,
     "fp8kit_torch FP8 current",
     "fp8kit_torch FP8 block",
+    MISSING,
     GRAPH,
     f"{NATIVE}, graph",
     f"{TORCH}, graph",

@@ -19,6 +19,9 @@ EAGER, CUDNN, COMPILED, GRAPH = (
     "torch eager bf16, graph",
 )
 NATIVE, TORCH = "fp8kit native FP8 delayed", "fp8kit_torch FP8 delayed"
+MISSING = f"{TORCH}, cuDNN missing"  # attention by our own kernels
+FLASH = "torch eager bf16, flash attention"
+OWN_KERNEL, LIBRARY = "fp8kit flash", "fp8kit cuDNN"  # attention alone
 FRONTENDS = (NATIVE, TORCH)
 SMALL = "the run's sizes are not the full ones"
 
@@ -61,34 +64,90 @@ def ratio(
     )
 
 
+def of_layers(cases: tuple[str, ...], other: str, key: str, *workloads: str) -> Callable[[Report], float]:
+    """The largest ``ratio`` of several layers."""
+    return lambda r: max(ratio(workload, cases, other, key)(r) for workload in workloads)
+
+
+def visits(report: Report, first: bool) -> float:
+    """Of the part ``shapes``: milliseconds of a step at the first visit of 100 lengths, or the largest share
+    that a later visit takes of torch's with flash attention, over all its numbers of lengths."""
+    rows = report.rows("shapes")
+    if not rows:
+        raise Missing("shapes: not measured")
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    if first:
+        return figure(report, "shapes", f"{TORCH}, visit 1", "value", workloads[0])
+    later = [row for row in rows if row["case"].startswith(f"{TORCH}, visit") and row["case"][-1] != "1"]
+    found = []
+    for row in later:
+        own = figure(report, "shapes", row["case"], "value", row["workload"])
+        theirs = row["case"].replace(TORCH, FLASH)
+        found.append(own / figure(report, "shapes", theirs, "value", row["workload"]))
+    return max(found)
+
+
+def attention_speed(report: Report) -> float:
+    """The least of cuDNN's time over our kernels', causal, heads of 64 and 128 features, each direction."""
+    grid = [row for row in report.rows("attention") if row["case"].startswith(OWN_KERNEL)]
+    sizes = [row["workload"] for row in grid if row["workload"].endswith(tuple(f" x {n}" for n in LENGTHS))]
+    sizes = [one for one in sizes if one.startswith(("head_dim 64, 32/32", "head_dim 128, 16/16"))]
+    if not sizes:
+        raise Missing(f"attention, {OWN_KERNEL}: not measured")
+    return min(
+        figure(report, "attention", f"{LIBRARY}, {direction}", "gpu_ms", size)
+        / figure(report, "attention", f"{OWN_KERNEL}, {direction}", "gpu_ms", size)
+        for size in dict.fromkeys(sizes)
+        for direction in ("forward", "backward")
+    )
+
+
+def of_model(case: str, other: str) -> Callable[[Report], float]:
+    """Of the part ``model`` one case's step over another's."""
+    return lambda r: figure(r, "model", case, "gpu_ms") / figure(r, "model", other, "gpu_ms")
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention alone is measured at
+LARGEST, MIDDLE = "layer 4096", ("layer 2048", "layer 1024", "layer 768")
+
 TARGETS = (
-    Target("native FP8 delayed layer / torch eager bf16", 0.60, 0.55, ratio("layer 4096", (NATIVE,), EAGER)),
+    Target("native FP8 delayed layer / torch eager bf16", 0.60, 0.55, ratio(LARGEST, (NATIVE,), EAGER)),
     Target(
         "native FP8 delayed layer / the skeleton of the same run",
-        1.03,
-        0.95,
-        ratio("layer 4096", (NATIVE,), SKELETON),
+        0.97,
+        0.90,
+        ratio(LARGEST, (NATIVE,), SKELETON),
     ),
-    Target(
-        "fp8kit_torch FP8 delayed layer / torch eager bf16", 0.61, 0.56, ratio("layer 4096", (TORCH,), EAGER)
-    ),
+    Target("fp8kit_torch FP8 delayed layer / torch eager bf16", 0.57, 0.52, ratio(LARGEST, (TORCH,), EAGER)),
     Target(
         "FP8 current scaling, both frontends / torch eager bf16",
-        0.63,
-        0.58,
-        ratio("layer 4096", ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER),
+        0.59,
+        0.55,
+        ratio(LARGEST, ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER),
+    ),
+    Target(
+        "FP8 block scaling, fp8kit_torch / torch eager bf16",
+        0.65,
+        0.60,
+        ratio(LARGEST, ("fp8kit_torch FP8 block",), EAGER),
     ),
     Target(
         "native bf16 layer / torch.compile bf16",
         1.00,
         0.95,
-        ratio("layer 4096", ("fp8kit native bf16",), COMPILED),
+        ratio(LARGEST, ("fp8kit native bf16",), COMPILED),
     ),
     Target(
         "peak memory of the hidden 4096 FP8 layer, both frontends / torch eager bf16",
+        0.95,
+        0.85,
+        ratio(LARGEST, FRONTENDS, EAGER, "peak_gib"),
+    ),
+    Target(
+        "peak memory of the FP8 layers of 2048, 1024 and 768, both frontends / torch eager bf16",
         1.00,
         0.90,
-        ratio("layer 4096", FRONTENDS, EAGER, "peak_gib"),
+        of_layers(FRONTENDS, EAGER, "peak_gib", *MIDDLE),
     ),
     Target(
         "host time, native Linear FP8, 64 tokens, 256 to 256",
@@ -99,11 +158,10 @@ TARGETS = (
         part="host",
     ),
     Target(
-        "host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256",
-        300,
-        200,
-        lambda r: figure(r, "host", TORCH, "host_us"),
-        "us",
+        "host time, fp8kit_torch Linear FP8 / torch eager bf16",
+        1.35,
+        1.00,
+        lambda r: figure(r, "host", TORCH, "host_us") / figure(r, "host", EAGER, "host_us"),
         part="host",
     ),
     Target(
@@ -129,6 +187,49 @@ TARGETS = (
         0.95,
         0.80,
         ratio("layer 1024", (f"{NATIVE}, graph",), GRAPH),
+    ),
+    Target(
+        "FP8 layer where cuDNN is missing / where it is there, every size",
+        1.15,
+        1.03,
+        of_layers((MISSING,), TORCH, "gpu_ms", LARGEST, *MIDDLE),
+    ),
+    Target(
+        "a step of a length that is met for the first time, hidden 1024",
+        25,
+        8,
+        lambda r: visits(r, first=True),
+        "ms",
+        part="shapes",
+    ),
+    Target(
+        "later visits of up to 1000 lengths / torch eager bf16 with flash attention",
+        1.20,
+        0.90,
+        lambda r: visits(r, first=False),
+        part="shapes",
+    ),
+    Target(
+        "own attention kernels' speed / cuDNN's, causal, heads of 64 and 128, 512 to 8192",
+        0.70,
+        0.95,
+        attention_speed,
+        more=True,
+        part="attention",
+    ),
+    Target(
+        "Hugging Face Llama, whole step, converted / bf16 eager",
+        0.66,
+        0.60,
+        of_model(TORCH, EAGER),
+        part="model",
+    ),
+    Target(
+        "the same, converted and compiled / converted and eager",
+        0.90,
+        0.82,
+        of_model(f"{TORCH}, torch.compile", TORCH),
+        part="model",
     ),
     Target(
         "memory-bound kernels: copy time of their bytes / their time",
@@ -201,7 +302,7 @@ def evaluate(report: Report) -> list[Row]:
 
 def shown(value: float, unit: str) -> str:
     """A figure as it is printed: three digits of a ratio, microseconds without decimals."""
-    return f"{value:.0f} us" if unit == "us" else f"{value:.2f} s" if unit == "s" else f"{value:.3f}"
+    return f"{value:{'.0f' if unit == 'us' else '.2f'}} {unit}" if unit else f"{value:.3f}"
 
 
 def text(rows: list[Row], parts: Collection[str]) -> str:

@@ -8,6 +8,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -19,9 +20,11 @@ from fp8kit_torch.graphs import uncollected
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH
+from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH, MISSING
 from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
+from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
+from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.bench.breakeven import native_kept
 from fp8kit.bench.memory import Peak, pool_growth
 from fp8kit.bench.problem import (
@@ -210,9 +213,23 @@ def frontend(
     return running(problem, made, list(module.parameters()), scope, captured=captured, keep=module)
 
 
-def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: str = "") -> Running:
+def without_cudnn() -> SelectionPolicy:
+    """The policy in force, with attention by fp8kit's own kernels on GPUs, as where cuDNN is missing."""
+    from fp8kit.backends.cuda import attention
+
+    def impl(name: str) -> OpImpl:
+        own = partial(getattr(attention, name), library=False)
+        return OpImpl(name, f"cuda.own_{name}", Kind.VENDOR, own, vendor="cuda", devices=frozenset({"cuda"}))
+
+    names = "attention_fwd", "attention_bwd", "attention_workspace"
+    return replace(get_policy(), overrides=tuple((name, impl(name)) for name in names))
+
+
+def fp8kit_torch(
+    problem: Problem, recipe: Recipe | None, graph: str = "", policy: SelectionPolicy | None = None
+) -> Running:
     """This project's PyTorch module; ``graph``: "step", the whole step is a CUDA graph; "callables", forward
-    and backward are replayed by ``make_graphed_callables``."""
+    and backward are replayed by ``make_graphed_callables``. ``policy``: of the whole step."""
 
     def prepare(module: Any, x: Tensor) -> Any:
         if graph != "callables":
@@ -221,13 +238,16 @@ def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: str = "") -> Ru
             module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe
         )
 
-    return frontend(
-        ft,
-        problem,
-        nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe),
-        prepare,
-        graph == "step",
-    )
+    scope: Scope = nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe)
+    made = frontend(ft, problem, scope, prepare, graph == "step")
+    if policy is None:
+        return made
+
+    def step() -> None:
+        with policy_context(policy):
+            made.step()
+
+    return replace(made, step=step)
 
 
 # --- others, where they are installed -----------------------------------------------------------------------
@@ -289,6 +309,7 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     found: dict[str, Contender] = {EAGER: eager}
     if layer and gpu:
         found[CUDNN] = cudnn_attention
+        found[MISSING] = lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], policy=without_cudnn())
     if large:
         found[COMPILED] = compiled
     for name in chosen:

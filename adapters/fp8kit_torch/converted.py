@@ -97,7 +97,7 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
     on. One that torch's ``parallelize_module`` distributes is multiplied in its parts
     (``distributed_weights``)."""
 
-    operation = linear
+    operation, layer_name = linear, "Linear"
     holds = False  # the parameters are the plain module's
 
     def __init__(self, plain: nn.Module, layout: str) -> None:

@@ -154,12 +154,18 @@ def setting_for(device: Device, **given: Any) -> Setting:
 @dataclass(frozen=True)
 class Part:
     """``run`` under a name; ``about`` says in a line what it measures. ``usual``: whether it runs where no
-    part is named."""
+    part is named. ``takes``: how long on an H200, None where nobody has said."""
 
     name: str
     about: str
     run: Callable[[Setting], list[Row]]
     usual: bool = True
+    takes: str | None = None
+
+    def __str__(self) -> str:
+        """Its line in a list of parts."""
+        known = [part for part in (self.takes, "" if self.usual else "only where it is named") if part]
+        return f"{self.name:12}{self.about}" + (f" ({', '.join(known)})" if known else "")
 
 
 @dataclass

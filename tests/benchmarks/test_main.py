@@ -36,6 +36,7 @@ def recorded():
         layer += [
             row(targets.EAGER, workload, gpu_ms=base, peak_gib=2.0),
             row(targets.CUDNN, workload, gpu_ms=base),
+            row(targets.MISSING, workload, gpu_ms=0.6 * base),
         ]
         layer += [row(case, workload, gpu_ms=0.54 * base, peak_gib=1.9) for case in targets.FRONTENDS]
     layer += [
@@ -44,13 +45,43 @@ def recorded():
         row("skeleton", gpu_ms=9.9),
         row("fp8kit native FP8 current", gpu_ms=10.0),
         row("fp8kit_torch FP8 current", gpu_ms=11.0),
+        row("fp8kit_torch FP8 block", gpu_ms=11.5),
         row(targets.GRAPH, "layer 1024", gpu_ms=1.0),
         row(f"{targets.NATIVE}, graph", "layer 1024", gpu_ms=0.9),
     ]
+    shapes = [
+        row(f"{case}, visit {visit}", f"{count} batches", value=value * (4 if visit == 1 else 1))
+        for count in (100, 1000)
+        for visit in (1, 2, 3)
+        for case, value in ((targets.TORCH, 2.2 if count == 1000 else 2.1), (targets.FLASH, 2.0))
+    ]
+    attention = [row("fp8kit native, forward", "attention, layer 4096", gpu_ms=1.0)]
+    for size, own in (
+        ("head_dim 64, 32/32 heads, 4 x 2048", 1.2),
+        ("head_dim 256, 8/8 heads, 4 x 2048", 9.0),
+    ):
+        for direction in ("forward", "backward"):
+            attention += [
+                row(f"{targets.LIBRARY}, {direction}", size, gpu_ms=1.0),
+                row(
+                    f"{targets.OWN_KERNEL}, {direction}", size, gpu_ms=own if direction == "backward" else 1.0
+                ),
+            ]
     found = {
         "layer": layer,
         "inspect": [row("frequency 100", ratio=1.01), row("frequency 1", ratio=1.2)],
-        "host": [row(targets.NATIVE, host_us=150.0), row(targets.TORCH, host_us=301.0)],
+        "host": [
+            row(targets.NATIVE, host_us=150.0),
+            row(targets.TORCH, host_us=301.0),
+            row(targets.EAGER, host_us=200.0),
+        ],
+        "shapes": shapes,
+        "attention": attention,
+        "model": [
+            row(targets.EAGER, "Llama", gpu_ms=100.0),
+            row(targets.TORCH, "Llama", gpu_ms=62.0),
+            row(f"{targets.TORCH}, torch.compile", "Llama", gpu_ms=50.0),
+        ],
         "kernels": [row("all passes", of_copy=0.9)],
         "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)],
     }
@@ -62,7 +93,7 @@ def recorded():
 
 def test_verdicts_by_hand():
     found = {r["what"]: r for r in targets.evaluate(recorded())}
-    assert len(found) == 17
+    assert len(found) == 25
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
@@ -75,19 +106,28 @@ def test_verdicts_by_hand():
     }
     assert [v for v in verdicts.values() if v == "not measured"] == []
     assert found["host time, native Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "must"
-    assert found["host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "MISS"
+    assert found["host time, fp8kit_torch Linear FP8 / torch eager bf16"]["verdict"] == "MISS"
     assert found["memory-bound kernels: copy time of their bytes / their time"]["verdict"] == "must"
     assert found["first step, empty kernel cache"]["verdict"] == "goal"
     assert (
         found["peak memory of the hidden 4096 FP8 layer, both frontends / torch eager bf16"]["verdict"]
         == "must"
     )
+    for part, values in (("shapes", (8.4, 1.1)), ("attention", (1 / 1.2,)), ("model", (0.62, 50 / 62))):
+        got = [r["value"] for r in found.values() if r["part"] == part]
+        assert got == pytest.approx(values), part
+    missing = found["FP8 layer where cuDNN is missing / where it is there, every size"]
+    assert missing["value"] == pytest.approx(0.6 / 0.54)
     assert found["hidden 1024 layer, native FP8 graph / torch bf16 graph"]["verdict"] == "must"
     text = targets.text(list(found.values()), ["layer", "host"])
     assert "MISS" in text
-    assert "301 us" in text
+    assert "150 us" in text
     assert "first step" not in text  # of a part that did not run
     assert targets.text(list(found.values()), ["gemm"]) == "== targets: none is of these parts"
+
+
+def verdict_of(run, start):
+    return next(r["verdict"] for r in targets.evaluate(run) if r["what"].startswith(start))
 
 
 def test_targets_at_their_edges():
@@ -98,20 +138,20 @@ def test_targets_at_their_edges():
         ("of_copy", 0.92, "goal"),
     ):
         run.rows("kernels")[0][key] = value
-        assert targets.evaluate(run)[12]["verdict"] == verdict
+        assert verdict_of(run, "memory-bound") == verdict
     for value, verdict in ((20.0, "must"), (20.01, "MISS"), (8.0, "goal")):
         run.rows("start")[0]["seconds"] = value
-        assert targets.evaluate(run)[13]["verdict"] == verdict
+        assert verdict_of(run, "first step, empty") == verdict
 
 
 def test_a_wrong_result_or_a_missing_one_is_no_figure():
     run = recorded()
-    run.rows("layer")[2]["status"] = "WRONG: errors"
+    next(r for r in run.rows("layer") if r["case"] == targets.NATIVE)["status"] = "WRONG: errors"
     del run.parts["start"]
     found = targets.evaluate(run)
     assert found[0]["verdict"] == "not measured"
     assert found[0]["reason"] == "layer, fp8kit native FP8 delayed: WRONG: errors"
-    assert found[13]["reason"] == "start, empty cache: not measured"
+    assert found[-4]["reason"] == "start, empty cache: not measured"
     run.about["settings"]["sizes"] = "small"
     assert {r["verdict"] for r in targets.evaluate(run)} == {"not measured"}
 
@@ -131,7 +171,7 @@ def test_a_run_in_small(tmp_path, capsys):
     assert list(made.parts) == ["gemm", "memory", "error"]
     assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
     assert len(made.rows("error")) == 4
-    assert len(made.targets) == 17
+    assert len(made.targets) == 25
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said
@@ -241,7 +281,9 @@ def test_usage(capsys, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert command.main(["--list"]) == 0
     said = capsys.readouterr().out
-    assert all(part.name in said for part in parts.PARTS)
+    assert all(f"{part.name:12}{part.about} ({part.takes}" in said for part in parts.PARTS)
+    assert "soak " in said.splitlines()[-2]
+    assert said.splitlines()[-2].endswith("(1 min, only where it is named)")
     with pytest.raises(SystemExit):
         command.main(["layer"])
 
@@ -271,6 +313,9 @@ def test_the_tables_show_the_run():
     assert "| torch eager bf16 | 18.00 | 2.70 | 1.50 | 1.30 |" in made
     assert "| skeleton | 9.90 |  |  |  |" in made
     assert "| native FP8 delayed layer / torch eager bf16 | 0.540 | 0.6 | 0.55 | goal |" in made
+    assert (
+        "| a step of a length that is met for the first time, hidden 1024 | 8.40 ms | 25 | 8 | must |" in made
+    )
     assert "| first step, warm kernel cache | 2.00 s | 3 | 1.5 | must |" in made
     assert "| fp8kit.nn FP8, CUDA graph |  |  | 0.90 |  |" in table.short(run).splitlines()
 

@@ -161,7 +161,7 @@ def test_graphs_of_our_own_hold_no_more_plans_than_so_many(
     monkeypatch.setattr(cudnn_plans, "plan_of", lambda key: plan)
     monkeypatch.setattr(cudnn_plans, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
     cudnn_plans._captured(KEY, {}, 0, 5, 0)
-    cudnn_plans._HELD.extend([plan] * cudnn_plans._KEPT)
+    cudnn_plans._HELD.extend([plan] * cudnn_plans.KEPT)
     with pytest.raises(BackendError, match="256 plans are held"):
         cudnn_plans._captured(KEY, {}, 0, 6, 0)
     assert launched == [0]

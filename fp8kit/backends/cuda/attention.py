@@ -7,16 +7,15 @@ attention with dropout is never cuDNN's: its two directions may be parts of othe
 belong to an element are then the same.
 
 cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
-problems are never its; those of middle size are where they are among the first of a process, after two only
-once the graphs before have run often; and large ones always, since its kernels, which are twice
-as fast as ours there, soon pay that back. So a length that was not seen before costs nothing. That is
-``timed``, as products have it; under ``fk.deterministic``, where what a process did before must change
-nothing, problems of middle size are cuDNN's, too.
+problems are never its. Others are where they are among the first of a process; later ones only once the
+graphs before have run often, and while there is room for theirs: no graph is ever built twice. Large ones,
+for which its kernels are twice as fast as ours, may be more. So a length that was not seen before costs
+nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did before
+must change nothing, all but small problems are cuDNN's.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -29,7 +28,7 @@ from fp8kit.backends.cuda.attention_problem import Problem, problem
 from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.formats import DType
-from fp8kit.lru import LRU
+from fp8kit.lru import LRU, memoized
 
 PATHS = (cudnn_sdpa.NAME, flash.NAME, unfused.NAME)  # in order of preference
 DIRECTIONS = ("forward", "backward", "deterministic backward")
@@ -39,14 +38,15 @@ _TOO_SMALL = "too small to be worth a graph"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
-# problems of middle size that cuDNN builds graphs for: a training with one length, or few. From the third on
-# its graphs must have run so often since the last was built, which they have not where every batch has
-# another length
-_GRAPHS, _PROOF = 4, 16
+# whether problems are large -> how many cuDNN builds graphs for at once, and in all: a training with one
+# length, or few. Beyond the first, its graphs must have run _PROOF times since the last was built, which they
+# have not where every batch has another length. All of them together are no more than are kept
+_ROOM, _PROOF = {False: (2, 4), True: (16, cudnn_plans.KEPT // 2 - 8)}, 16
 # whether a problem's graphs are worth to be built
 _worth: LRU[tuple[Problem, int], bool] = LRU(65536, name="attention choices")
-# by device: how many problems graphs were built for, and the launches of graphs before the last of them
-_taken: dict[int, tuple[int, int]] = {}
+# by device and whether they are large: how many problems graphs were built for, and the launches of graphs
+# before the last of them
+_taken: dict[tuple[int, bool], tuple[int, int]] = {}
 _LOCK = threading.Lock()
 
 
@@ -58,33 +58,37 @@ def _multiply_adds(about: Problem) -> float:
 
 
 def _worth_it(about: Problem, device: int, timed: bool) -> bool:
-    size = _multiply_adds(about)
-    if timed and _SMALL <= size < _LARGE:
-        return _worth.make((about, device), _take)
-    return size >= _SMALL
+    if _multiply_adds(about) < _SMALL:
+        return False
+    return not timed or _worth.make((about, device), _take)
 
 
-def _gives(device: int) -> bool:
-    """Whether the next problem of middle size gets one of the graphs that are left."""
-    taken, before = _taken.get(device, (0, 0))
-    return taken < 2 or (taken < _GRAPHS and cudnn_plans.launches[device] - before >= _PROOF)
+def _gives(about: Problem, device: int) -> bool:
+    """Whether the next problem as large as this gets one of the graphs that are left."""
+    large = _multiply_adds(about) >= _LARGE
+    (at_once, most), (taken, before) = _ROOM[large], _taken.get((device, large), (0, 0))
+    return taken < at_once or (taken < most and cudnn_plans.launches[device] - before >= _PROOF)
 
 
 def _take(key: tuple[Problem, int]) -> bool:
-    """Whether a problem of middle size gets one of them."""
-    device = key[1]
+    """Whether a problem that is not small gets one of them."""
+    about, device = key
     with _LOCK:
-        given = _gives(device)
+        given = _gives(about, device)
         if given:
-            _taken[device] = _taken.get(device, (0, 0))[0] + 1, cudnn_plans.launches[device]
+            place = device, _multiply_adds(about) >= _LARGE
+            _taken[place] = _taken.get(place, (0, 0))[0] + 1, cudnn_plans.launches[device]
     return given
 
 
-def is_cudnns(about: Problem) -> bool:
-    """Whether a problem is so large that cuDNN takes it at once, as far as is known without its graph."""
+def is_cudnns(about: Problem, timed: bool = False) -> bool:
+    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``timed``: on
+    the current device, where it gets one of the graphs that are left; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
-    return all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True))
+    if not all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True)):
+        return False
+    return not timed or _worth.make((about, launch.runtime().getDevice()), _take)
 
 
 def forget() -> None:
@@ -92,10 +96,10 @@ def forget() -> None:
     with _LOCK:
         _taken.clear()
     _worth.clear()
-    _why_not_cudnn.cache_clear()
+    _why_not_cudnn.cache_clear()  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(4096)
+@memoized("attention by cuDNN", 65536)
 def _why_not_cudnn(
     about: Problem, backward: bool, deterministic: bool, device: int | None, timed: bool
 ) -> str | None:
@@ -120,19 +124,26 @@ def _why_not_cudnn(
 
 def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """What ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
-    middle = _SMALL <= _multiply_adds(about) < _LARGE
-    if device is None or not middle or _worth.get((about, device)) is not None:
+    small = _multiply_adds(about) < _SMALL
+    if device is None or small or _worth.get((about, device)) is not None:
         return _why_not_cudnn(about, backward, deterministic, device, True)
-    if _gives(device):
+    if _gives(about, device):
         return _why_not_cudnn(about, backward, deterministic, device, False)
     return _why_not_cudnn(about, backward, deterministic, None, False) or _TOO_SMALL
 
 
 def _path(
-    about: Problem, backward: bool, deterministic: bool, device: int, dbias: bool, timed: bool
+    about: Problem,
+    backward: bool,
+    deterministic: bool,
+    device: int,
+    dbias: bool,
+    timed: bool,
+    library: bool = True,
 ) -> ModuleType:
     """The module that takes a direction."""
-    if _why_not_cudnn(about, backward, deterministic and backward, device, timed) is None and not dbias:
+    mode = backward, deterministic and backward
+    if library and not dbias and _why_not_cudnn(about, *mode, device, timed) is None:
         return cudnn_sdpa
     return unfused if flash.why_not(about, dbias) else flash
 
@@ -148,10 +159,12 @@ def attention_fwd(
     workspace: ArrayView | None,
     stream: int,
     timed: bool = False,
+    library: bool = True,
 ) -> None:
-    """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
+    """See ``backends.protocol``. BackendError when a library that the chosen path needs fails. Without
+    ``library`` it is a path of our own, as where cuDNN is missing."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    path: Any = _path(about, False, False, q.device.index, False, timed)
+    path: Any = _path(about, False, False, q.device.index, False, timed, library)
     path.forward(about, q, k, v, o, lse, extras, workspace, stream)
 
 
@@ -173,11 +186,12 @@ def attention_bwd(
     workspace: ArrayView | None,
     stream: int,
     timed: bool = False,
+    library: bool = True,
 ) -> None:
     """See ``backends.protocol``. Our own paths are always deterministic. BackendError as in
-    ``attention_fwd``."""
+    ``attention_fwd``, which has ``library``, too."""
     about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
-    path = _path(about, True, deterministic, q.device.index, dbias is not None, timed)
+    path = _path(about, True, deterministic, q.device.index, dbias is not None, timed, library)
     arrays = (do, q, k, v, o, lse, dq, dk, dv)
     if path is cudnn_sdpa:  # which takes no bias and no offset
         cudnn_sdpa.backward(about, *arrays, extras, deterministic, workspace, stream)
@@ -198,10 +212,11 @@ def attention_workspace(
     deterministic: bool,
     strides: Sequence[Shape],
     timed: bool = False,
+    library: bool = True,
 ) -> int:
-    """See ``backends.protocol``. For the current device."""
+    """See ``backends.protocol``. For the current device; ``library``: see ``attention_fwd``."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
-    path = _path(about, backward, deterministic, device, dbias is not None, timed)
+    path = _path(about, backward, deterministic, device, dbias is not None, timed, library)
     _say_slow(path, about, dbias is not None)
     if path is cudnn_sdpa:
         return cudnn_sdpa.workspace(about, backward, deterministic, device)

@@ -22,7 +22,6 @@ dropout are taken, too, but Transformer Engine does not use them (``get_attentio
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from fp8kit.backends.cuda import cudnn_plans, launch
@@ -30,12 +29,12 @@ from fp8kit.backends.cuda.attention_problem import Problem, Strides
 from fp8kit.backends.cuda.cudnn_plans import Key
 from fp8kit.backends.cuda.cudnn_sdpa import size
 from fp8kit.errors import BackendError
+from fp8kit.lru import memoized
 
 _OLDEST = 90700
 HOPPER = 90  # compute capability times 10
 _FULL_BACKWARD = 128
 _TYPES = {"E4M3": "FP8_E4M3", "E5M2": "FP8_E5M2"}
-_ANSWERS = 4096
 
 _ARRAYS = {False: ("q", "k", "v", "o"), True: ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
 _DESCALES = {
@@ -120,7 +119,7 @@ def absent(device: int | None) -> str | None:
     return None
 
 
-@functools.lru_cache(_ANSWERS)
+@memoized("FP8 attention: refusals")
 def why_not(
     problem: Problem, formats: tuple[str, str], backward: bool, deterministic: bool, device: int | None
 ) -> str | None:

@@ -26,7 +26,7 @@ VECTOR = 16  # bytes
 ITEM = 2  # bytes of an element: bfloat16 and float16 only
 # plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch
 # meets ever new ones
-_KEPT = 256
+KEPT = 256
 # stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
 _CAPTURABLE = 2
 
@@ -107,7 +107,7 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
 def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
     """``_execute`` into a graph of our own, whose plan is then held for good. BackendError where so many are
     held already: they are not a user's, who could not do without."""
-    if len(_HELD) >= _KEPT:
+    if len(_HELD) >= KEPT:
         raise BackendError(f"attention: {len(_HELD)} plans are held for CUDA graphs already")
     _execute(key, pointers, workspace, nbytes, stream)
 
@@ -210,7 +210,7 @@ def _retire(key: Key, plan: Plan) -> None:
 def _plans(device: int) -> LRU[Key, Plan]:
     """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
     a collective (``Locks``)."""
-    return LRU(_KEPT, _retire, f"cuDNN graphs, cuda:{device}")
+    return LRU(KEPT, _retire, f"cuDNN graphs, cuda:{device}")
 
 
 def plan_of(key: Key) -> Plan:

@@ -11,7 +11,6 @@ therefore reads copies of the arrays, with 0 in padding.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -33,10 +32,10 @@ from fp8kit.backends.cuda.cudnn_plans import (
     put,
 )
 from fp8kit.backends.protocol import AttentionExtras
+from fp8kit.lru import memoized
 
 NAME = "cuDNN"
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
-_ANSWERS = 4096  # of why_not, which are short texts
 
 _UIDS = {
     name: uid
@@ -51,7 +50,7 @@ _BACKWARD = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 _CLEANED = {False: ("k", "v"), True: ("q", "k", "v", "d_o")}
 
 
-@functools.lru_cache(_ANSWERS)
+@memoized("attention by cuDNN: refusals", 65536)
 def why_not(problem: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph
     for the problem's strides. Without a device, None means that nothing known beforehand speaks against it.
@@ -303,7 +302,7 @@ def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
     return _CLEANED[backward] if problem.cleaned else ()
 
 
-@functools.lru_cache(_ANSWERS)
+@memoized("attention by cuDNN: workspaces")
 def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
     """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies
     by name; from "end" on it is cuDNN's."""

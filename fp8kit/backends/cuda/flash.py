@@ -20,6 +20,7 @@ from fp8kit.backends.cuda.structures import Packer, Structure
 from fp8kit.backends.protocol import AttentionExtras, Lying
 from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES
+from fp8kit.lru import memoized
 
 NAME = "flash"
 # (features of q and k, features of v) that are compiled (the ``variants`` of flash_fwd.cu)
@@ -86,7 +87,7 @@ def _shape(problem: Problem) -> Shape:
     return shape(problem.dim, problem.dim_v, problem.dtype, kind)
 
 
-@functools.lru_cache(4096)
+@memoized("flash attention: workspaces")
 def _layout(problem: Problem, backward: bool) -> dict[str, int]:
     sizes = {"dot": 4 * problem.batch * problem.heads * problem.rows} if backward else {}
     if backward and problem.softmax_type == "learnable":

@@ -32,13 +32,20 @@ class _Call(NamedTuple):
     spec: Any
     shapes: dict[str, Shape]
 
-    def in_place(self, gradients: bool) -> bool:
+    def in_place(self, gradients: bool, timed: bool) -> bool:
         """Whether our kernels do a direction where the sequences lie. ``gradients``: whether those of a bias
-        or of further scores are wanted, which are made of padded batches."""
+        or of further scores are wanted, which are made of padded batches. ``timed``: see ``attention``."""
         if gradients or flash.why_not(self.lies) is not None:
             return False
         padding = self.padded.batch * (self.padded.rows + self.padded.columns)
-        return padding > _SPARSE * sum(self.lies.tokens) or not attention.is_cudnns(self.padded)
+        return padding > _SPARSE * sum(self.lies.tokens) or not self._is_cudnns(timed)
+
+    def _is_cudnns(self, timed: bool) -> bool:
+        return attention.is_cudnns(self.padded, timed)
+
+    def still_timed(self, timed: bool) -> bool:
+        """``timed`` of the padded batches' call: a graph that was given them needs no second look."""
+        return timed and not self._is_cudnns(timed)
 
     def layout(self, backward: bool) -> dict[str, int]:
         """Where the padded batches lie in the workspace; "end": the padded call's own."""
@@ -82,7 +89,7 @@ def in_place(
 ) -> bool:
     """Whether a call without gradients of a bias or of further scores is done where its sequences lie; as
     ``packed_attention_workspace``."""
-    return _call(q, k, v, sizes, dtype, spec, ()).in_place(False)
+    return _call(q, k, v, sizes, dtype, spec, ()).in_place(False, False)
 
 
 class _Padded:
@@ -143,7 +150,7 @@ def packed_attention_fwd(
 ) -> None:
     """See ``backends.protocol``. BackendError as ``attention_fwd``."""
     call = _call_of(q, k, v, lying, spec)
-    if call.in_place(False):
+    if call.in_place(False, timed):
         flash.forward(call.lies, q, k, v, o, lse, extras, workspace, stream, lying)
         return
     made = _Padded(call, False, q, lying, extras, workspace, stream)
@@ -157,7 +164,7 @@ def packed_attention_fwd(
         call.spec,
         made.workspace,
         stream,
-        timed,
+        call.still_timed(timed),
     )
     made.pack("o", o)
 
@@ -184,7 +191,7 @@ def packed_attention_bwd(
 ) -> None:
     """See ``backends.protocol``. BackendError as ``attention_bwd``."""
     call = _call_of(q, k, v, lying, spec)
-    if call.in_place(dbias is not None or doffset is not None):
+    if call.in_place(dbias is not None or doffset is not None, timed):
         arrays = do, q, k, v, o, lse, dq, dk, dv
         flash.backward(call.lies, *arrays, None, extras, workspace, stream, lying)
         return
@@ -206,7 +213,7 @@ def packed_attention_bwd(
         deterministic,
         made.workspace,
         stream,
-        timed,
+        call.still_timed(timed),
     )
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         made.pack(name, gradient)
@@ -228,8 +235,8 @@ def packed_attention_workspace(
     """See ``backends.protocol``. For the current device. Of a backward with learnable further scores that of
     padded batches, whose gradient it may make."""
     call = _call(q, k, v, sizes, dtype, spec, strides)
-    if call.in_place(backward and (dbias is not None or spec.softmax_type == "learnable")):
+    if call.in_place(backward and (dbias is not None or spec.softmax_type == "learnable"), timed):
         return flash.workspace(call.lies, backward)
-    rules: Any = (dbias, dtype, call.spec, backward, deterministic, (), timed)
+    rules: Any = (dbias, dtype, call.spec, backward, deterministic, (), call.still_timed(timed))
     inner = attention.attention_workspace(call.shapes["q"], call.shapes["k"], call.shapes["v"], *rules)
     return call.layout(backward)["end"] + inner

@@ -12,7 +12,6 @@ may hold anything, such a product reads a copy of its tile in which padding is 0
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -25,13 +24,13 @@ from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.formats import DTYPES, DType, float32
+from fp8kit.lru import memoized
 
 NAME = "unfused"
 _SCORES = ("scores", "dweights", "weights", "dscores")  # score-like arrays; the first two are float32
 _LIMIT = 256 << 20  # bytes of scores and their like
 _CHUNKS = 64  # parts that the sum of a head's doffset is made of
 _MOST_BLOCKS = 65_535  # of a grid's second and third dimension
-_LAYOUTS = 1024  # kept; a training run with lengths of its own in every batch meets ever new ones
 
 
 class Layout(NamedTuple):
@@ -51,7 +50,7 @@ class Layout(NamedTuple):
     places: dict[str, int]
 
 
-@functools.lru_cache(_LAYOUTS)
+@memoized("unfused attention: workspaces")
 def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layout:
     """The layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
     itemsize = DTYPES[problem.dtype].itemsize

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
+from fp8kit.layer_recipes import PerLayer
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.support.torch_norms import GemmaLikeRMSNorm, LlamaLikeRMSNorm
@@ -404,11 +405,25 @@ def test_checkpoints_of_either_load_into_the_other():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_converted_models_compile_in_one_graph():
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=lambda one: type(one).__name__
+)
+def test_converted_models_compile_in_one_graph(recipe):
     net, x = convert(model(), lambda module, name: name != "odd"), torch.randn(4, D)
-    wanted = net(x)
-    got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        wanted = net(x)
+        got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
     assert_same_bits("compiled", bits(got), bits(wanted))
+
+
+@pytest.mark.parametrize(("name", "states"), [("first", 2), ("last", 0)])
+def test_recipes_by_layer_take_converted_layers(name, states):
+    """By their names, which a program gives them as it does to ours."""
+    net, x = convert(nn.Sequential(nn.Linear(D, D))), torch.randn(4, D)
+    net[0].name = name
+    with autocast(recipe=PerLayer(DelayedScaling(), (("last", None),))):
+        net(x)
+    assert len(net[0].fp8_meta) == states
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the plain encoder makes
