@@ -318,10 +318,7 @@ def _scaled(operation: str, argument: str, value: Any) -> None:
 
 
 def _high_precision(operation: str, dtype: Any) -> formats.DType:
-    kind = formats.dtype(dtype, operation, "dtype")
-    if kind not in formats.HIGH_PRECISION:
-        raise FormatError(operation, "dtype", kind.name, "float32, bfloat16 or float16")
-    return kind
+    return formats.dtype(dtype, operation, "dtype", formats.HIGH_PRECISION)
 
 
 def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:

@@ -10,15 +10,15 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, check_starts, length_of
 from fp8kit.ops.attention_views import Dense, lse_shape, meta_of, side_of, want_features
+from fp8kit.ops.product import want
 from fp8kit.spec import Metas
 
 
 def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     """Refuse inputs that do not fit ``spec`` or each other; the dtype of all of them."""
     layout = LAYOUTS[spec.layout]
-    kind = meta_of(metas, next(iter(layout))).dtype
-    if kind not in HIGH_PRECISION:
-        raise FormatError("attention", next(iter(layout)), kind, "float32, bfloat16 or float16")
+    first = next(iter(layout))
+    kind = want("attention", first, metas, None, *HIGH_PRECISION).dtype
     # side of the product -> (input, leading dimensions) first seen there
     rows: dict[str, tuple[str, Shape]] = {}
     dims = 1 if spec.packed else 2

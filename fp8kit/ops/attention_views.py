@@ -11,6 +11,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import ShapeError
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, length_of
+from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Views, WorkingSet
 
 
@@ -42,12 +43,9 @@ class Dense(NamedTuple):
 # --- shapes -------------------------------------------------------------------------------------------------
 
 
-def meta_of(metas: Metas, name: str, operation: str = "attention") -> Meta:
-    """The input's meta; ShapeError where there is none."""
-    meta = metas.get(name)
-    if meta is None:
-        raise ShapeError(operation, name, None, "an array")
-    return meta
+def meta_of(metas: Metas, name: str) -> Meta:
+    """The meta of an input of attention; ShapeError where there is none."""
+    return want("attention", name, metas)
 
 
 def want_features(

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import Shape
-from fp8kit.errors import AutogradError, FormatError, ShapeError
+from fp8kit.errors import AutogradError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Partition, SharedAmaxes
@@ -27,14 +27,6 @@ def no_gradient(operation: str, needs: Needs) -> None:
         raise AutogradError(
             f"{operation}: no gradient rule for its input {min(needs)!r}, which is differentiated"
         )
-
-
-def meta_of(operation: str, name: str, metas: Metas) -> Meta:
-    """The meta of an input that must be there; ShapeError where it is not."""
-    meta = metas.get(name)
-    if meta is None:
-        raise ShapeError(operation, name, "nothing", "an array")
-    return meta
 
 
 def whole(shape: Shape, tile: tuple[int, int]) -> tuple[int, int]:
@@ -100,9 +92,7 @@ class Quantize(Operation):
         return SharedAmaxes(replace(spec, source="amax"), {"amax_in": "x"})
 
     def _checked(self, spec: QuantizeSpec, metas: Metas) -> tuple[Meta, Shape]:
-        x = meta_of(self.name, "x", metas)
-        if x.dtype not in formats.HIGH_PRECISION:
-            raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
+        x = want(self.name, "x", metas, None, *formats.HIGH_PRECISION)
         return x, grid(x.shape, spec.tile)
 
     def infer(self, spec: QuantizeSpec, metas: Metas, needs: Needs) -> Signature:
@@ -203,9 +193,7 @@ class Rotate(Operation):
 
     def infer(self, spec: RotateSpec, metas: Metas, needs: Needs) -> Signature:
         no_gradient(self.name, needs)
-        x = meta_of(self.name, "x", metas)
-        if x.dtype not in formats.HIGH_PRECISION:
-            raise FormatError(self.name, "x", x.dtype.name, "float32, bfloat16 or float16")
+        x = want(self.name, "x", metas, None, *formats.HIGH_PRECISION)
         if spec.signs == "random":
             want(self.name, "rng", metas, (2,), formats.int64)
         return Signature({"out": Meta(x.shape, formats.dtype(spec.dtype))})
@@ -241,7 +229,7 @@ class Dequantize(Operation):
 
     def infer(self, spec: DequantizeSpec, metas: Metas, needs: Needs) -> Signature:
         no_gradient(self.name, needs)
-        q = meta_of(self.name, "q", metas)
+        q = want(self.name, "q", metas)
         want(self.name, "q", metas, q.shape, uint8)
         want(self.name, "scale_inv", metas, grid(q.shape, spec.tile), float32)
         return Signature({"x": Meta(q.shape, formats.dtype(spec.dtype))})

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fp8kit import formats
 from fp8kit.arguments import choice, integer, number
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import float32
+from fp8kit.formats import float32, int32, int64
 from fp8kit.ops import partition as split
 from fp8kit.ops.partition import Mean
-from fp8kit.ops.product import row_count, want_rows
+from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.ops.values import check_indices
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
@@ -50,14 +49,7 @@ class CrossEntropy(Operation):
 
     def infer(self, spec: CrossEntropySpec, metas: Metas, needs: Needs) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.classes)
-        targets = metas.get("targets")
-        if (
-            targets is None
-            or targets.dtype not in (formats.int32, formats.int64)
-            or targets.shape != logits.shape[:-1]
-        ):
-            got = "nothing" if targets is None else f"{targets.dtype.name} {targets.shape}"
-            raise FormatError(self.name, "targets", got, f"int32 or int64 of shape {logits.shape[:-1]}")
+        targets = want(self.name, "targets", metas, logits.shape[:-1], int32, int64)
         rows = row_count(logits)
         mean = spec.reduction == "mean"
         saved = {"lse": Meta((rows,), float32)} | ({"total": Meta((2,), float32)} if mean else {})

@@ -107,12 +107,8 @@ class Add(Operation):
     name = "add"
 
     def _check(self, metas: Metas) -> tuple[Meta, Meta]:
-        a, b = metas.get("a"), metas.get("b")
-        if a is not None and a.dtype not in HIGH_PRECISION:
-            raise FormatError(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION))
-        if a is None or b is None or a.dtype is not b.dtype:
-            got, wanted = (None if meta is None else meta.dtype.name for meta in (b, a))
-            raise FormatError(self.name, "b", got, f"the dtype of a ({wanted})")
+        a = want(self.name, "a", metas, None, *HIGH_PRECISION)
+        b = want(self.name, "b", metas, None, a.dtype)
         if len(b.shape) > len(a.shape) or a.shape[len(a.shape) - len(b.shape) :] != b.shape:
             raise ShapeError(self.name, "b", f"shape {b.shape}", f"the end of a's shape {a.shape}")
         return a, b

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8kit import formats
-from fp8kit.errors import FormatError
-from fp8kit.formats import DType
+from fp8kit.formats import DType, int32, int64
 from fp8kit.ops.product import want
 from fp8kit.ops.values import check_indices
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
@@ -29,9 +27,7 @@ class Embedding(Operation):
     name = "embedding"
 
     def infer(self, spec: EmbeddingSpec, metas: Metas, needs: Needs) -> Signature:
-        ids = metas.get("ids")
-        if ids is None or ids.dtype not in (formats.int32, formats.int64):
-            raise FormatError(self.name, "ids", None if ids is None else ids.dtype.name, "int32 or int64")
+        ids = want(self.name, "ids", metas, None, int32, int64)
         table = want(self.name, "table", metas, (spec.vocabulary, spec.features), spec.dtype)
         grads = {"table": table} if "table" in needs else {}
         return Signature({"y": Meta((*ids.shape, spec.features), spec.dtype)}, {}, ("ids",), grads)

@@ -158,8 +158,7 @@ class ExpertLinear(Operation):
         return Signature({"y": Meta((*x.shape[:-1], spec.out_features), x.dtype)}, {}, kept, grads)
 
     def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        signature, x = self.infer(spec, metas, needs), metas["x"]
-        assert x is not None
+        signature, x = self.infer(spec, metas, needs), want(self.name, "x", metas)
         m, sides = row_count(x), spec.weight_shape[1:]
         shapes = {"x": (1, m, spec.in_features), "g": (1, m, spec.out_features), "w": (spec.experts, *sides)}
         by_rows = {"fprop": (False, spec.layout == "io"), "dgrad": (False, spec.layout == "oi")}

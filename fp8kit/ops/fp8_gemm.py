@@ -10,7 +10,7 @@ from fp8kit.arrays import Shape
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import ShapeError
 from fp8kit.formats import Format, float32, uint8
-from fp8kit.ops.casts import meta_of, no_gradient
+from fp8kit.ops.casts import no_gradient
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, WorkingSet, workspace
 
@@ -41,7 +41,7 @@ class Fp8Gemm(Operation):
         no_gradient(self.name, needs)
         kinds = []  # contraction, and whether one scale is for all; sizes may be symbols, which have no hash
         for i, (name, extent) in enumerate((("a", spec.rows), ("b", spec.columns))):
-            found = meta_of(self.name, name, metas).shape
+            found = want(self.name, name, metas).shape
             depth = found[-1] if len(found) == 2 else 16
             codes: Shape = (-(-extent // 16) * 16, -(-depth // 16) * 16)
             scales: tuple[Shape, Shape] = ((1,), codes[:1])
@@ -49,7 +49,7 @@ class Fp8Gemm(Operation):
                 codes, by_blocks = block_shapes(extent, depth, spec.tiles[i])
                 scales = (by_blocks, by_blocks)
             want(self.name, name, metas, codes, uint8)
-            shape = meta_of(self.name, f"{name}_scale_inv", metas).shape
+            shape = want(self.name, f"{name}_scale_inv", metas).shape
             want(self.name, f"{name}_scale_inv", metas, shape if shape in scales else scales[0], float32)
             kinds.append((depth, spec.tiles is None and shape == (1,)))
         if kinds[0] != kinds[1]:

@@ -9,7 +9,7 @@ from typing import Any
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ShapeError
 from fp8kit.ops.partition import Products
-from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
+from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Needs, Plan, Signature, Views, WorkingSet, workspace
 
@@ -66,8 +66,7 @@ class GroupedLinear(Products):
         return groups
 
     def _signature(self, groups: list[Product], metas: Metas, needs: Needs) -> Signature:
-        x, made = metas["x"], Signature({})
-        assert x is not None
+        x, made = want(self.name, "x", metas), Signature({})
         made.outputs["y"] = Meta((*x.shape[:-1], groups[0].n), x.dtype)
         if "x" in needs:
             made.grads["x"] = x

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
-from fp8kit.errors import AutogradError, FormatError, ShapeError
-from fp8kit.formats import DType
+from fp8kit.errors import AutogradError, ShapeError
+from fp8kit.formats import DType, int32
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_spec import ARGUMENTS, LAYOUTS, AttentionSpec, check
 from fp8kit.ops.attention_views import (
@@ -25,11 +25,11 @@ from fp8kit.ops.attention_views import (
     extras_of,
     heads_apart,
     lse_shape,
-    meta_of,
     pack,
     places_of,
     unpacked,
 )
+from fp8kit.ops.product import want
 from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
@@ -91,7 +91,7 @@ class CachedAttention(Operation):
         new = dataclasses.replace(spec, max_seqlen_kv=spec.max_seqlen_q)
         kind = check_inputs(new, metas)
         dims = 1 if spec.packed else 2
-        leading = {name: meta_of(metas, name).shape[:dims] for name in LAYOUTS[spec.layout]}
+        leading = {name: want(_NAME, name, metas).shape[:dims] for name in LAYOUTS[spec.layout]}
         tokens = next(iter(leading.values()))
         # a size that torch.compile left open has no hash
         if any(other != tokens for other in leading.values()):
@@ -167,18 +167,14 @@ def _new(spec: AttentionSpec, part: Part, inputs: Views) -> ArrayView:
 
 def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> None:
     """Refuse caches and a table of pages that do not fit the call."""
-    table, size = meta_of(metas, "pages"), 0
+    table, size = want(_NAME, "pages", metas, None, int32), 0
     for name, dim in (("k_cache", spec.head_dim), ("v_cache", spec.head_dim_v)):
-        meta = meta_of(metas, name)
-        if meta.dtype is not kind:
-            raise FormatError(_NAME, name, meta.dtype, f"{kind} as the inputs")
+        meta = want(_NAME, name, metas, None, kind)
         size = size or (meta.shape[1] if len(meta.shape) == 4 else 1)
         if len(meta.shape) != 4 or meta.shape[1:] != (size, spec.num_gqa_groups, dim):
             raise ShapeError(
                 _NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})"
             )
-    if table.dtype is not formats.int32:
-        raise FormatError(_NAME, "pages", table.dtype, "int32")
     if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] * size < spec.max_seqlen_kv:
         wanted = f"({batch}, pages of {size} for {spec.max_seqlen_kv} positions)"
         raise ShapeError(_NAME, "pages", f"shape {table.shape}", wanted)

@@ -69,8 +69,7 @@ class Linear(OneProduct):
     def infer(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Signature:
         p = self._product(spec, metas, needs)
         p.check(self.name, metas)
-        x = metas["x"]
-        assert x is not None
+        x = want(self.name, "x", metas)
         y = Meta(p.y_shape(x.shape), x.dtype)
         if metas.get("residual") is not None:
             want(self.name, "residual", metas, y.shape, y.dtype)
@@ -121,8 +120,7 @@ class WeightCast(Operation):
         return tuple(name for name, meta in made.items() if not meta.zero)
 
     def _product(self, spec: LinearSpec, metas: Metas) -> Product:
-        first = metas[f"{spec.product.prefix}weight0"]
-        assert first is not None
+        first = want(self.name, f"{spec.product.prefix}weight0", metas)
         return product_of(spec.product, 0, first.dtype)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: Needs) -> Signature:

@@ -3,7 +3,7 @@ operations share."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,21 +11,9 @@ from fp8kit.arguments import choice
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import FormatError
 from fp8kit.formats import float32
-from fp8kit.ops import partition as split
+from fp8kit.ops.partition import RowWise
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import (
-    Meta,
-    Metas,
-    Needs,
-    Operation,
-    Partitions,
-    Plan,
-    Shapes,
-    Signature,
-    Views,
-    WorkingSet,
-    workspace,
-)
+from fp8kit.spec import Meta, Metas, Needs, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -118,19 +106,13 @@ class NoNormSpec(NormSpec):
         return {}
 
 
-class Norm(Operation):
+class Norm(RowWise):
     """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,) where the norm has them. Output: y.
     Gradients of all."""
 
     name = "norm"
     parameters = ("weight", "bias")
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "norm_weight": "weight", "norm_bias": "bias"}
-
-    def independent_rows(self, spec: NormSpec, saved: Collection[str]) -> tuple[str, ...]:
-        return ("x",)
-
-    def partitions(self, spec: NormSpec, metas: Metas, views: Shapes) -> Partitions:
-        return split.rows(metas, views, "x")
 
     def infer(self, spec: NormSpec, metas: Metas, needs: Needs) -> Signature:
         x = spec.check(self.name, metas)

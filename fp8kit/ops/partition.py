@@ -11,7 +11,7 @@ array would be no zeros of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -237,6 +237,18 @@ def with_amaxes(product: ProductSpec) -> ProductSpec | None:
     if fp8 is None or not fp8.x.takes_amax or issubclass(product_class(fp8), EmulatedProduct):
         return None
     return replace(product, fp8=fp8.map(Quantizer.with_amax))
+
+
+class RowWise(Operation):
+    """Base of operations whose rows, of the input ``by_rows``, do not know of each other."""
+
+    by_rows: ClassVar[str] = "x"
+
+    def independent_rows(self, spec: Any, saved: Collection[str]) -> tuple[str, ...]:
+        return (self.by_rows,)
+
+    def partitions(self, spec: Any, metas: Metas, views: Shapes) -> Partitions:
+        return rows(metas, views, self.by_rows)
 
 
 class Products(Operation):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from fp8kit.arguments import integer, is_integer, shown
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
-from fp8kit.formats import HIGH_PRECISION, float32, int32, uint8
+from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.formats import HIGH_PRECISION, int32, uint8
 from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
@@ -76,9 +76,7 @@ class _ByMap(Operation):
 
     def _matrix(self, name: str, metas: Metas, rows: int | None = None) -> Meta:
         """The meta of x or probs, h (rows, any). ShapeError or FormatError for another."""
-        found = metas.get(name)
-        known = found is not None and found.dtype in HIGH_PRECISION
-        return want(self.name, name, metas, (rows, None), found.dtype if known and found else float32)
+        return want(self.name, name, metas, (rows, None), *HIGH_PRECISION)
 
     def _check_map(self, row_map: ArrayView, tokens: int, probs: ArrayView | None) -> None:
         """ArgumentError for a map on the CPU that names a token or a slot that there is not."""
@@ -178,17 +176,8 @@ class ExpertRows(Operation):
     arguments: ClassVar[Mapping[str, str]] = {"routing": "routing_map"}
 
     def infer(self, spec: ExpertRowsSpec, metas: Metas, needs: Needs) -> Signature:
-        found = metas.get("routing")
-        if found is not None and found.dtype not in (uint8, int32):
-            raise FormatError(self.name, "routing", found.dtype.name, "uint8, a mask, or int32, indices")
-        is_mask = found is None or found.dtype is uint8
-        want(
-            self.name,
-            "routing",
-            metas,
-            (None, spec.experts if is_mask else None),
-            uint8 if is_mask else int32,
-        )
+        is_mask = want(self.name, "routing", metas, (None, None), uint8, int32).dtype is uint8
+        want(self.name, "routing", metas, (None, spec.experts if is_mask else None))
         of_experts = Meta((spec.experts,), int32)
         return Signature({"row_map": Meta((spec.rows, 2), int32), "sizes": of_experts, "counts": of_experts})
 

@@ -385,20 +385,23 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
     return ArrayView(first.ptr, shape, first.dtype, first.device, first.owner)
 
 
-def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:
-    """The meta of an input that must have this shape (None: any extent) and dtype; ShapeError or FormatError
-    otherwise."""
-    meta = metas.get(name)
-    extents = ", ".join("any" if n is None else str(n) for n in shape)
-    wanted = f"({extents}{',' if len(shape) == 1 else ''})"
+def want(
+    operation: str, name: str, metas: Metas, shape: tuple[int | None, ...] | None = None, *dtypes: DType
+) -> Meta:
+    """The meta of an input that must be there: of this shape (None: any; None in it: any extent) and of one
+    of these dtypes, if some are named; ShapeError or FormatError otherwise."""
+    meta, kinds = metas.get(name), " or ".join(kind.name for kind in dtypes)
+    wanted = "an array"
+    if shape is not None:
+        extents = ", ".join("any" if n is None else str(n) for n in shape)
+        wanted = f"shape ({extents}{',' if len(shape) == 1 else ''})"
     if meta is None:
-        raise ShapeError(operation, name, "nothing", f"shape {wanted}, {dtype.name}")
-    if len(meta.shape) != len(shape) or any(
-        w is not None and w != n for n, w in zip(meta.shape, shape, strict=True)
-    ):
-        raise ShapeError(operation, name, f"shape {meta.shape}", f"shape {wanted}")
-    if meta.dtype is not dtype:
-        raise FormatError(operation, name, meta.dtype.name, dtype.name)
+        raise ShapeError(operation, name, None, f"{wanted}, {kinds}" if kinds else wanted)
+    fits = shape is None or len(meta.shape) == len(shape)
+    if not fits or any(w is not None and w != n for n, w in zip(meta.shape, shape or (), strict=False)):
+        raise ShapeError(operation, name, f"shape {meta.shape}", wanted)
+    if dtypes and meta.dtype not in dtypes:
+        raise FormatError(operation, name, meta.dtype.name, kinds)
     return meta
 
 
@@ -406,11 +409,9 @@ def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
     """The meta of a high-precision input with this last dimension; ShapeError or FormatError otherwise."""
     meta = metas.get(name)
     if meta is None or len(meta.shape) < 1 or meta.shape[-1] != columns:
-        got = "nothing" if meta is None else f"shape {meta.shape}"
+        got = None if meta is None else f"shape {meta.shape}"
         raise ShapeError(operation, name, got, f"a last dimension of {columns}")
-    if meta.dtype not in formats.HIGH_PRECISION:
-        raise FormatError(operation, name, meta.dtype.name, ", ".join(d.name for d in formats.HIGH_PRECISION))
-    return meta
+    return want(operation, name, metas, None, *formats.HIGH_PRECISION)
 
 
 def row_count(meta: Meta) -> int:

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
-from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import HIGH_PRECISION
+from fp8kit.errors import ShapeError
+from fp8kit.formats import HIGH_PRECISION, float32, int32
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts, length_of
-from fp8kit.ops.attention_views import meta_of, want_features
+from fp8kit.ops.attention_views import want_features
 from fp8kit.ops.partition import Partition
+from fp8kit.ops.product import want
 from fp8kit.ops.values import check_sequences
-from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
+from fp8kit.spec import Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
 _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
 
@@ -84,14 +84,14 @@ class Rope(Operation):
         if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
             wanted = "equally many heads in each, where they alternate"
             raise ShapeError("rope", "segments", spec.segments, wanted)
-        x = _want("x", metas, HIGH_PRECISION)
+        x = want("rope", "x", metas, None, *HIGH_PRECISION)
         packed = spec.qkv_format == "thd"
         forms: list[Shape] = [(spec.width,)]
         if len(spec.segments) == 1:
             forms.append(spec.segments[0][:2])
         want_features("rope", "x", x.shape, spec.qkv_format, forms, ", heads and features not 0")
         for name in spec.angles:
-            shape = _want(name, metas, (formats.float32,)).shape
+            shape = want("rope", name, metas, None, float32).shape
             most = min(dim for _, dim, used in spec.segments if used == name)
             if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= most:
                 raise ShapeError("rope", name, f"shape {shape}", f"(positions, an even number up to {most})")
@@ -99,7 +99,7 @@ class Rope(Operation):
                 least = f"at least {length_of(spec.qkv_format, x.shape)} positions"
                 raise ShapeError("rope", name, f"shape {shape}", least)
         if packed:
-            sums = _want("cu_seqlens", metas, (formats.int32,)).shape
+            sums = want("rope", "cu_seqlens", metas, None, int32).shape
             batch = check_starts("rope", "cu_seqlens", sums, x.shape[0])
         else:
             batch = batch_of(spec.qkv_format, x.shape)
@@ -108,13 +108,9 @@ class Rope(Operation):
                 continue
             if not packed:
                 raise ShapeError("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}")
-            shape = _want(name, metas, (formats.int32,)).shape
-            if shape != sums:
-                raise ShapeError("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens")
+            want("rope", name, metas, sums, int32)
         if metas.get("start_positions") is not None:
-            shape = _want("start_positions", metas, (formats.int32,)).shape
-            if shape != (batch,):
-                raise ShapeError("rope", "start_positions", f"shape {shape}", f"({batch},)")
+            want("rope", "start_positions", metas, (batch,), int32)
         if "x" not in needs:
             return Signature({"y": x})
         others = (name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None)
@@ -162,10 +158,3 @@ def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str,
         shape, strides = (*leading, heads, dim), (*steps, whole if spec.alternating else dim, 1)
         yield name, x.with_strides(shape, strides, offset), y.with_strides(shape, strides, offset)
         offset += dim if spec.alternating else heads * dim
-
-
-def _want(name: str, metas: Metas, dtypes: tuple[formats.DType, ...]) -> Meta:
-    meta = meta_of(metas, name, "rope")
-    if meta.dtype not in dtypes:
-        raise FormatError("rope", name, meta.dtype, " or ".join(d.name for d in dtypes))
-    return meta

@@ -5,31 +5,16 @@ scores the lowest expert is chosen first.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit.arguments import choice, flag, integer, is_integer, number
 from fp8kit.backends.protocol.router import MOST_EXPERTS, SCORES, Routing
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import float32, int32, int64, uint8
-from fp8kit.ops import partition as split
+from fp8kit.ops.partition import RowWise
 from fp8kit.ops.product import row_count, want, want_rows
-from fp8kit.spec import (
-    Meta,
-    Metas,
-    Needs,
-    Operation,
-    Partitions,
-    Plan,
-    Shapes,
-    Signature,
-    Views,
-    WorkingSet,
-    workspace,
-)
-
-COUNTS = (int32, int64, float32)
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class AuxLossSpec:
         number("moe_aux_loss", "factor", self.factor, least=-float("inf"))
 
 
-class Router(Operation):
+class Router(RowWise):
     """Probabilities and choice of experts, as ``protocol.Kernels.route`` says. Inputs: logits h (..., E);
     expert_bias float32 (E,) or None, not with softmax nor ``dense``; it has no gradient. Outputs: probs (...,
     E), like logits, of ``dense`` float32; chosen uint8 (..., E), 1 for the chosen experts. Gradient of
@@ -94,12 +79,7 @@ class Router(Operation):
 
     name = "router"
     results = ("probs", "chosen")
-
-    def independent_rows(self, spec: RouterSpec, saved: Collection[str]) -> tuple[str, ...]:
-        return ("logits",)
-
-    def partitions(self, spec: RouterSpec, metas: Metas, views: Shapes) -> Partitions:
-        return split.rows(metas, views, "logits")
+    by_rows = "logits"
 
     def infer(self, spec: RouterSpec, metas: Metas, needs: Needs) -> Signature:
         logits = want_rows(self.name, "logits", metas, spec.experts)
@@ -136,12 +116,9 @@ class AuxLoss(Operation):
     arguments: ClassVar[dict[str, str]] = {"counts": "tokens_per_expert", "total": "total_num_tokens"}
 
     def infer(self, spec: AuxLossSpec, metas: Metas, needs: Needs) -> Signature:
-        probs, counts = metas.get("probs"), metas.get("counts")
-        experts = probs.shape[-1] if probs is not None and probs.shape else 0
+        experts = (want(self.name, "probs", metas).shape or (0,))[-1]
         probs = want_rows(self.name, "probs", metas, experts)
-        if counts is not None and counts.dtype not in COUNTS:
-            raise FormatError(self.name, "counts", counts.dtype.name, "int32, int64 or float32")
-        want(self.name, "counts", metas, (experts,), counts.dtype if counts is not None else int32)
+        want(self.name, "counts", metas, (experts,), int32, int64, float32)
         if metas.get("total") is not None:
             want(self.name, "total", metas, (1,), int64)
         if "counts" in needs:
@@ -151,8 +128,7 @@ class AuxLoss(Operation):
         return Signature({"loss": Meta((1,), probs.dtype)}, {}, kept, grads)
 
     def plan(self, spec: AuxLossSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        signature, probs = self.infer(spec, metas, needs), metas["probs"]
-        assert probs is not None
+        signature, probs = self.infer(spec, metas, needs), want(self.name, "probs", metas)
         scratch = workspace(kernels.aux_loss_workspace(row_count(probs), probs.shape[-1]))
         return Plan(spec, signature, kernels, scratch)
 

@@ -86,8 +86,7 @@ class ScaleLines(Operation):
         return () if metas.get("scales") is not None else split.rows(metas, views, "x")
 
     def _x(self, spec: ScaleLinesSpec, metas: Metas) -> Meta:
-        given = metas.get("x")
-        x = want_rows(self.name, "x", metas, given.shape[-1] if given is not None and given.shape else 1)
+        x = want_rows(self.name, "x", metas, (want(self.name, "x", metas).shape or (1,))[-1])
         if metas.get("scales") is not None:
             count = x.shape[-1] if spec.axis else row_count(x)
             want(self.name, "scales", metas, (count,), float32)

@@ -7,7 +7,6 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import FormatError
 from fp8kit.formats import HIGH_PRECISION, int32
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
@@ -29,11 +28,7 @@ class ScaleRows(Operation):
 
     def infer(self, spec: ScaleRowsSpec, metas: Metas, needs: Needs) -> Signature:
         inputs = {"x": want_rows(self.name, "x", metas, spec.features)}
-        found = metas.get("probs")
-        if found is not None and found.dtype not in HIGH_PRECISION:
-            raise FormatError(self.name, "probs", found.dtype.name, "float32, bfloat16 or float16")
-        dtype = inputs["x"].dtype if found is None else found.dtype
-        inputs["probs"] = want(self.name, "probs", metas, (row_count(inputs["x"]),), dtype)
+        inputs["probs"] = want(self.name, "probs", metas, (row_count(inputs["x"]),), *HIGH_PRECISION)
         grads = {name: meta for name, meta in inputs.items() if name in needs}
         kept: tuple[str, ...] = ("probs",) if "x" in grads else ()
         kept += ("x",) if "probs" in grads else ()

@@ -7,23 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import ShapeError
 from fp8kit.formats import HIGH_PRECISION, float32
-from fp8kit.ops import partition as split
+from fp8kit.ops.partition import RowWise
 from fp8kit.ops.product import want, want_rows
-from fp8kit.spec import (
-    Meta,
-    Metas,
-    Needs,
-    Operation,
-    Partitions,
-    Plan,
-    Shapes,
-    Signature,
-    Views,
-    WorkingSet,
-    workspace,
-)
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 
 @dataclass(frozen=True)
@@ -33,13 +21,10 @@ class SoftmaxSpec:
     features: int
 
 
-class Softmax(Operation):
+class Softmax(RowWise):
     """y = softmax(x) over the last dimension. Inputs: x h (..., N). Output: y."""
 
     name = "softmax"
-
-    def partitions(self, spec: SoftmaxSpec, metas: Metas, views: Shapes) -> Partitions:
-        return split.rows(metas, views, "x")
 
     def infer(self, spec: SoftmaxSpec, metas: Metas, needs: Needs) -> Signature:
         x = want_rows(self.name, "x", metas, spec.features)
@@ -67,10 +52,7 @@ class Mse(Operation):
     arguments: ClassVar[dict[str, str]] = {"x": "input"}
 
     def infer(self, spec: MseSpec, metas: Metas, needs: Needs) -> Signature:
-        x = metas.get("x")
-        if x is None or x.dtype not in HIGH_PRECISION:
-            got = None if x is None else x.dtype.name
-            raise FormatError(self.name, "x", got, ", ".join(kind.name for kind in HIGH_PRECISION))
+        x = want(self.name, "x", metas, None, *HIGH_PRECISION)
         want(self.name, "target", metas, x.shape, x.dtype)
         if not math.prod(x.shape):
             raise ShapeError(self.name, "x", f"shape {x.shape}", "at least one element")

@@ -23,9 +23,8 @@ from fp8kit.backends.protocol.statistics import (
     TENSOR_COUNTS,
 )
 from fp8kit.blocks import kind_of, tile_of
-from fp8kit.errors import FormatError
 from fp8kit.formats import E4M3, E5M2, DType, float32, float64, int64, uint8
-from fp8kit.ops.casts import grid, meta_of, no_gradient, whole
+from fp8kit.ops.casts import grid, no_gradient, whole
 from fp8kit.ops.emulated_casts import scale_lines_of
 from fp8kit.ops.product import want
 from fp8kit.quantization import Quantizer
@@ -153,10 +152,7 @@ class Statistics(Operation):
         return Signature({"record": Meta((spec.nbytes,), uint8)})
 
     def _matrix(self, metas: Metas, name: str) -> Meta:
-        x = meta_of(self.name, name, metas)
-        if x.dtype not in formats.HIGH_PRECISION:
-            raise FormatError(self.name, name, x.dtype.name, "float32, bfloat16 or float16")
-        return x
+        return want(self.name, name, metas, None, *formats.HIGH_PRECISION)
 
     def plan(self, spec: StatisticsSpec, metas: Metas, needs: Needs, kernels: object) -> Plan:
         signature, x = self.infer(spec, metas, needs), self._matrix(metas, "x")

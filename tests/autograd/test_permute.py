@@ -96,7 +96,7 @@ def test_refusals() -> None:
         (FormatError, "permute: x: got int32", permute, {"x": tensor(MAP), "row_map": tensor(MAP)}),
         (FormatError, "permute: row_map: got int64", permute, {"x": x, "row_map": tensor(MAP.astype(int))}),
         (ShapeError, "unpermute: row_map: got", unpermute, {"x": x, "row_map": tensor(MAP), "probs": probs}),
-        (ShapeError, "unpermute: probs: got nothing", unpermute, {"x": rows, "row_map": tensor(MAP)}),
+        (ShapeError, "unpermute: probs: missing", unpermute, {"x": rows, "row_map": tensor(MAP)}),
         (ArgumentError, "tokens from -1 to 5", permute, {"x": x, "row_map": tensor(far)}),
         (
             ArgumentError,

@@ -159,7 +159,7 @@ WRONG = {
         PLAIN,
         {"start_positions": meta(3, dtype="int32")},
         ShapeError,
-        r"start_positions: got shape \(3,\), expected \(2,\)",
+        r"start_positions: got shape \(3,\), expected shape \(2,\)",
     ),
     "starts_dtype": (PLAIN, {"start_positions": meta(2, dtype="int64")}, FormatError, "start_positions: got"),
     "lengths": (
@@ -182,7 +182,7 @@ WRONG = {
             "cu_seqlens_padded": meta(4, dtype="int32"),
         },
         ShapeError,
-        r"cu_seqlens_padded: got shape \(4,\), expected \(3,\)",
+        r"cu_seqlens_padded: got shape \(4,\), expected shape \(3,\)",
     ),
     "no_lengths": (
         RopeSpec(((H, D, "freqs"),), "thd"),

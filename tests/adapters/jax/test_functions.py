@@ -315,7 +315,7 @@ def test_refusals_name_operation_and_argument():
         jax.jit(fj.fused_cross_entropy)(x, jnp.zeros((5,), jnp.int32))
     with pytest.raises(Fp8kitError, match=r"attention: .*k"):
         fj.dot_product_attention(draw(0, 2, 4, 4, 8), draw(1, 2, 4, 4, 9), draw(2, 2, 4, 4, 8))
-    with pytest.raises(Fp8kitError, match=r"norm: norm_bias: got nothing"):
+    with pytest.raises(Fp8kitError, match=r"norm: norm_bias: missing"):
         fj.layernorm(x, draw(1, 40))
     with pytest.raises(Fp8kitError, match=r"dense: kernel"):
         jax.jit(fj.dense)(x, draw(1, 41, 8))
