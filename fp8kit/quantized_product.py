@@ -12,7 +12,6 @@ from fp8kit.arguments import flag
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
-from fp8kit.backends.protocol.block import BLOCK_ARCH
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.quantization import TILES
@@ -101,22 +100,12 @@ def _shapes(a: QuantizedArray, b: QuantizedArray) -> None:
         raise FormatError("matmul", "other", b.device, f"an array on {a.device}")
 
 
-def _no_block_product(device: arrays.Device) -> str:
-    """Why a device does not have the product of blocks of 128, "" where it has."""
-    ask = getattr(arrays.provider(device), "arch", None)
-    have = BLOCK_ARCH if ask is None else ask(device)
-    wanted = f"blocks of 128 need compute capability {BLOCK_ARCH / 10} itself"
-    return "" if have == BLOCK_ARCH else f"{wanted}, not {have / 10}"
-
-
 def explain(a: QuantizedArray, b: QuantizedArray | None) -> str:
     """See ``QuantizedArray.explain``."""
     right = _left(a) if b is None else _right(b)
     if b is not None:
         _shapes(a, b)
     kernel, why = _way(_left(a), right)
-    if kernel == _BLOCKS and (lacks := _no_block_product(a.device)):
-        kernel, why = _DECODED, lacks
     sides = [f"{side.format} by {side.scaling}" for side in (_left(a), right)]
     how = {
         _FP8: "native, the FP8 product (kernel fp8_gemm), on the codes",
@@ -167,11 +156,11 @@ def _fp8_operand(tensor: QuantizedArray, kernels: Any, stream: int) -> tuple[Arr
 
 
 def _block_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels: Any, stream: int) -> bool:
-    """out = a @ b by ``block_gemm``; False where the device does not have it."""
+    """out = a @ b by ``block_gemm``; False where the kernels in force cannot take it."""
     codes, scales, tiles = zip(*(_block_operand(t, kernels, stream) for t in (a, b.T)), strict=True)
     workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
     pair = a.format, b.format
-    try:  # a device without this product says so, and gets the other
+    try:  # a plugin's kernel may refuse, and the other product is made
         kernels.block_gemm(*codes, out, *pair, *scales, *tiles, None, None, workspace, stream)
     except CannotTake as reason:
         if kernels.policy.strict:

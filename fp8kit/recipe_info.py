@@ -59,14 +59,6 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
     have, least = (".".join(map(str, each)) for each in (capability, products.capability))
     if capability < products.capability:
         return Support(REFUSED, f"{products.described} needs compute capability {least}, not {have}")
-    if "block_gemm" in products.kernels:
-        from fp8kit.backends.cuda.block import CAPABILITY
-
-        if capability != CAPABILITY:
-            only = ".".join(map(str, CAPABILITY))
-            return Support(
-                REFUSED, f"{products.described} needs compute capability {only} itself, not {have}"
-            )
     return native
 
 

@@ -88,7 +88,7 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0.
+    """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 8.9.
     ``return_reason`` as for FP8."""
     return _answer(missing_for(Float8BlockScaling()), return_reason)
 

@@ -44,13 +44,6 @@ def _examine() -> None:
 
 
 def _examine_gpu(index: int) -> None:
-    from fp8kit.backends.cuda import attention, block, launch
+    from fp8kit.backends.cuda import attention
 
     attention.say_missing()
-    have = launch.capability(index)
-    if have != block.CAPABILITY:
-        slowness.say(
-            f"cuda:{index} has compute capability {have[0]}.{have[1]}, and no product with scales of blocks",
-            "such products of QuantizedArrays are made of the decoded operands, and layers refuse the recipe",
-            "use a recipe with scales of tensors or rows: `fp8kit recipes list` shows how each runs here",
-        )

@@ -20,7 +20,6 @@ class BlockProduct(QuantizedProduct):
     """``Product`` on operands of ``block_gemm``."""
 
     kernels = ("block_quantize", "block_gemm")
-    capability = (9, 0)
     described = "FP8 with scales of blocks"
 
     @classmethod

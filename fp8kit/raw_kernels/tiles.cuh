@@ -1,5 +1,6 @@
 // Tiles of 16-bit matrices in shared memory, and products of them on tensor cores by one warp (mma.sync
 // m16n8k16: compute capability 8.0 and later). Start here for a fused kernel of your own. T is bf16 or f16.
+// Two FP8 codes may stand for an element: they lie in memory and in fragments as one of 16 bits does.
 //
 // A tile is kept in panels of 64 columns. A panel's row is 128 bytes, eight chunks of 16; chunk c of row r
 // lies at place c ^ (r % 8), so that the eight rows which ldmatrix reads at once lie in different banks.
@@ -38,20 +39,20 @@ template <int N> DEVICE void wait_for_copies() {
 }
 
 // A tile of rows that lie `stride` elements apart, by THREADS threads, eight of them to a row of a panel.
-// Rows from `rows` on and columns from `columns` (a multiple of 8) on become 0 and are not read.
-template <int THREADS, typename TILE>
-DEVICE void load_tile(TILE to, const T* from, i64 stride, int rows, int columns) {
-  constexpr int STEP = THREADS / 8;
+// Rows from `rows` on and columns from `columns` (a multiple of 16 bytes) on become 0 and are not read.
+template <int THREADS, typename TILE, typename X>
+DEVICE void load_tile(TILE to, const X* from, i64 stride, int rows, int columns) {
+  constexpr int STEP = THREADS / 8, CHUNK = 16 / sizeof(X);
   static_assert(TILE::rows % STEP == 0, "");
   const int first = threadIdx.x / 8, chunk = threadIdx.x % 8, valid = min(rows, TILE::rows);
-  const T* at = from + first * stride + 8 * chunk;
+  const X* at = from + first * stride + CHUNK * chunk;
 #pragma unroll
   for (int row = 0; row < TILE::rows; row += STEP, at += STEP * stride)
 #pragma unroll
     for (int panel = 0; panel < TILE::columns / 64; ++panel) {
-      const bool exists = first + row < valid && 64 * panel + 8 * chunk < columns;
-      copy_async(to.at(first, chunk) + (panel * TILE::rows + row) * 128, exists ? at + 64 * panel : from,
-                 exists);
+      const bool exists = first + row < valid && CHUNK * (8 * panel + chunk) < columns;
+      copy_async(to.at(first, chunk) + (panel * TILE::rows + row) * 128,
+                 exists ? at + 8 * CHUNK * panel : from, exists);
     }
 }
 
@@ -106,9 +107,10 @@ template <int M, int N> struct Sums {
   }
 };
 
-// c += a b^T: rows `row` ... of a by the first rows of b, both of A::columns columns.
-template <int M, int N, typename A, typename B>
-DEVICE void multiply_rows(Sums<M, N>& c, A a, int row, B b) {
+// c += a b^T: rows `row` ... of a by the first rows of b, both of A::columns columns. `multiply` is told which
+// elements these are by an X.
+template <int M, int N, typename A, typename B, typename X = T>
+DEVICE void multiply_rows(Sums<M, N>& c, A a, int row, B b, X elements = X{}) {
   static_assert(A::columns == B::columns && 8 * N <= B::rows && N % 2 == 0, "");
 #pragma unroll
   for (int k = 0; k < A::columns / 8; k += 2) {
@@ -120,8 +122,8 @@ DEVICE void multiply_rows(Sums<M, N>& c, A a, int row, B b) {
       load_matrices(b.at(8 * n + lane() / 16 * 8 + lane() % 8, k ^ lane() / 8 % 2), right);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply(c.at[m][n], left[m], right[0], right[1], T{});
-        multiply(c.at[m][n + 1], left[m], right[2], right[3], T{});
+        multiply(c.at[m][n], left[m], right[0], right[1], elements);
+        multiply(c.at[m][n + 1], left[m], right[2], right[3], elements);
       }
     }
   }

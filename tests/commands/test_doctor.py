@@ -15,7 +15,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, cli, devices, formats, quantized_product, slowness
 from fp8kit.arrays import Device
-from fp8kit.backends.cuda import attention, block, cudnn_plans, launch, support
+from fp8kit.backends.cuda import attention, cudnn_plans, launch, support
 from fp8kit.backends.dispatch import CannotTake
 from fp8kit.ops import product_emulated
 from fp8kit.ops.attention_spec import AttentionSpec
@@ -128,15 +128,6 @@ def test_a_plan_of_unfused_attention_says_why_once(monkeypatch, caplog):
     assert len(messages) == 2
     assert "attention with dtype float32: tensor cores take bfloat16 and float16" in messages[0]
     assert "attention with head_dim 20: multiples of 8 up to 256; head_dim_v 20: " in messages[1]
-
-
-def test_a_device_without_products_by_blocks(monkeypatch, capsys):
-    monkeypatch.setattr(arrays.provider(Device("cuda")), "count", lambda: 1, raising=False)
-    monkeypatch.setattr(launch, "capability", lambda index: (8, 9))
-    monkeypatch.setattr(cudnn_plans, "missing", lambda: None)
-    assert block.CAPABILITY == (9, 0)
-    assert cli.main(["doctor", "--strict"]) == 1
-    assert lines(capsys)[0].startswith("cuda:0 has compute capability 8.9, and no product with scales of")
 
 
 def test_a_product_of_blocks_that_the_device_does_not_have(monkeypatch, caplog):

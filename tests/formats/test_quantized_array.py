@@ -319,16 +319,6 @@ def test_explain():
         a.explain(_x(2, 2))
 
 
-def test_explain_knows_which_devices_have_the_product_of_blocks(monkeypatch):
-    q = fk.quantize(_x(4, 128), scaling="block_1x128")
-    assert "on cpu: native, the block-scaled product (kernel block_gemm)" in q.explain()
-    provider = arrays.provider(arrays.CPU)
-    for arch, how in ((90, "native"), (100, "emulated"), (89, "emulated")):
-        monkeypatch.setattr(provider, "arch", lambda device, own=arch: own, raising=False)
-        assert f"on cpu: {how}, " in q.explain()
-    assert q.explain().endswith("because blocks of 128 need compute capability 9.0 itself, not 8.9.")
-
-
 def test_packing():
     x = _x(6, 5, 32)
     q = fk.quantize(x, scaling="nvfp4_1x16")

@@ -23,7 +23,10 @@ MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
 
 # A source whose kernels do what a library does elsewhere: the module that launches them, and the kernels of
 # the contract which it implements so.
-OWN = {"hopper_gemm.cu": ("hopper_gemm", ("fp8_gemm", "block_gemm"))}
+OWN = {
+    "hopper_gemm.cu": ("hopper_gemm", ("fp8_gemm", "block_gemm")),
+    "mma_gemm.cu": ("mma_gemm", ("fp8_gemm", "block_gemm")),
+}
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:

@@ -1,23 +1,20 @@
-"""The contract's scaling by blocks of 128: the cast of both orientations in one launch, and cuBLASLt's
-block-scaled product.
-
-cuBLASLt takes these scales on Hopper alone (compute capability 9.0, cuBLAS 12.9 and later).
+"""The contract's scaling by blocks of 128: the cast of both orientations in one launch, and the block-scaled
+product: cuBLASLt's on Hopper, which alone it takes these scales on (compute capability 9.0, cuBLAS 12.9 and
+later), elsewhere that of ``mma_gemm``.
 """
 
 from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, mma_gemm
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
-from fp8kit.backends.protocol.block import BLOCK_ARCH
-from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
-CAPABILITY = divmod(BLOCK_ARCH, 10)  # compute capability, the only one that ``block_gemm`` runs on
+CAPABILITY = (9, 0)  # compute capability, the only one on which cuBLASLt has the product
 _BLOCK = 128
 _THREADS = 256
 _SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
@@ -74,11 +71,11 @@ def block_gemm(
     stream: int,
     timed: bool = False,
 ) -> None:
-    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError
-    when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
-    major, minor = launch.capability(out.device.index)
-    if (major, minor) != CAPABILITY:
-        raise CannotTake("block_gemm", "device", f"compute capability {major}.{minor}", "9.0: block scaling")
+    """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses, for two operands scaled by
+    squares as well."""
     operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
+    if launch.capability(out.device.index) != CAPABILITY:
+        mma_gemm.block_gemm(*operands, *scales, a_tile, b_tile, bias, addend, workspace, stream)
+        return
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
     fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)

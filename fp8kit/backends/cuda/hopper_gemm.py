@@ -27,7 +27,8 @@ PROMOTE = 128  # codes of the contraction whose sum is added to a float32 one
 _SOURCE, _THREADS, _SHARED = "hopper_gemm.cu", 384, 227 * 1024
 _DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(4 * CODES + "5P9q16x")  # struct Job, a multiple of 64 bytes
-_SCALES = {
+# scales by blocks: the operands' tiles -> the sources' name
+SCALES = {
     ((1, 128), (128, 128)): "lines_squares",
     ((128, 128), (1, 128)): "squares_lines",
     ((1, 128), (1, 128)): "lines_lines",
@@ -253,7 +254,7 @@ def block_gemm(
     if not (out.size and a.shape[1]):
         gemm.fp8_gemm(*operands, bias, addend, False, workspace, stream)
         return
-    scales = _SCALES.get((a_tile, b_tile))
+    scales = SCALES.get((a_tile, b_tile))
     if scales is None:
         raise BackendError("block_gemm", "tiles", f"{a_tile}, {b_tile}", "(1, 128) for at least one operand")
     steps = launch.row_stride(a_scale_inv), launch.row_stride(b_scale_inv)

@@ -10,7 +10,6 @@ from fp8kit.backends.protocol.spec import kernel
 from fp8kit.formats import Format
 
 BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
-BLOCK_ARCH = 90  # compute capability times ten of the GPUs that have ``block_gemm``: cuBLASLt's, Hopper alone
 
 
 def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:

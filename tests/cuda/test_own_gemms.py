@@ -1,8 +1,9 @@
-"""Our own FP8 product for Hopper: the contract, every bit against the model of its sums, calls that are
-recorded, moved and captured, and how the result is cut into tiles."""
+"""Our own FP8 products, for Hopper and for any chip: the contract, every bit against the model of their sums,
+calls that are recorded, moved and captured, and how Hopper's cuts the result into tiles."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from fp8kit import arrays, formats
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, hopper_gemm, launch, register
+from fp8kit.backends.cuda import OWN, hopper_gemm, launch, mma_gemm, register
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
@@ -25,17 +26,28 @@ from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
 
 GPU = Device("cuda", 0)
-OURS = SelectionPolicy(per_op={name: (f"impl:cuda.hopper_{name}",) for name in OWN["hopper_gemm.cu"][1]})
+NAMES = OWN["hopper_gemm.cu"][1]
+# which of them -> how a Hopper GPU sums its products, fast and split
+SUMS = {
+    "hopper": (ACCUMULATIONS["hopper_fast"], ACCUMULATIONS["hopper_split"]),
+    "mma": (ACCUMULATIONS["hopper_mma"], replace(ACCUMULATIONS["hopper_mma"], promote=128)),
+}
 LINE, SQUARE = (1, 128), (128, 128)
-PRODUCTS = [case for name in OWN["hopper_gemm.cu"][1] for case in cases(name)]
+PRODUCTS = [case for name in NAMES for case in cases(name)]
+
+
+@pytest.fixture(params=SUMS)
+def own(request: pytest.FixtureRequest) -> str:
+    """Which of them."""
+    if launch.capability(0) != hopper_gemm.CAPABILITY:
+        pytest.skip("one kernel is Hopper's, and so are the sums of the other that are known")
+    return request.param
 
 
 @pytest.fixture
-def kernels() -> Any:
+def kernels(own: str) -> Any:
     """Every kernel, these products by our own."""
-    if launch.capability(0) != hopper_gemm.CAPABILITY:
-        pytest.skip("the kernel is Hopper's")
-    with policy_context(OURS):
+    with policy_context(SelectionPolicy(per_op={name: (f"impl:cuda.{own}_{name}",) for name in NAMES})):
         yield dispatch.kernels(GPU)
 
 
@@ -78,7 +90,9 @@ def model_scales(inverse: ArrayView, tile: tuple[int, int] | None, rows: int, k:
 )
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
 @pytest.mark.parametrize("size", [(1, 16, 32), (300, 520, 1040), (1025, 777, 4096)], ids=str)
-def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, kernels: Any) -> None:
+def test_every_bit_is_the_models(
+    size: Any, fast: bool, tiles: Any, pair: Any, own: str, kernels: Any
+) -> None:
     """Sizes that no tile divides; a ring of stages that is used many times over."""
     if fast and tiles is not None:
         return  # blocks have no fast accumulation
@@ -96,7 +110,7 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
         model_scales(*which)
         for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
     ]
-    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    how = SUMS[own][0 if fast else 1]
     codes = a.slice(0, 0, m), b.slice(0, 0, n)
     kernels.model_gemm(*codes, want, *pair, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
     assert_same_bits("out", get(out), get(want))
@@ -219,9 +233,17 @@ def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPat
         plan(planned, 64, 64, 64)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "rows"), [(1, 4096, 32), (256, 4096, 32), (4096, 4096, 128), (16, 16384, 128)]
+)
+def test_few_tiles_have_few_rows(m: int, n: int, rows: int) -> None:
+    """So that half of the multiprocessors have one at least."""
+    assert mma_gemm.tile_rows(m, n, 132) == rows
+
+
 def test_they_are_not_chosen_where_no_policy_names_them() -> None:
     registry = OpRegistry()
     register(registry)
     for name in OWN["hopper_gemm.cu"][1]:
         found = [impl.impl_id for impl in registry.get_implementations(name)]
-        assert found.index(f"cuda.{name}") < found.index(f"cuda.hopper_{name}")
+        assert found.index(f"cuda.{name}") < min(found.index(f"cuda.{own}_{name}") for own in SUMS)
