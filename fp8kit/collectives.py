@@ -83,6 +83,17 @@ class Collectives:
         with self._call("all_to_all", source, label):
             self._all_to_all(source, target, stream)
 
+    def shift(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
+        """``target`` = the ``source`` of the rank before this one, of the last rank for the first: one step
+        round a ring. ArgumentError for parts of different sizes or dtypes."""
+        if source.size != target.size or source.dtype is not target.dtype:
+            got = f"{source.size} elements of {source.dtype.name}, {target.size} of {target.dtype.name}"
+            raise ArgumentError("shift", "source, target", got, "as many of one dtype")
+        if self.size == 1:
+            return _same(source, target)
+        with self._call("shift", source, label):
+            self._shift(source, target, stream)
+
     def broadcast(self, x: ArrayView, root: int, stream: int, label: str = "") -> None:
         """x = that of the rank ``root``, in place. ArgumentError for what is no rank."""
         integer("broadcast", "root", root, 0, self.size - 1)
@@ -118,6 +129,9 @@ class Collectives:
         raise NotImplementedError
 
     def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        raise NotImplementedError
+
+    def _shift(self, source: ArrayView, target: ArrayView, stream: int) -> None:
         raise NotImplementedError
 
     def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
@@ -293,6 +307,11 @@ class _Thread(Collectives):
         for i, part in enumerate(self._posted(source)):
             out[i] = part.reshape(self.size, -1)[self.rank]
         self._group.done(self.rank)
+
+    def _shift(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        value = self._posted(source)[self.rank - 1].reshape(-1).copy()
+        self._group.done(self.rank)
+        target.numpy().reshape(-1)[...] = value
 
     def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
         value = self._posted(x)[root].copy()

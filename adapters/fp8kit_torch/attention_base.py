@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -108,6 +108,13 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
 
     def host_values(self, value: Tensor) -> np.ndarray[Any, Any] | None:
         return None if value.is_meta else value.cpu().numpy()
+
+    def index_array(self, values: np.ndarray[Any, Any], like: Any) -> Tensor:
+        return torch.from_numpy(values).to(like.device)
+
+    def indices(self, function: Callable[..., Any], *tensors: Tensor) -> Tensor:
+        made: Tensor = function(torch, *tensors)
+        return made.to(torch.int32)
 
     def sums_of_mask(self, mask: Tensor) -> Tensor:
         if mask.dtype not in (torch.bool, torch.uint8):

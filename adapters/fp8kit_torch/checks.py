@@ -64,6 +64,12 @@ def ranks_group(operation: str, name: str, value: object) -> None:
     ranks_of(operation, name, value)
 
 
+def cp_group(operation: str, name: str, value: object) -> None:
+    """``ranks_group``, or a list of two, for hierarchical context parallelism."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        ranks_of(operation, name, each)
+
+
 def device(operation: str, name: str, value: Any) -> torch.device:
     """What torch.device takes, or a device. ArgumentError for anything else."""
     try:
@@ -135,7 +141,7 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(optional(dtype), "params_dtype dtype"),
     "device": optional(device),
     "tp_group": ranks_group,
-    "cp_group": of_one,
+    "cp_group": cp_group,
     "get_rng_state_tracker": optional(function),
     "delay_wgrad_compute": flag,
     "return_max_logit": flag,

@@ -115,6 +115,15 @@ class TorchCollectives(Collectives):
     def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
         dist.all_to_all_single(tensor_of(target), tensor_of(source), group=self.group)
 
+    def _shift(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        calls = [
+            dist.P2POp(dist.isend, tensor_of(source), group=self.group, group_peer=following),
+            dist.P2POp(dist.irecv, tensor_of(target), group=self.group, group_peer=before),
+        ]
+        for call in dist.batch_isend_irecv(calls):
+            call.wait()
+
     def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
         dist.broadcast(tensor_of(x), group=self.group, group_src=root)
 

@@ -47,6 +47,10 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
+        if (
+            attention.core_attention.context is not None
+        ):  # several operations, between which ranks communicate
+            return False
         own = attention._modules
         here = self.frontend
         parts = (

@@ -314,7 +314,7 @@ class MultiheadAttention(AttentionHeads):
         if plain and type(core) is self.frontend.DotProductAttention:
             how = core.attention_quantization()
             own = *_SETTINGS(core), self._separate, self._interleaved, self.is_deterministic(), how
-            own = *own, self.sequence_parts
+            own = *own, self.sequence_parts, core.context
             key = x.shape[:-1], self.call_dtype(x), x.device, *own
             known = _PREPARED.get(key)
             if known is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import current
 from fp8kit.formats import DType
 from fp8kit.layers.base import Branch, as_branch
+from fp8kit.layers.context_parallel import ContextGroup, context_group
 from fp8kit.layers.parallel import Grouped
 
 
@@ -24,6 +25,42 @@ class AttentionBase(Grouped):
         ``torch.compile`` nothing."""
         if not self.is_compiling():
             check(self.layer_name, self.call_rules, arguments)
+
+    # --- context parallelism --------------------------------------------------------------------------------
+
+    # the ranks that divide the sequences; None for one
+    context: ContextGroup | None = None
+    layer_number: int | None = None
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
+    ) -> None:
+        """The ranks that divide each sequence, of which rank r has chunks r and 2 P - 1 - r of 2 P; for a
+        layer of others, of all its parts.
+
+        * ``cp_group``: a group, a list of two with "a2a+p2p" (the inner one, which exchanges heads, first),
+          or None.
+        * ``cp_comm_type``: "p2p", "all_gather", "a2a" or "a2a+p2p" (``fp8kit.layers.context_parallel``), or a
+          list of them, for layers in turn. ``cp_global_ranks``, ``cp_stream``: accepted; the group says the
+          ranks, and communication is on the stream of the kernels.
+
+        ArgumentError for what is no group, and for another number of groups.
+        """
+        self.constructor_rules["cp_comm_type"](self.layer_name, "cp_comm_type", cp_comm_type)
+        groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
+        ranks = [self.ranks_of("cp_group", group) for group in groups]
+        self.context = context_group(self.layer_name, ranks, cp_comm_type, self.layer_number)
+        for part in self.grouped_parts():
+            if isinstance(part, AttentionBase):
+                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def index_array(self, values: np.ndarray[Any, Any], like: Any) -> Any:
+        """An int32 array of the host, on the device of ``like``."""
+        raise NotImplementedError
+
+    def indices(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """The int32 array that ``function`` makes of a library of arrays and ``arrays`` in it."""
+        raise NotImplementedError
 
     # --- FP8 attention --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from fp8kit.errors import ShapeError
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import LAYERS, PARTS, pair_of
+from fp8kit.layers.context_parallel import angles_of_rank, chunks_of_rank
 from fp8kit.layers.rope import as_angles
 from fp8kit.ops.rope import check_tokens, rope
 from fp8kit.ops.split_heads import split_heads
@@ -115,6 +116,9 @@ class AttentionHeads(AttentionBase):
             if part in parts:
                 own = self.widened(self.constant("rotary_pos_emb", own, layer))
                 angles = as_angles(op, "rotary_pos_emb", own)
+                if self.context is not None and not packed:
+                    tokens = layer.shape[core.qkv_format.index("s")]
+                    angles = angles_of_rank(self, self.context, angles, tokens)
                 inputs[angles_of[part]] = angles
                 if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
                     wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
@@ -128,6 +132,11 @@ class AttentionHeads(AttentionBase):
                     value = cache.cu_seqlens_q
                 if value is not None:
                     inputs[f"cu_seqlens{suffix}"] = self.constant(argument, value, layer)
+        if self.context is not None and packed:
+            starts = inputs.pop("cu_seqlens_padded", None)
+            starts = inputs.get("cu_seqlens") if starts is None else starts
+            if starts is not None:  # each of a sequence's two chunks is one of its own, which starts there
+                inputs |= chunks_of_rank(self, self.context, starts)
         if cache is not None:
             sums = inputs.get("cu_seqlens")
             batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1

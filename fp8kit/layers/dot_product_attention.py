@@ -10,8 +10,9 @@ import numpy as np
 
 from fp8kit.arguments import choice, shown
 from fp8kit.collectives import share
-from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
 from fp8kit.formats import float32
+from fp8kit.layers import context_parallel
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of, pair_of
@@ -53,6 +54,9 @@ class DotProductAttention(AttentionBase):
       "vanilla", and zeros with "off-by-one".
     * ``tp_size``, ``tp_group``: each rank has a part of the heads, whose layers it is given;
       ``alibi_slopes`` are then to be given too.
+    * ``cp_group``, ``cp_comm_type`` and others: as ``set_context_parallel_group``, which may come later. Each
+      rank's layers are then its chunks of the sequences, and what says where sequences are (cu_seqlens,
+      max_seqlen) is of the whole ones; lengths of "thd", gaps included, are multiples of 2 P.
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: what recipes by name know it by.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` its products are quantised
@@ -121,6 +125,8 @@ class DotProductAttention(AttentionBase):
         if self.tp_size > 1:  # this rank's heads
             for name in ("num_attention_heads", "num_gqa_groups"):
                 setattr(self, name, share(getattr(self, name), self.tp_size, op, name))
+        if cp_group is not None:
+            self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         if softmax_type == "learnable":
             shape = (self.num_attention_heads,)
             self.add_parameter("softmax_offset", shape, 0.0, self.dtype_of(float32), device)
@@ -272,6 +278,8 @@ class DotProductAttention(AttentionBase):
             if inference_params is not None and self.training and self.is_grad_enabled():
                 needs = tuple([name for name, layer in inputs.items() if layer.requires_grad])
             prepared = self.resolve(layout, inputs, options, needs)
+        if self.context is not None:
+            return context_parallel.attend(self, self.context, prepared, inputs)
         dtype = next(iter(inputs.values())).dtype
         inputs.update(prepared.beside)
         if inference_params is None:
@@ -361,7 +369,9 @@ class DotProductAttention(AttentionBase):
             raise ArgumentError(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer")
         if interleave == -2 and layout == "qkv":
             layout = "qkv_interleaved"
-        first = next(iter(layers.values()))
+        group, first = self.context, next(iter(layers.values()))
+        if group is not None:
+            layers, stand_ins = self._whole(group, form, layers), True
         beside = self._arrays(form, mask, bias, layers, options)
         gaps, declared = (
             of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None,
@@ -417,11 +427,36 @@ class DotProductAttention(AttentionBase):
             *longest,
         )
         spec, draws = self.attention_spec(cache is None, fields, of("bf16_backward") is True)
+        if group is not None:
+            context_parallel.check(op, group, spec, options)
+            sides = {side: tuple(shape) for side, shape in zip(("q", "kv"), _leading(layers), strict=True)}
+            known = self.host_views({name: beside[name] for name in _SUMS if name in beside})
+            sums = {name: view.numpy() for name, view in known.items()}
+            context_parallel.check_tokens(op, group, spec, sides, sums)
         draws = draws or bool(dropout)
         # a draw changes the random state, a first step makes caches
         if stand_ins or draws or cache is not None:
             self.check_call(asked, spec, {**layers, **beside, **step}, needs, draws)
         return ResolvedCall(asked, spec, beside, draws)
+
+    def _whole(
+        self, group: context_parallel.ContextGroup, form: str, layers: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What stands for the layers of whole sequences. Fp8kitError kinds for parts that are not this rank's
+        chunks, and within ``torch.compile``."""
+        op = self.layer_name
+        if self.is_compiling():
+            wanted = "one outside of torch.compile (torch.compiler.disable): ranks communicate in it"
+            raise UnsupportedError(op, "call", "one within torch.compile, of several ranks", wanted)
+        if self.return_max_logit:
+            wanted = "False with context parallelism: a rank has a part of the scores"
+            raise UnsupportedError(op, "return_max_logit", True, wanted)
+        found = {}
+        for name, layer in layers.items():
+            shape = tuple(layer.shape)
+            whole = context_parallel.whole_shape(form, shape, group.size)
+            found[name] = self.stand_in(whole, layer.dtype, layer.device)
+        return found
 
     def _arrays(
         self, form: str, mask: str, bias: str, layers: Mapping[str, Any], options: Mapping[str, Any]

@@ -19,7 +19,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "Linear": _WEIGHT,
     "LayerNormLinear": _WEIGHT,
     "LayerNormMLP": _WEIGHT,
-    "DotProductAttention": _GROUP | {"return_max_logit": False, "cp_group": None},
+    "DotProductAttention": _GROUP | {"return_max_logit": False},
     "MultiheadAttention": _GROUP,
     "TransformerLayer": _GROUP,
 }
@@ -42,7 +42,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         ),
         _OVERLAP,
     ),
-    **dict.fromkeys(("cp_global_ranks", "cp_stream", "cp_comm_type"), _ONE),
+    "cp_global_ranks": "the group knows its ranks",
+    "cp_stream": "communication is on the stream of the kernels",
     "num_splits": "kernels choose their own splits",
     "sm_margin": "kernels take the multiprocessors that the GPU gives them",
     "save_original_input": "what is kept for backward follows from the recipe; the numbers are the same",
@@ -64,7 +65,6 @@ FORWARD: dict[str, dict[str, Any]] = {
 _SCORES = "the kernels of attention do not call functions; core_attention_bias and masks change scores"
 # why no other value is there
 REASONS: dict[str, str] = {
-    "cp_group": "there is no context parallelism",
     "get_rng_state_tracker": "only the PyTorch frontend has random states by name",
     "delay_wgrad_compute": "only the PyTorch frontend hands gradients over later",
     "return_max_logit": "only the PyTorch frontend computes scores beside its kernels",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,14 @@ class AttentionBase(Shared, NativeLayer):
 
     def host_values(self, value: Any) -> np.ndarray[Any, Any]:
         return value.numpy()  # type: ignore[no-any-return]
+
+    def index_array(self, values: np.ndarray[Any, Any], like: Any) -> ArrayView:
+        return arrays.to(arrays.as_view(values), like.device)
+
+    def indices(self, function: Callable[..., Any], *views: ArrayView) -> ArrayView:
+        there = [arrays.provider(view.device).native(view) for view in map(arrays.as_view, views)]
+        library = import_module(type(there[0]).__module__.partition(".")[0])  # numpy or cupy
+        return arrays.as_view(library.ascontiguousarray(function(library, *there), dtype=np.int32))
 
     def sums_of_mask(self, mask: Tensor) -> np.ndarray[Any, Any]:
         if mask.dtype not in (bool_, uint8):

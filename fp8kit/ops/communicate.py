@@ -1,13 +1,15 @@
-"""``gather_rows``, ``reduce_rows``, ``reduce_all``: what ranks do together with whole tensors.
+"""``gather_rows``, ``reduce_rows``, ``reduce_all``, ``columns_to_rows``, ``rows_to_columns``: what ranks do
+together with whole tensors.
 
 For each the gradient is its transpose: of a gathering, sums of which each rank gets its rows, and the other
-way round; of a sum that all get, the sum of all gradients.
+way round; of a sum that all get, the sum of all gradients; of an exchange, the exchange back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit import collectives
@@ -102,4 +104,62 @@ class ReduceAll(_Communication):
     move = move_back = staticmethod(_sum)
 
 
+def _to_columns(plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
+    """x (P n, m) -> y (n, P m)."""
+    parts, (rows, columns) = ws.scratch["parts"], y.shape
+    plan.extra.all_to_all(x, parts, ws.stream, plan.spec.label)
+    count = plan.extra.size
+    shape = rows, count, columns // count
+    apart = parts.reshape(count, rows, columns // count).transpose(1, 0, 2)
+    ws.kernels.copy(apart, y.reshape(*shape), ws.stream)
+
+
+def _to_rows(plan: Plan, ws: WorkingSet, x: Any, y: Any) -> None:
+    """x (n, P m) -> y (P n, m)."""
+    parts, (rows, columns) = ws.scratch["parts"], x.shape
+    count = plan.extra.size
+    shape = count, rows, columns // count
+    apart = x.reshape(rows, count, columns // count).transpose(1, 0, 2)
+    ws.kernels.copy(apart, parts.reshape(*shape), ws.stream)
+    plan.extra.all_to_all(parts, y, ws.stream, plan.spec.label)
+
+
+class _Exchange(_Communication):
+    """x (n, m): one of its dimensions is divided by the ranks, the other one put together."""
+
+    split: int  # the dimension that is divided
+
+    def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) != 2 or shape[self.split] % ranks:
+            wanted = f"(n, m), dimension {self.split} a multiple of {ranks}"
+            raise ShapeError(self.name, "x", f"shape {shape}", wanted)
+        rows, columns = shape
+        return (rows * ranks, columns // ranks) if self.split else (rows // ranks, columns * ranks)
+
+    def plan(self, spec: GroupSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
+        found = super().plan(spec, metas, needs, kernels)
+        y = found.signature.outputs["y"]
+        parts = {"parts": Meta((math.prod(y.shape),), y.dtype)}
+        return replace(found, scratch=parts, backward_scratch=parts if needs else {})
+
+
+class ColumnsToRows(_Exchange):
+    """y (P n, m / P): the ranks' rows one after the other, of each this rank's columns. ShapeError where
+    ranks do not divide m."""
+
+    name, split = "columns_to_rows", 1
+
+    move, move_back = staticmethod(_to_rows), staticmethod(_to_columns)
+
+
+class RowsToColumns(_Exchange):
+    """y (n / P, P m): this rank's rows, of which each rank gives its columns, in the ranks' order. ShapeError
+    where ranks do not divide n."""
+
+    name, split = "rows_to_columns", 0
+
+    move, move_back = staticmethod(_to_columns), staticmethod(_to_rows)
+
+
 gather_rows, reduce_rows, reduce_all = GatherRows(), ReduceRows(), ReduceAll()
+columns_to_rows, rows_to_columns = ColumnsToRows(), RowsToColumns()

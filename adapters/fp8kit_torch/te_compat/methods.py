@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch.nn import Module
 
 from fp8kit_torch.checks import of_one
+from fp8kit_torch.collectives import ranks_of
 
 
 class TransformerEngineMethods:
@@ -25,10 +26,10 @@ class TransformerEngineMethods:
         cp_stream: object = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Nothing, for None and for process groups of one (also several). NotImplementedError for more
-        processes (there is no context parallelism), ArgumentError for what is no group."""
+        """Nothing: rows of this layer do not meet, and it takes those of this process as they are.
+        ArgumentError for what is no group."""
         for group in cp_group if isinstance(cp_group, list | tuple) else [cp_group]:
-            of_one(type(self).__name__, "cp_group", group)
+            ranks_of(type(self).__name__, "cp_group", group)
 
     def _within(self) -> list[TransformerEngineMethods]:
         parts = self.children() if isinstance(self, Module) else ()

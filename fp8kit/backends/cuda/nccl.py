@@ -214,6 +214,14 @@ class NcclCollectives(Collectives):
         self._nccl.group_end()
         self._mark(stream)
 
+    def _shift(self, source: ArrayView, target: ArrayView, stream: int) -> None:
+        self._nccl.group_start()
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self._nccl.send(source.ptr, source.nbytes, _BYTES, following, self._comm, stream)
+        self._nccl.recv(target.ptr, target.nbytes, _BYTES, before, self._comm, stream)
+        self._nccl.group_end()
+        self._mark(stream)
+
     def _broadcast(self, x: ArrayView, root: int, stream: int) -> None:
         kind, count = self._type(x)
         self._nccl.broadcast(x.ptr, x.ptr, count, kind, root, self._comm, stream)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fp8kit_torch import (
     DelayedScaling,
+    DotProductAttention,
     Float8BlockScaling,
     Float8CurrentScaling,
     Linear,
@@ -380,6 +381,38 @@ def tensor_parallel(rank, world):
             assert error <= features[1] * ROUNDOFF, (what, type(recipe).__name__, error)
 
 
+def context_parallel(rank, world):
+    """Attention of which each process has two chunks of the sequences: o and gradients are one process's, but
+    for the order of float32's sums; on a GPU, where operands are bfloat16, but for some roundings of 2^-9."""
+    tokens, heads, features = 64, 4, 64
+    dtype, apart = (torch.bfloat16, 2.0**-6) if PLACE.type == "cuda" else (torch.float32, tokens * ROUNDOFF)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, tokens, heads, features, device=PLACE).to(dtype) for _ in range(3)]
+    whole.append(torch.randn(2, tokens, heads * features, device=PLACE).to(dtype))
+    for x in whole:
+        dist.broadcast(x, 0)
+
+    def own(x):
+        chunks = x.chunk(2 * world, 1)
+        return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]], 1)
+
+    def step(layer, q, k, v, g):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = layer(*leaves)
+        o.backward(g)
+        return [o, *(leaf.grad for leaf in leaves)]
+
+    wanted = step(DotProductAttention(heads, features, qkv_format="bshd"), *whole)
+    for kind in ("p2p", "all_gather", "a2a"):
+        layer = DotProductAttention(heads, features, qkv_format="bshd")
+        layer.set_context_parallel_group(dist.group.WORLD, [0, 1], None, kind)
+        for what, got, want in zip(
+            ("o", "dq", "dk", "dv"), step(layer, *map(own, whole)), wanted, strict=True
+        ):
+            error = relative_error(bits(got.float()), bits(own(want).float()))
+            assert error <= apart, (kind, what, error)
+
+
 def sharded(rank, world):
     """fully_shard: the weights that DistributedDataParallel arrives at, from shards; and the same FP8
     state."""
@@ -452,6 +485,7 @@ def main(rank, world, folder, place):
             ddp_recompute,
             groups,
             tensor_parallel,
+            context_parallel,
             sharded,
             sharded_parts,
             held_in_fp8,

@@ -20,6 +20,7 @@ CASES = [
     "ddp_recompute",
     "groups",
     "tensor_parallel",
+    "context_parallel",
     "sharded",
     "sharded_parts",
     "held_in_fp8",

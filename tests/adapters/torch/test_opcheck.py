@@ -34,6 +34,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.registry import OPERATIONS
+from fp8kit.ops.ring_attention import RingSpec
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.router import AuxLossSpec, RouterSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
@@ -48,7 +49,9 @@ from fp8kit.spec import Operation
 from .twins import same
 
 ONE = FakeCollectives(1)
-COMMUNICATING = ("gather_rows", "reduce_rows", "reduce_all")  # by threads, and so on the CPU
+# by threads, and so on the CPU
+ROWS = ("gather_rows", "reduce_rows", "reduce_all", "columns_to_rows", "rows_to_columns")
+COMMUNICATING = (*ROWS, "ring_attention")
 
 
 def _operands(device):
@@ -140,7 +143,13 @@ def _operands(device):
             (),
         ),
         "scale_rows": (ScaleRowsSpec(16), {"x": r(6, 16), "probs": r(6)}, "x probs", ()),
-        **{name: (GroupSpec(ONE.ranks[0].name), {"x": r(6, 16)}, "x", ()) for name in COMMUNICATING},
+        **{name: (GroupSpec(ONE.ranks[0].name), {"x": r(6, 16)}, "x", ()) for name in ROWS},
+        "ring_attention": (
+            RingSpec(AttentionSpec(2, 8, layout="separate"), ONE.ranks[0].name),
+            {name: r(2, 3, 2, 16) for name in "qkv"},
+            "q k v",
+            (),
+        ),
         "softmax": (SoftmaxSpec(16), {"x": r(6, 16)}, "x", ()),
         "mse": (MseSpec(), {"x": r(6, 16), "target": r(6, 16)}, "x target", ()),
         "embedding": (

@@ -291,10 +291,7 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
         assert ft.parallel_cross_entropy(logits, classes, dist_process_group=alone).shape == (2,)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-            for call in (
-                lambda group: made.set_context_parallel_group(group, [0, 1], None),
-                lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group),
-            ):
+            for call in (lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group),):
                 with pytest.raises(
                     NotImplementedError, match=r"_group: got a group of 2 processes, expected one process"
                 ):
