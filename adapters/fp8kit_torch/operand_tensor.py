@@ -370,6 +370,12 @@ class Float8Tensor(OperandTensor):
         if invalid:
             self._transpose_again()
 
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's arguments but ``shape`` and ``dtype``."""
+        names = {"data": "_data", "fp8_scale_inv": "_scale_inv", "data_transpose": "_transpose"}
+        found = {name: getattr(self, attribute) for name, attribute in names.items()}
+        return found | {"fp8_dtype": self._fp8_dtype, "quantizer": self._get_quantizer()}
+
     def _create_transpose(self) -> None:
         self.update_usage(columnwise_usage=True)
 
@@ -382,7 +388,61 @@ class Float8Tensor(OperandTensor):
 
 
 class Float8BlockwiseQTensor(OperandTensor):
-    """FP8 codes with a scale for each 128 elements along a product's contraction, or for each 128 x 128."""
+    """FP8 codes with a scale for each 128 elements along a product's contraction, or for each 128 x 128. Made
+    by quantizers, or of Transformer Engine's arguments, whose memory it is: ``rowwise_data``, uint8 of
+    ``shape`` (None: its own), ``rowwise_scale_inv``, float32 as ``Float8BlockQuantizer.get_scale_shape``
+    says, ``columnwise_data`` (K, N) and ``columnwise_scale_inv``, one side at least; ``fp8_dtype``;
+    ``is_2D_scaled``: 128 x 128; ``dtype`` of the values, ``quantizer``, ``requires_grad``."""
+
+    def __new__(
+        cls,
+        *,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale_inv: Tensor | None = None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        is_2D_scaled: bool,
+        shape: Any = None,
+        dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+    ) -> Any:
+        """See the class. FormatError for codes or scales of another dtype or size."""
+        op, fmt = "Float8BlockwiseQTensor", format_of("Float8BlockwiseQTensor", fp8_dtype)
+        power_2 = True if quantizer is None else quantizer.force_pow_2_scales
+        rounded = "power_2" if power_2 else "exact"
+        rules = [Quantizer(fmt, tile, scale_rule=rounded) for tile in ("block_1x128", "block_128x128")]
+        how = scaled_as(rules[bool(is_2D_scaled)], rules[0])
+        if shape is None and rowwise_data is not None:
+            shape = rowwise_data.shape
+        elif shape is None and columnwise_data is not None:
+            shape = columnwise_data.t().shape
+        shape = () if shape is None else tuple(shape)
+        rows, k = math.prod(shape[:-1]), shape[-1] if shape else 0
+        sides = (
+            ("w_q", rowwise_data, rowwise_scale_inv, (rows, k)),
+            ("w_qt", columnwise_data, columnwise_scale_inv, (k, rows)),
+        )
+        parts: dict[str, Tensor] = {}
+        for name, codes, scales, size in sides:
+            if codes is None:
+                continue
+            wanted = product_class(how).shapes(*size, how.w)[1]
+            fits = scales is not None and (scales.dtype, tuple(scales.shape)) == (torch.float32, wanted)
+            if codes.dtype is not torch.uint8 or codes.numel() != rows * k or not fits:
+                got = f"{shown(codes)}, {shown(scales)}"
+                raise FormatError(op, name, got, f"uint8 {size} and float32 {wanted}")
+            parts |= {name: codes.detach().reshape(size), f"{name}_inv": scales.detach()}  # type: ignore[union-attr]
+        if not parts:
+            raise FormatError(op, "rowwise_data, columnwise_data", None, "codes of one side at least")
+        made = cls._made(parts, how, shape, dtype, requires_grad)
+        made._quantizer = quantizer
+        return made
+
+    def get_metadata(self) -> dict[str, Any]:
+        more = {"fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
+        return super().get_metadata() | more
 
     @property
     def _is_2D_scaled(self) -> bool:

@@ -203,6 +203,45 @@ class QuantizedTensor(torch.Tensor):
             with torch.no_grad():
                 self.copy_(value)
 
+    # --- others of its kind ---------------------------------------------------------------------------------
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: Any = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        data: Tensor | None = None,
+    ) -> Any:
+        """Another tensor of the codes and scales of ``tensor``: of another ``shape``, where these allow it,
+        another ``dtype`` of the values, or with the codes ``data`` in the place of the rows'. ShapeError for
+        another shape."""
+        made = tensor._like(lambda part: part, dtype)
+        if shape is not None and tuple(shape) != tuple(tensor.shape):
+            made = made.shared_view(tuple(shape))
+            if made is None:
+                got, wanted = tuple(shape), f"one of {tuple(tensor.shape)}'s elements, and of whole blocks"
+                raise ShapeError(f"{cls.__name__}.make_like", "shape", got, wanted)
+        if data is not None:
+            made._rowwise_data = data
+        return made.requires_grad_(requires_grad)
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """The same codes and scales, of values of ``dtype``."""
+        return self.make_like(self, dtype=dtype)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Its parts by the names of the constructor's arguments, where there is a constructor, with
+        ``quantizer``; but for ``shape`` and ``dtype``."""
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        return {name: getattr(self, f"_{name}") for name in names} | {"quantizer": self._get_quantizer()}
+
+    def clear(self) -> None:
+        """Let the memory go: the codes and scales are empty until ``data`` is assigned."""
+        self._parts = {name: part.new_empty(0) for name, part in self._parts.items()}
+
     # --- taken apart ----------------------------------------------------------------------------------------
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:

@@ -253,6 +253,9 @@ class MXFP8Tensor(BlockTensor):
         """The format of the codes."""
         return of_format(FORMATS[self._how.format])
 
+    def get_metadata(self) -> dict[str, Any]:
+        return super().get_metadata() | {"fp8_dtype": self._fp8_dtype}
+
 
 class NVFP4Tensor(BlockTensor):
     """E2M1 with E4M3 scales of blocks of 16, and one of the tensor. Made by ``NVFP4Quantizer``."""

@@ -35,10 +35,21 @@ _BY_ROWS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 class HybridQuantizer(Quantizer):
     """One quantizer for each of the two GEMMs that read a tensor: along its rows (fprop; dgrad of
     grad_output), and along its columns. For a ``CustomRecipe``'s function; there is no tensor in two formats:
-    the two quantizers cast one each."""
+    the two quantizers cast one each. ``columnwise_source``: "original" only, both read the tensor itself."""
 
-    def __init__(self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer) -> None:
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: str = "original",
+    ) -> None:
         super().__init__(rowwise=True, columnwise=True)
+        if columnwise_source != "original":
+            wanted = (
+                "'original': each GEMM casts the tensor itself; backward_override='dequantized' of a recipe"
+            )
+            raise UnsupportedError("HybridQuantizer", "columnwise_source", columnwise_source, wanted)
         for name, own in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             if not isinstance(own, Quantizer | QuantizerRequest):
                 wanted = "a quantizer of transformer_engine.pytorch"

@@ -4,6 +4,7 @@ of Transformer Engine."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import defaults, refuse
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import tensor
+from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.specs import spec_for
@@ -113,6 +114,64 @@ def general_gemm(
         y = out.copy_(y)
     y = y.to(dtype)
     return y if quantization_params is None else quantization_params(y), bias_grad, gelu_input, None
+
+
+@torch.no_grad()
+def general_grouped_gemm(
+    A: Sequence[Tensor],
+    B: Sequence[Tensor],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any] | None,
+    out_dtype: torch.dtype | None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | Tensor | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+) -> tuple[Sequence[Tensor], list[Any], list[Any]]:
+    """(``out``, bias gradients, inputs of GELU) of ``general_gemm`` for each pair of ``A`` and ``B``; None in
+    the lists where nothing was asked for.
+
+    * ``out``: a tensor for each pair, or with ``single_output`` one, whose ``m_splits`` rows are the results
+      one after the other. ``bias``: one for each, added with ``use_bias``; with ``grad`` its gradient is made
+      instead. ``quantization_params``: a quantizer or None for each, or None. Others as there; ``D_dtype``:
+      accepted, ``out`` says it.
+
+    ShapeError where the lists are not as long. A pair without rows writes nothing, and with ``grad`` and
+    "NT" zeros.
+    """
+    op, count = "general_grouped_gemm", len(A)
+    targets = list(out)
+    if single_output:
+        if len(targets) != 1 or m_splits is None:
+            got = f"{len(targets)} tensors, m_splits {shown(m_splits)}"
+            raise ShapeError(op, "out", got, "one, and m_splits, with single_output")
+        targets = list(targets[0].split([int(n) for n in m_splits]))
+    casts = [None] * count if quantization_params is None else list(quantization_params)
+    biases = list(bias) if bias is not None and use_bias else [None] * count
+    lengths = [len(each) for each in (B, targets, casts, biases)]
+    if lengths != [count] * 4:
+        raise ShapeError(op, "A, B, out, quantization_params, bias", [count, *lengths], "as many of each")
+    found: list[tuple[Any, ...]] = []
+    for a, b, y, quantizer, own in zip(A, B, targets, casts, biases, strict=True):
+        if not b.numel():
+            if layout == "NT" and not accumulate:
+                y.zero_()
+            found.append((y, None if own is None or not grad else torch.zeros_like(own), None))
+            continue
+        how = {"layout": layout, "gelu": gelu, "grad": grad, "accumulate": accumulate, "out": y}
+        made = general_gemm(
+            a, b, out_dtype, quantizer, bias=own, use_split_accumulator=use_split_accumulator, **how
+        )
+        found.append(made[:3])
+    if quantization_params is not None and any(each is not None for each in casts):
+        out = [each[0] for each in found]
+    return out, [each[1] for each in found], [each[2] for each in found]
 
 
 def _gelu(inner: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ _SAME = {
     "ep": "",
     "custom_recipes": "",
     "custom_recipes.quantizer_factories": "fp8kit_torch.te_compat.custom_recipes",
+    "custom_recipes.quantizer_factory_zoo": "fp8kit_torch.te_compat.factory_zoo",
     "cpu_offload": "fp8kit_torch.cpu_offload",
     "export": "fp8kit_torch.te_compat.export",
     "onnx_extensions": "fp8kit_torch.te_compat.onnx_extensions",

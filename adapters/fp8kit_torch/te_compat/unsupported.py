@@ -24,9 +24,7 @@ _NAMES = {
     _QUANTIZER: """HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor
         IdentityTensorStorage""",
     _MASTERS: "multi_tensor_adam_fp8",
-    "linear, norm and attention layers are modules of their own": (
-        "FusedMLAQUpProjRopeQuant general_grouped_gemm"
-    ),
+    "linear, norm and attention layers are modules of their own": "FusedMLAQUpProjRopeQuant",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
 }
