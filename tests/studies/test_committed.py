@@ -5,22 +5,26 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pytest
 
 from fp8kit.testing.compare import assert_close
 from studies import cases, files, gaps, table
 from tests.support.source import ROOT
 
 FOLDER = ROOT / "benchmarks/results/h200/convergence"
+# a text of other packages is another folder
+FOLDERS = sorted(FOLDER.parent.glob("convergence*"))
 
 
-def test_the_committed_table_is_made_of_the_committed_runs():
-    runs = files.runs(FOLDER)
-    assert (FOLDER / "table.md").read_text() == table.page(FOLDER, runs)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_committed_table_is_made_of_the_committed_runs(folder):
+    runs = files.runs(folder)
+    assert (folder / "table.md").read_text() == table.page(folder, runs)
     size, digests = cases.size("full", 500), {own["corpus"] for own in runs.values()}
     assert len(digests) == 1
     for (name, seed), own in runs.items():
         assert own["settings"]["size"]["steps"] == size.steps == len(own["losses"])
-        assert files.run_path(FOLDER, name, seed).exists()
+        assert files.run_path(folder, name, seed).exists()
 
 
 def test_the_curves_hold_every_run_and_those_of_which_they_are_left():
