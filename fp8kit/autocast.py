@@ -3,8 +3,8 @@ frontend and no array.
 
 Frontends ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When
 the outermost active autocast ends, every touched state is handed back once, grouped by recipe, to its class's
-``commit_forward``; when it ends by an exception, or an update raises, to ``discard_forward`` instead, so that
-a step that never finished leaves no trace in the history.
+``commit_forward``; when it ends by an exception, or an update raises, each is told to ``drop`` what it
+recorded, so that a step that never finished leaves no trace in the history.
 
 An autocast holds for its thread or asyncio task, as the blocks of ``scoped``. torch.compile cannot call a
 ContextVar, but it reads, and guards, what a property gives whose getter is a builtin: ``_Task.innermost``.
@@ -31,8 +31,7 @@ class ForwardState(Protocol):
     def commit_forward(cls, recipe: Recipe, states: Sequence[Any]) -> None:
         """Update the scales of all ``states``, each named once, by ``recipe``."""
 
-    @classmethod
-    def discard_forward(cls, states: Sequence[Any]) -> None:
+    def drop(self) -> None:
         """Forget the amaxes that were recorded since the last update."""
 
 
@@ -188,13 +187,18 @@ def checking_finite() -> bool:
     return found is not None and found.value.check_finite
 
 
+def _drop(states: dict[int, ForwardState]) -> None:
+    for state in states.values():
+        state.drop()
+
+
 def leave_all() -> None:
     """End every autocast of this thread or task, and forget the amaxes that were recorded in them."""
     while (found := _innermost()) is not None:
         found.ended = True
         _left(found)
-        for (own, _), (_, states) in found.touched.items():
-            own.discard_forward(list(states.values()))
+        for _, states in found.touched.values():
+            _drop(states)
 
 
 def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autocast | resumed:
@@ -345,8 +349,8 @@ class autocast(ContextDecorator):
                 frontend.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for frontend, _, states in left:
-                frontend.discard_forward(list(states.values()))
+            for _, _, states in left:
+                _drop(states)
 
     def _entry(self) -> _Entered:
         """Of the entries of this object that are open the innermost one of this thread or task; where none

@@ -324,7 +324,9 @@ def _settings() -> list[tuple[str, str, str]]:
             readers.get(name, str)()
             rows.append((variable, "", value))
         except Fp8kitError as error:
-            rows.append((variable, "bad", str(error).removeprefix(f"environment: {variable}: ")))
+            about_it = error.operation == "environment" and error.argument == variable
+            why = f"got {error.got}, expected {error.wanted}" if about_it else str(error)
+            rows.append((variable, "bad", why))
     return rows
 
 

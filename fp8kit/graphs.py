@@ -9,7 +9,7 @@ step, the same kernels in the same order as without a graph: the same bits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.formats import DType
+from fp8kit.nests import mapped
 
 
 class _Array(NamedTuple):
@@ -46,18 +47,6 @@ class _Captured(NamedTuple):
     policy: SelectionPolicy
     held: list[captured.Held]
     arenas: object
-
-
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``value`` with ``leaf`` applied to what lies in its tuples, lists and mappings."""
-    if isinstance(value, Mapping):
-        return {key: _mapped(part, leaf) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        parts = [_mapped(part, leaf) for part in value]
-        if isinstance(value, list):
-            return parts
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return leaf(value)
 
 
 def _view(value: Any) -> ArrayView | None:
@@ -99,18 +88,18 @@ class Graph:
         with self._lock:
             views = self._looked_at(given)
             if inspection.inspector is not None:  # which looks at what Python does
-                return _mapped(self._call(given, views), _detached)
+                return mapped(self._call(given, views), _detached)
             if self._left:
                 out = self._call(given, views)
                 self._left -= 1
-                return _mapped(out, _detached)
+                return mapped(out, _detached)
             if self._captured is None:
                 self._captured = self._capture(given, views)
             self._want_unchanged(self._captured)
             for own, view in zip(self._captured.inputs, views, strict=True):
                 arrays.copy(own, arrays.contiguous(view))
             self._captured.recording.launch()
-            return _mapped(self._captured.outputs, _copied)
+            return mapped(self._captured.outputs, _copied)
 
     @staticmethod
     def _want_unchanged(made: _Captured) -> None:
@@ -135,7 +124,7 @@ class Graph:
                 kind = "tensor"
             return _Array(kind, view.shape, view.dtype, view.device, kind == "tensor" and value.requires_grad)
 
-        found = _mapped(given, look)
+        found = mapped(given, look)
         if self._known is None:
             devices = {view.device for view in views} or {dispatch.default_device()}
             if len(devices) > 1 or not hasattr(arrays.provider(next(iter(devices))), "capture"):
@@ -157,7 +146,7 @@ class Graph:
         def replaced(value: Any) -> Any:
             return value if _view(value) is None else _like(value, next(left))
 
-        args, options = _mapped(given, replaced)
+        args, options = mapped(given, replaced)
         return self._function(*args, **options)
 
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
@@ -166,7 +155,7 @@ class Graph:
         with captured.capture() as held, scratch.separate() as arenas:
             capture = arrays.provider(device).capture  # type: ignore[attr-defined]
             outputs, recording = capture(device, lambda: self._call(given, inputs))
-        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held, dict(arenas))
+        return _Captured(recording, inputs, mapped(outputs, _detached), get_policy(), held, dict(arenas))
 
 
 def _detached(value: Any) -> Any:

@@ -292,10 +292,7 @@ def modelled(
     """The sum, and both operands as ``model_gemm`` takes them. Raises what ``matmul`` raises."""
     known = ("fp32", *models.ACCUMULATIONS)
     how = models.accumulation("matmul", "accumulate", accumulate, known)
-    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
-        raise ShapeError("matmul", "shapes", f"{a.shape} @ {b.shape}", "(..., K) @ (K, N)")
-    if a.device != b.device:
-        raise FormatError("matmul", "b", b.device, f"an array on {a.device}")
+    _shapes(a, b)
     check_rotations(a, b)
     models.check_formats("matmul", a.format, b.format, group=how.group)
     for tensor in (a, b):

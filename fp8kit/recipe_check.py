@@ -38,9 +38,8 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import DType, float32
 from fp8kit.ops.emulated_casts import scale_lines_of
-from fp8kit.quantization import Quantizer
+from fp8kit.quantization import OPERANDS, Quantizer
 from fp8kit.recipe import Recipe
-from fp8kit.recipe_info import OPERANDS
 
 HostArray = np.ndarray[Any, Any]
 

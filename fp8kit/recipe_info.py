@@ -14,14 +14,11 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
-from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
+from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED, Named
 
 NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
-# GEMM -> its operands, and the matrix that each is made of: of ``fprop`` y = x w^T, of ``dgrad`` dx = g w, of
-# ``wgrad`` dW = g^T x
-OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 
 
 class Support(NamedTuple):

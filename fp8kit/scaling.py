@@ -175,12 +175,6 @@ class ScalingState:
                 break
         update(recipe.history, states, forward=True)
 
-    @classmethod
-    def discard_forward(cls, states: Sequence[ScalingState]) -> None:
-        """The outermost autocast ended by an exception: what the unfinished step recorded is dropped."""
-        for state in states:
-            state.drop()
-
 
 def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)

@@ -47,7 +47,21 @@ class Part(Stateful, Protocol):
         """Check a state, and return what takes it over. CheckpointError where it does not fit."""
 
 
-class Bundle:
+class Loadable:
+    """Base of what is loaded all or nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what ``state_dict`` gave. Everything is checked before anything changes: arguments and
+        errors as ``check_state_dict``."""
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``load_state_dict`` takes, and return what takes it over. CheckpointError where it does
+        not fit."""
+        raise NotImplementedError
+
+
+class Bundle(Loadable):
     """Several things in one file: ``Bundle(model=model, optimizer=optimizer, random=nn.RandomState())`` saves
     and loads them together.
 
@@ -71,14 +85,9 @@ class Bundle:
             for name, value in thing.state_dict().items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError, naming the part, where one does not fit; then
-        all are as they were."""
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError as
-        ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError, naming the part,
+        where one does not fit."""
         strict = arguments.flag("load", "strict", strict, CheckpointError)
         split: dict[str, dict[str, Any]] = {part: {} for part in self.parts}
         for name, value in mapping("load", state).items():

@@ -176,7 +176,8 @@ def bind(
         raise
     if chosen is None:
         chosen = dispatch.kernels(place)
-    key = ("torch", operation.name, id(spec), id(chosen), kernels is None, needs, scales, names, *kinds)
+    mine = ("torch", kernels is None, scales, names, *kinds)
+    key = plans.key_of(operation, spec, needs, chosen, mine)
     found = plans.plans.get(key)
     if found is None:
         metas = _metas(operation, names, kinds, scales)

@@ -58,7 +58,6 @@ from fp8kit_torch.te_compat.module_state import TransformerEngineState
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
-_SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:

@@ -126,12 +126,6 @@ class ScalingState:
         # later scales, is to be refused
         torch.autograd.graph.increment_version([s.scale for s in states if not s.scale.is_inference()])
 
-    @classmethod
-    def discard_forward(cls, states: Sequence[ScalingState]) -> None:
-        """The outermost autocast ended by an exception: what the unfinished step recorded is dropped."""
-        for state in states:
-            state.drop()
-
 
 def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where

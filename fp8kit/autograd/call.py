@@ -106,7 +106,7 @@ def bound(
     raises."""
     device = next(iter(views.values())).device
     kinds = [(name, view.shape, view.dtype) for name, view in views.items()]
-    key = ("native", device, operation.name, id(spec), id(kernels), needs, *kinds)
+    key = plans.key_of(operation, spec, needs, kernels, ("native", device, *kinds))
     found = plans.plans.get(key)
     if found is None:
         metas = {name: Meta(view.shape, view.dtype) for name, view in views.items()}

@@ -57,8 +57,7 @@ class Product:
 def products(layer: Layer) -> list[Product]:
     """Forward, gradient of the input and gradient of the weight of the layer's four products, in a step's
     order."""
-    t, h, f = layer.tokens, layer.hidden, layer.ffn
-    shapes = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (f, h), "fc2": (h, f)}
+    t, shapes = layer.tokens, layer.weights
     found = [Product(f"{name} forward", t, out, into, E4M3, True) for name, (out, into) in shapes.items()]
     for name, (out, into) in reversed(shapes.items()):
         found += [

@@ -106,7 +106,6 @@ def kernel_cases(layer: Layer = FULL.large, vocabulary: int = FULL.vocabulary) -
     cast, plain = {"strewn": False}, {"p": 0.0}
     sums = {"cast": {"fmt": E5M2}, "dbias": True}
     fused = {"biased": True, "cast": {}}
-    weights = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (f, h), "fc2": (h, f)}
     return [
         KernelCase("norm, cast both ways", "norm_fwd", m, h, {"y": False, "cast": {}}, 2),
         KernelCase("attention's output, cast both ways", "quantize_transpose", m, h, cast, 1),
@@ -114,7 +113,7 @@ def kernel_cases(layer: Layer = FULL.large, vocabulary: int = FULL.vocabulary) -
         KernelCase("bias, residual", "dropout_add", m, h, plain, within=2),
         *(
             KernelCase(f"cast of {name}'s weight, both ways", "quantize_transpose", *size, cast, 1)
-            for name, size in weights.items()
+            for name, size in layer.weights.items()
         ),
         KernelCase("gradient, cast both ways, sums", "quantize_transpose", m, h, sums, 2),
         KernelCase(

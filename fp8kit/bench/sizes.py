@@ -21,6 +21,12 @@ class Layer(NamedTuple):
         """All of them."""
         return self.sequence * self.batch
 
+    @property
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Shapes (out, in) of its weights, in the order of a forward pass."""
+        h, f = self.hidden, self.ffn
+        return {"qkv": (3 * h, h), "proj": (h, h), "fc1": (f, h), "fc2": (h, f)}
+
     def __str__(self) -> str:
         tokens = f"{self.sequence} x {self.batch} tokens"
         return f"hidden {self.hidden}, ffn {self.ffn}, heads {self.heads}, {tokens}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8kit.execution.bound import BoundOp
-from fp8kit.execution.memory import Memory
 from fp8kit.execution.refusals import signature_of
 from fp8kit.lru import LRU, SHAPES
 from fp8kit.spec import Meta, Operation
@@ -18,26 +17,13 @@ _validated: LRU[Any, Any] = LRU(SHAPES, name="validated calls")
 
 
 def key_of(
-    operation: Operation, spec: Any, needs: tuple[str, ...], kernels: Any, *kinds: Any
+    operation: Operation, spec: Any, needs: tuple[str, ...], kernels: Any, kinds: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The key of a plan. ``spec`` and ``kernels`` are compared by identity, which is faster than hashing
-    their values; layers keep their specs. ``kinds``: name, shape, dtype and device of each input, in any
-    hashable form of the frontend."""
-    return (operation.name, id(spec), id(kernels), needs, *kinds)
-
-
-def bind(
-    key: Any,
-    operation: Operation,
-    spec: Any,
-    metas: Mapping[str, Meta],
-    needs: tuple[str, ...],
-    memory: Memory,
-    kernels: Any,
-    streaming: bool = True,
-) -> BoundOp:
-    """Make the plan of a key that ``plans`` does not have, and keep it. Raises what ``BoundOp`` raises."""
-    return plans.put(key, BoundOp(operation, spec, metas, needs, memory, kernels, streaming))
+    their values; layers keep their specs, and the plan holds both. ``kinds``: the frontend's name, and name,
+    shape, dtype and device of each input, in any hashable form. (A program of JAX's goes by the hash of its
+    text, which says the same: ``fp8kit_jax.calls``.)"""
+    return operation.name, id(spec), id(kernels), needs, kinds
 
 
 def validate(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: tuple[str, ...] = ()) -> None:

@@ -152,7 +152,7 @@ class Checkpoint:
             raise CheckpointError(f"resume: {self.path}: {error}") from error
 
 
-class _Seen:
+class _Seen(serialization.Loadable):
     """A run's losses and statistics as arrays."""
 
     def __init__(self, run: Run) -> None:
@@ -163,13 +163,7 @@ class _Seen:
         text = json.dumps(self.run.statistics).encode()
         return {"losses": np.array(self.run.losses, np.float64), "statistics": np.frombuffer(text, np.uint8)}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave."""
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not
-        fit."""
         host = {name: arrays.as_view(array).numpy() for name, array in state.items()}
         wanted = {"losses": (np.float64, 1), "statistics": (np.uint8, 1)}
         if {name: (array.dtype.type, array.ndim) for name, array in host.items()} != wanted:

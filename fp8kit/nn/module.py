@@ -24,9 +24,6 @@ from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
 _Self = TypeVar("_Self", bound="Module")
-# operations and layers whose parameters have the dtype of their input x
-_OF_X = {"linear", "norm", "norm_linear", "norm_mlp"}
-_OF_X |= {"Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP"}
 EXTRA = "_extra_state."
 
 
@@ -58,7 +55,7 @@ class Parameter(Tensor):
         return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"
 
 
-class Module:
+class Module(serialization.Loadable):
     """Base of layers. A subclass sets attributes in ``__init__`` and defines ``forward``; calling the module
     calls it."""
 
@@ -227,19 +224,15 @@ class Module:
         }
         return self._held_arrays() | extra
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy arrays (NumPy, CuPy, views, tensors) into parameters and buffers, and take over FP8 state.
-
-        Everything is checked before anything changes. ``strict``: every parameter and buffer must be there,
-        and nothing else; a module without FP8 state in ``state`` loses its own, as it was when it was saved.
-        Otherwise what is missing stays as it is. Raises CheckpointError that names what is missing,
-        unexpected, of another shape or dtype, or no FP8 scale or amax.
-        """
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check all of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as
-        there."""
+        """Check arrays (NumPy, CuPy, views, tensors), and return what copies them into parameters and
+        buffers, and takes over FP8 state.
+
+        ``strict``: every parameter and buffer must be there, and nothing else; a module without FP8 state in
+        ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
+        CheckpointError that names what is missing, unexpected, of another shape or dtype, or no FP8 scale or
+        amax.
+        """
         serialization.mapping("load_state_dict", state)
         strict = flag("load_state_dict", "strict", strict, CheckpointError)
         own, modules = self._held_arrays(), dict(self.named_modules())
@@ -339,16 +332,16 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
     """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
     parameters have one dtype; None for any other refusal."""
-    operation, argument, given = error.operation, error.argument or "", error.wanted
+    argument, given, x = error.argument or "", error.wanted, module.argument_names.get("x")
     own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
     if (
-        operation not in _OF_X
+        x is None
         or error.got != own.get(argument)
         or len(set(own.values())) != 1
         or given not in [kind.name for kind in formats.HIGH_PRECISION]
     ):
         return None
-    return FormatError(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters")
+    return FormatError(error.operation, x, given, f"{own[argument]} as the parameters")
 
 
 def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:

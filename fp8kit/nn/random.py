@@ -251,16 +251,12 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     return take
 
 
-class RandomState:
+class RandomState(serialization.Loadable):
     """The process's random state as something to save: host generator and every device's dropout state."""
 
     def state_dict(self) -> dict[str, HostArray]:
         """``get_rng_state()``."""
         return get_rng_state()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """``set_rng_state(state)``, with its shapes, dtypes and errors."""
-        set_rng_state(state)
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is

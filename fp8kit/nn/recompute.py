@@ -10,7 +10,7 @@ have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8kit import arguments
@@ -22,6 +22,7 @@ from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import AutogradError
 from fp8kit.layers.recompute import Kept, Pass, Passes
+from fp8kit.nests import mapped
 from fp8kit.nn import random
 
 _passes = Passes()
@@ -96,26 +97,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     node = Node("checkpoint", len(floating), None, backward)
     for index, i in enumerate(floating):
         results[i]._edge, results[i].requires_grad = Edge(node, index), True
-    return _replaced(out, iter(results))
+    made = iter(results)
+    return mapped(out, lambda leaf: next(made) if isinstance(leaf, Tensor) else leaf)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     """The Tensors in a nest of tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return [t for part in value for t in _tensors(part)] if isinstance(value, tuple | list) else []
-
-
-def _replaced(value: Any, results: Iterator[Tensor]) -> Any:
-    """The nest with its Tensors replaced in order."""
-    if isinstance(value, Tensor):
-        return next(results)
-    if isinstance(value, Mapping):
-        return {name: _replaced(part, results) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(part, results) for part in value))
-    return (
-        type(value)(_replaced(part, results) for part in value) if isinstance(value, tuple | list) else value
-    )
+    found: list[Any] = []
+    mapped(value, found.append)
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]

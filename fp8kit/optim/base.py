@@ -22,6 +22,7 @@ from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, float32, float64, int64
+from fp8kit.serialization import Loadable
 
 Group = dict[str, Any]
 Hyper = tuple[Any, ...]
@@ -116,7 +117,7 @@ class Batch(NamedTuple):
         return (self.lr, *self.hyper, decays, self.step, self.inv_scale, self.found_inf)
 
 
-class Optimizer:
+class Optimizer(Loadable):
     """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in
     ``state_dict``'s "hyper" (the first is ``lr``, the last ``weight_decay``), and ``flat``, ``nest``,
     ``slots`` and ``update``.
@@ -370,14 +371,9 @@ class Optimizer:
             **self.notes(),
         } | out
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError
-        for missing or (``strict``) unexpected names, and for other shapes or dtypes."""
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as
-        ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError for missing or
+        (``strict``) unexpected names, and for other shapes or dtypes."""
         groups, params = len(self.param_groups), len(self._params())
         operation = f"{type(self).__name__}.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)

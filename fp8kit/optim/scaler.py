@@ -21,13 +21,14 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError
 from fp8kit.formats import HIGH_PRECISION, float32, int64
 from fp8kit.optim.base import Optimizer, Taking, Wanted, faults_of, state_views, want_none, want_writable
+from fp8kit.serialization import Loadable
 
 _STATE: Wanted = {"scale": ((1,), float32), "good_steps": ((1,), int64)}
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of a factor
 _LIMITS = {"scale": (_LEAST, _MOST), "good_steps": (0, 2**63 - 1)}
 
 
-class GradScaler:
+class GradScaler(Loadable):
     """Scales the loss, and with it all gradients, and takes the factor out again inside the optimiser's step
     ::
 
@@ -185,15 +186,10 @@ class GradScaler:
         """``scale`` float32 [1] and ``good_steps`` int64 [1], for ``fk.save``."""
         return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _STATE}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names,
-        other shapes or dtypes, and numbers that are not finite, a ``scale`` below the least of
-        ``init_scale``, or a negative ``good_steps``."""
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as
-        ``load_state_dict``."""
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError for missing or
+        (``strict``) unexpected names, other shapes or dtypes, and numbers that are not finite, a ``scale``
+        below the least of ``init_scale``, or a negative ``good_steps``."""
         operation = "GradScaler.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
         views = state_views(operation, state)

@@ -23,6 +23,7 @@ from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.optim.base import Group, Optimizer, state_views
+from fp8kit.serialization import Loadable
 
 _GRAIN = 256  # elements that a rank's part of a bucket is a multiple of: of kernels' vectors
 
@@ -49,7 +50,7 @@ class _Bucket:
         return found
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Loadable):
     """An optimiser of ``kind`` (``AdamW``, ``SGD``) whose state is divided among ``ranks``, which all train
     the same parameters on other rows ::
 
@@ -297,13 +298,9 @@ class ShardedOptimizer:
         more = {name: view for name, view in inner.items() if "." not in name and name != "steps"}
         return {"steps": arrays.as_view(steps), **more} | found
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave, of any number of ranks, or of a ``kind`` on one. Errors as
-        ``Optimizer.load_state_dict``."""
-        self.check_state_dict(state, strict)()
-
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``load_state_dict`` takes, and return what takes it over."""
+        """Check what ``state_dict`` gave, of any number of ranks, or of a ``kind`` on one, and return what
+        takes it over. Errors as ``Optimizer.check_state_dict``."""
         self._whole.check_state_dict(state, strict)
         views = state_views("ShardedOptimizer.load_state_dict", state)
         counts = views["steps"].numpy()

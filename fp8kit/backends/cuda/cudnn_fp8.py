@@ -153,8 +153,7 @@ def describe(key: Key, handle: Any) -> Any:
         intermediate_data_type=kinds.FLOAT,
         compute_data_type=kinds.FLOAT,
     )
-    # of each array its sizes, strides and type
-    about: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
+    about: dict[str, cudnn_plans.About] = {
         name: (size(problem, name), strides, backward_type if name in _OF_GRADIENTS else forward_type)
         for name, strides in zip(_ARRAYS[backward], key.strides, strict=True)
     }
@@ -165,18 +164,8 @@ def describe(key: Key, handle: Any) -> Any:
     about["stats"] = (b, h, rows, 1), (h * rows, rows, 1, 1), kinds.FLOAT
     about |= dict.fromkeys(("lengths_q", "lengths_kv"), ((b, 1, 1, 1), one, kinds.INT32))
 
-    def tensor(name: str) -> Any:
-        dim, stride, data_type = about[name]
-        return graph.tensor(
-            name=name, dim=list(dim), stride=list(stride), data_type=data_type, uid=UIDS[name]
-        )
-
-    def outputs(made: Any, wanted: tuple[str, ...]) -> None:
-        for each, name in zip(made, wanted, strict=True):
-            dim, stride, data_type = about[name]
-            each.set_output(True).set_dim(list(dim)).set_stride(list(stride))
-            each.set_data_type(data_type).set_uid(UIDS[name])
-
+    described = cudnn_plans.Described(graph, about, UIDS)
+    tensor, outputs = described.tensor, described.outputs
     options: dict[str, Any] = {"name": "attention", "attn_scale": problem.scale}
     if problem.right >= 0:
         options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,6 +42,30 @@ class Key(NamedTuple):
     deterministic: bool
     strides: tuple[Strides, ...]
     formats: tuple[str, ...] = ()
+
+
+About = tuple[tuple[int, ...], tuple[int, ...], Any]  # an array's sizes, strides and type
+
+
+class Described(NamedTuple):
+    """A ``graph`` that is being described: what is known ``about`` its arrays by name, and their ``uids``."""
+
+    graph: Any
+    about: Mapping[str, About]
+    uids: Mapping[str, int]
+
+    def tensor(self, name: str) -> Any:
+        """An input."""
+        dim, stride, kind = self.about[name]
+        uid = self.uids[name]
+        return self.graph.tensor(name=name, dim=list(dim), stride=list(stride), data_type=kind, uid=uid)
+
+    def outputs(self, made: Iterable[Any], names: Iterable[str]) -> None:
+        """What the graph has made is its outputs of these names."""
+        for each, name in zip(made, names, strict=True):
+            dim, stride, kind = self.about[name]
+            each.set_output(True).set_dim(list(dim)).set_stride(list(stride))
+            each.set_data_type(kind).set_uid(self.uids[name])
 
 
 @dataclass(slots=True, eq=False)

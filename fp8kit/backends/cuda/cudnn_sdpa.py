@@ -21,7 +21,9 @@ from fp8kit.backends.cuda.cudnn_plans import (
     DESCRIBE,
     ITEM,
     VECTOR,
+    About,
     Declined,
+    Described,
     Key,
     available,
     check_aligned,
@@ -237,8 +239,7 @@ def describe(key: Key, handle: Any) -> Any:
         compute_data_type=kinds.FLOAT,
     )
     names = _BACKWARD if key.backward else _FORWARD
-    # of each array its sizes, strides and type
-    about: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
+    about: dict[str, About] = {
         name: (size(problem, name), strides, kind) for name, strides in zip(names, key.strides, strict=True)
     }
     b, h, rows = problem.batch, problem.heads, problem.rows
@@ -246,18 +247,8 @@ def describe(key: Key, handle: Any) -> Any:
     about |= dict.fromkeys(("lengths_q", "lengths_kv"), ((b, 1, 1, 1), (1, 1, 1, 1), kinds.INT32))
     about |= dict.fromkeys(("seed", "offset"), ((1, 1, 1, 1), (1, 1, 1, 1), kinds.INT64))
 
-    def tensor(name: str) -> Any:
-        dim, stride, data_type = about[name]
-        return graph.tensor(
-            name=name, dim=list(dim), stride=list(stride), data_type=data_type, uid=_UIDS[name]
-        )
-
-    def output(made: Any, name: str) -> None:
-        dim, stride, data_type = about[name]
-        made.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(data_type).set_uid(
-            _UIDS[name]
-        )
-
+    described = Described(graph, about, _UIDS)
+    tensor, outputs = described.tensor, described.outputs
     options: dict[str, Any] = {"name": "attention", "attn_scale": problem.scale}
     if problem.banded:
         corners = cudnn.diagonal_alignment
@@ -274,16 +265,13 @@ def describe(key: Key, handle: Any) -> Any:
 
     q, k, v = map(tensor, "qkv")
     if not key.backward:
-        o, stats = graph.sdpa(q, k, v, generate_stats=True, **options)
-        output(o, "o")
-        output(stats, "stats")
+        outputs(graph.sdpa(q, k, v, generate_stats=True, **options), ("o", "stats"))
         return graph
     o, d_o, stats = map(tensor, ("o", "d_o", "stats"))
     gradients = graph.sdpa_backward(
         q, k, v, o, d_o, stats, use_deterministic_algorithm=key.deterministic, **options
     )
-    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        output(gradient, name)
+    outputs(gradients, ("dq", "dk", "dv"))
     return graph
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol.cast import Cast
+from fp8kit.nests import mapped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _CAST = ("q", "q_t", "scale", "scale_inv", "amax")  # a Cast's arrays
@@ -140,16 +141,13 @@ def measured(by: str, argument: str) -> Callable[[Any, Any], int]:
 
 def map_arrays(value: Any, change: Callable[[ArrayView], Any]) -> Any:
     """An argument with every array in it replaced by ``change(array)``."""
-    if isinstance(value, ArrayView):
-        return change(value)
-    if isinstance(value, Cast):
-        arrays = {name: map_arrays(getattr(value, name), change) for name in _CAST}
-        return Cast(value.format, **arrays, rule=value.rule)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_arrays(part, change) for part in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_arrays(part, change) for part in value)
-    return value
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, Cast):
+            return Cast(part.format, **{name: leaf(getattr(part, name)) for name in _CAST}, rule=part.rule)
+        return change(part) if isinstance(part, ArrayView) else part
+
+    return mapped(value, leaf)
 
 
 def views(values: Iterable[Any]) -> Iterator[ArrayView]:
