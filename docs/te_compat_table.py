@@ -79,7 +79,7 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
     if name in CONSTRUCTOR or name in ("LayerNorm", "RMSNorm", "GroupedLinear"):
         if argument in WITHOUT_EFFECT:
             return "ignored", WITHOUT_EFFECT[argument]
-        if argument == "cp_group" or (argument == "tp_group" and name not in CONSTRUCTOR):
+        if argument == "tp_group" and name not in CONSTRUCTOR:
             return "ignored", _GROUP
         if name == "GroupedLinear" and argument in ("sequence_parallel", "parallel_mode"):
             return "ignored", "one process has the whole of each tensor"

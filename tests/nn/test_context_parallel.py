@@ -104,6 +104,18 @@ def test_a_layer_of_two_ranks_and_its_losses():
     assert_close("losses", together, wanted, "float32", 12 * APART * wanted)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rotations_of_divided_sequences(rank):
+    freqs = fk.nn.RotaryPositionEmbedding(D)(S)
+    for form, shape in (("sbhd", (S, B, H, D)), ("bshd", (B, S, H, D)), ("thd", (64, H, D))):
+        x, options = draw(*shape), {"cu_seqlens": CU} if form == "thd" else {}
+        whole = fk.nn.apply_rotary_pos_emb(x, freqs, form, **options).numpy()
+        own = fk.nn.apply_rotary_pos_emb(
+            part(x, form, rank, 2), freqs, form, **options, cp_size=2, cp_rank=rank
+        )
+        assert np.array_equal(own.numpy(), part(whole, form, rank, 2))
+
+
 def test_an_exchange_and_its_gradient_are_each_others_transposes():
     def rank(ranks):
         own = ranks.rank

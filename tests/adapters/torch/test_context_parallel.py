@@ -7,6 +7,7 @@ import fp8kit_torch as te
 import pytest
 import torch
 from fp8kit_torch import layer as torch_layer
+from fp8kit_torch.te_compat import context_batches as batches
 from fp8kit_torch.te_compat import parallel
 from fp8kit_torch.te_compat.extension_sequences import thd_get_partitioned_indices
 
@@ -295,6 +296,39 @@ def test_losses_of_some_steps():
 )
 def test_losses_of_a_hundred_steps_are_those_of_one_rank(how, kind):
     compare_training(how, kind, 100)
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def test_batches_of_a_rank():
+    """Transformer Engine's functions: packed sequences are padded to multiples of 2 P, and each rank gets its
+    chunks."""
+    sums = torch.tensor([0, 3, 8], dtype=torch.int32)
+    ids, labels = torch.arange(1, 9)[None], torch.arange(11, 19)[None]
+    padded, targets, starts = batches.pad_thd_sequences_for_cp(ids, labels, sums, 4, 0, -1)
+    assert padded.tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
+    assert targets.tolist() == [11, 12, 13, -1, 14, 15, 16, 17, 18, -1, -1, -1]
+    assert starts.tolist() == [0, 4, 12]
+    places = batches.generate_positional_ids_for_cp(sums, 4)
+    assert places.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+
+    def rank(ranks):
+        found = batches.get_batch_on_this_cp_rank(starts, padded[None], targets, places, ranks)
+        assert found[1].tolist() == [-1 if not i else 10 + i for i in found[0][0].tolist()]
+        whole = torch.arange(24).reshape(3, 8)
+        for form, x in (("bshd", whole), ("sbhd", whole.T.contiguous())):
+            part = batches.get_batch_on_this_cp_rank(None, x, x, None, ranks, form)
+            assert part[2] is None
+            assert torch.equal(part[0], Case(form, "causal", 2).part(x, ranks.rank))
+        with pytest.raises(ShapeError, match="labels_padded: got 3 tokens, expected a multiple of 4"):
+            batches.get_batch_on_this_cp_rank(starts, padded, targets[:3], None, ranks)
+        return found[0][0].tolist(), found[2].tolist()
+
+    first, second = FakeCollectives(2).run(rank)
+    assert first == ([1, 0, 4, 5, 0, 0], [0, 3, 0, 1, 6, 7])
+    assert second == ([2, 3, 6, 7, 8, 0], [1, 2, 2, 3, 4, 5])
+    assert batches.get_batch_on_this_cp_rank(starts, padded, targets)[0] is padded
 
 
 # --- groups and refusals ------------------------------------------------------------------------------------
