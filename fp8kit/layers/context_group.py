@@ -80,9 +80,7 @@ def check(operation: str, group: ContextGroup, spec: AttentionSpec, options: Map
     rows, ring = group.rows is not None, group.rows is not None and group.kind != "all_gather"
     window = spec.window_size not in ((-1, -1), (-1, 0) if spec.causal else (-1, -1))
     masks = options.get("attention_mask") is not None and options.get("cu_seqlens_q") is None and spec.padded
-    cache = options.get("inference_params") is not None
     for refused, argument, got, wanted in (
-        (cache, "inference_params", "a cache", "None: caches are not divided"),
         (spec.bias != "no_bias", "core_attention_bias_type", repr(spec.bias), f"'no_bias': {_SCORES}"),
         (spec.masked, "attn_mask_type", repr(spec.mask), f"another mask: {_SCORES}"),
         (masks, "attention_mask", "a mask", "cu_seqlens_q and cu_seqlens_kv, of the whole sequences"),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from fp8kit.ops.communicate import columns_to_rows, gather_rows, rows_to_columns
 from fp8kit.ops.permute import permute, unpermute
 from fp8kit.ops.ring_attention import ring_attention
 from fp8kit.ops.split_heads import split_heads
+from fp8kit.spec import Operation
 
 if TYPE_CHECKING:
     from fp8kit.layers.attention_base import AttentionBase
@@ -76,7 +78,7 @@ class _Call:
     def __init__(
         self, layer: AttentionBase, group: ContextGroup, call: ResolvedCall, inputs: Mapping[str, Any]
     ) -> None:
-        self.layer, self.group, self.call, self.beside = layer, group, call, call.beside
+        self.layer, self.group, self.beside = layer, group, call.beside
         self.spec: AttentionSpec = call.spec
         self.form, self.draws = self.spec.qkv_format, call.draws
         self.like = next(iter(inputs.values()))
@@ -87,6 +89,7 @@ class _Call:
         self.lead["kv"] = tuple((others or [first])[0].shape[:dims])
         self.rows = {name: self._matrix(x, dims) for name, x in self._apart(inputs).items()}
         self.starts = {side: self._starts(side) for side in ("q", "kv")}
+        self.order: dict[str, Any] = {}  # of an exchange
 
     def attend(self) -> Any:
         lead, heads = self.lead["q"], self.group.heads
@@ -174,7 +177,7 @@ class _Call:
                 inputs[f"cu_seqlens_{side}_padded"] = self._divided(side, chunks * ranks.size)
         spec = _changed(spec, **self._longest(ranks.size, ("q", "kv")), layout="separate")
         ring = self.layer.spec_for("RingSpec", spec, ranks.name, chunks, self.layer.layer_name)
-        o = self.layer.call(ring_attention, ring, inputs, self.draws)["o"]
+        o = self._attended(ring_attention, ring, inputs)
         o = o.reshape(math.prod(self.lead["q"]), o.shape[-1])
         return o if sides.get("q") is None else self._unpermuted(o, sides["q"])
 
@@ -184,9 +187,12 @@ class _Call:
         """The output's rows of an attention over rows of whole sequences."""
         inputs = {name: x.reshape(*lead[side_of(name)], x.shape[-1]) for name, x in rows.items()}
         inputs |= {**self.beside, **sums}
-        with self.layer.forked():
-            o = self.layer.call(attention, _changed(spec, layout="separate"), inputs, self.draws)["o"]
+        o = self._attended(attention, _changed(spec, layout="separate"), inputs)
         return o.reshape(-1, o.shape[-1])
+
+    def _attended(self, operation: Operation, spec: Any, inputs: Mapping[str, Any]) -> Any:
+        with self.layer.forked() if self.draws else nullcontext():
+            return self.layer.call(operation, spec, inputs, self.draws)["o"]
 
     # --- what moves -----------------------------------------------------------------------------------------
 
@@ -208,7 +214,7 @@ class _Call:
     def _matrix(self, x: Any, dims: int) -> Any:
         return x.reshape(math.prod(x.shape[:dims]), math.prod(x.shape[dims:]))
 
-    def _moved(self, operation: Any, x: Any, ranks: Collectives) -> Any:
+    def _moved(self, operation: Operation, x: Any, ranks: Collectives) -> Any:
         spec = self.layer.spec_for("GroupSpec", ranks.name, self.layer.layer_name)
         return self.layer.call(operation, spec, {"x": x})["y"]
 

@@ -362,7 +362,7 @@ class DotProductAttention(AttentionBase):
             layout = "qkv_interleaved"
         group, first = self.context, next(iter(layers.values()))
         if group is not None:
-            layers, stand_ins = self._whole(group, form, layers), True
+            layers, stand_ins = self._whole(group, form, layers, of("inference_params")), True
         beside = self._arrays(form, mask, bias, layers, options)
         gaps, declared = (
             of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None,
@@ -431,11 +431,14 @@ class DotProductAttention(AttentionBase):
         return ResolvedCall(asked, spec, beside, draws)
 
     def _whole(
-        self, group: context_group.ContextGroup, form: str, layers: Mapping[str, Any]
+        self, group: context_group.ContextGroup, form: str, layers: Mapping[str, Any], cache: Any
     ) -> dict[str, Any]:
-        """What stands for the layers of whole sequences. Fp8kitError kinds for parts that are not this rank's
-        chunks, and within ``torch.compile``."""
+        """What stands for the layers of whole sequences. UnsupportedError within ``torch.compile``, with a
+        ``cache``, and where scores are looked at."""
         op = self.layer_name
+        if cache is not None:
+            wanted = "None with context parallelism: caches are not divided"
+            raise UnsupportedError(op, "inference_params", "a cache", wanted)
         if self.is_compiling():
             wanted = "one outside of torch.compile (torch.compiler.disable): ranks communicate in it"
             raise UnsupportedError(op, "call", "one within torch.compile, of several ranks", wanted)

@@ -252,6 +252,27 @@ def test_a_transformer_layer(kind, form):
         close(sum(grads[i] for *_, grads in ranks), wanted)
 
 
+def test_parts_of_weights_and_of_sequences():
+    """Two ranks share the weights, two pairs of them divide the sequences."""
+    case, x = Case("sbhd", "causal", 2), torch.randn(S, B, 64, generator=torch.Generator().manual_seed(2))
+    options = {"num_gqa_groups": 4, "parallel_attention_mlp": True}
+    whole = layer(**options)
+    y = whole(x).detach()
+
+    def rank(ranks):
+        context, tensor = ranks.split(ranks.rank % 2), ranks.split(ranks.rank // 2)
+        made = layer(tp_group=tensor, set_parallel_mode=True, **options)
+        for name, parameter in made.named_parameters():
+            value = whole.get_parameter(name).detach()
+            dim = next((i for i, n in enumerate(parameter.shape) if n != value.shape[i]), None)
+            parameter.data.copy_(value if dim is None else value.tensor_split(2, dim)[tensor.rank])
+        made.set_context_parallel_group(context, None, None, "p2p")
+        got, wanted = made(case.part(x, context.rank)).detach(), case.part(y, context.rank)
+        return float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted))
+
+    assert max(FakeCollectives(4).run(rank)) <= 12 * APART
+
+
 def train(case, how, steps, ranks=None, kind=None):
     """Losses over all ranks."""
     net = layer(attn_input_format="sbhd")
@@ -366,6 +387,7 @@ def test_groups():
         ("p2p", {"softmax_type": "off-by-one"}, {}, UnsupportedError, "softmax_type"),
         ("p2p", {"attn_mask_type": "causal_bottom_right"}, {}, UnsupportedError, "attn_mask_type"),
         ("a2a", {"return_max_logit": True}, {}, UnsupportedError, "return_max_logit"),
+        ("a2a", {}, {"inference_params": te.InferenceParams(B, S)}, UnsupportedError, "inference_params"),
         ("a2a", {}, {"core_attention_bias_type": "alibi"}, UnsupportedError, "core_attention_bias_type"),
         (
             "a2a",
