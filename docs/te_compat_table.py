@@ -58,8 +58,6 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
     if name in CONSTRUCTOR or name in ("LayerNorm", "RMSNorm", "GroupedLinear"):
         if argument in WITHOUT_EFFECT:
             return "ignored", WITHOUT_EFFECT[argument]
-        if argument == "cp_group":
-            return "ignored", _GROUP
         if name == "GroupedLinear" and argument == "sequence_parallel":
             return "ignored", "the program moves rows between processes, as in Transformer Engine"
     if name.startswith("ops.") and argument in _OPS:

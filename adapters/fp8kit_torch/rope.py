@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers import rope
 from fp8kit_torch.arguments import only
@@ -37,41 +36,7 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
 
 
 class _ApplyRotary(rope.ApplyRotary, AttentionBase):
-    def divided(
-        self,
-        freqs: Tensor,
-        positions: dict[str, Any],
-        tensor_format: str,
-        t: Tensor,
-        cp_size: int,
-        cp_rank: int,
-    ) -> Tensor:
-        op = self.layer_name
-        cp_size, cp_rank = integer(op, "cp_size", cp_size), integer(op, "cp_rank", cp_rank)
-        last = 2 * cp_size - 1 - cp_rank
-        if cp_size < 1 or not 0 <= cp_rank < cp_size:
-            raise ArgumentError(op, "cp_rank", f"{cp_rank} of {cp_size}", "a rank below cp_size")
-        only(op, {name: (positions[name], None) for name in ("start_positions", "cu_seqlens_padded")})
-        if tensor_format == "thd":
-            if positions["cu_seqlens"] is None:
-                raise ArgumentError(op, "cu_seqlens", "None", "where sequences start, with thd")
-            # each of a sequence's two chunks is one of its own, which starts somewhere in it
-            sums = positions["cu_seqlens"]
-            chunks = sums.diff() // (2 * cp_size)
-            positions["start_positions"] = torch.stack([chunks * cp_rank, chunks * last], 1).flatten()
-            ends = chunks.repeat_interleave(2).cumsum(0, dtype=torch.int32)
-            positions["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0))
-            positions["start_positions"] = positions["start_positions"].to(torch.int32)
-            return freqs
-        tokens = t.shape[0 if tensor_format == "sbhd" else 1]
-        if tokens % 2 or len(freqs) < tokens * cp_size:
-            got, wanted = (
-                f"{tokens} tokens, {len(freqs)} positions",
-                f"an even number, and {cp_size} times it",
-            )
-            raise ShapeError(op, "freqs", got, wanted)
-        half = tokens // 2
-        return torch.cat([freqs.narrow(0, half * number, half) for number in (cp_rank, last)])
+    pass
 
 
 apply_rotary_pos_emb = _ApplyRotary().apply_rotary_pos_emb

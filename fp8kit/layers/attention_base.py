@@ -13,7 +13,7 @@ from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import current
 from fp8kit.formats import DType
 from fp8kit.layers.base import Branch, as_branch
-from fp8kit.layers.context_parallel import ContextGroup, context_group
+from fp8kit.layers.context_group import ContextGroup, context_group
 from fp8kit.layers.parallel import Grouped
 
 

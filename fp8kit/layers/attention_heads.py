@@ -118,7 +118,8 @@ class AttentionHeads(AttentionBase):
                 angles = as_angles(op, "rotary_pos_emb", own)
                 if self.context is not None and not packed:
                     tokens = layer.shape[core.qkv_format.index("s")]
-                    angles = angles_of_rank(self, self.context, angles, tokens)
+                    there = tokens, self.context.size, self.context.rank
+                    angles = angles_of_rank(self, "rotary_pos_emb", angles, *there)
                 inputs[angles_of[part]] = angles
                 if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
                     wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
@@ -135,8 +136,8 @@ class AttentionHeads(AttentionBase):
         if self.context is not None and packed:
             starts = inputs.pop("cu_seqlens_padded", None)
             starts = inputs.get("cu_seqlens") if starts is None else starts
-            if starts is not None:  # each of a sequence's two chunks is one of its own, which starts there
-                inputs |= chunks_of_rank(self, self.context, starts)
+            if starts is not None:
+                inputs |= chunks_of_rank(self, starts, self.context.size, self.context.rank)
         if cache is not None:
             sums = inputs.get("cu_seqlens")
             batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1

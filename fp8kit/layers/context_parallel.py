@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fp8kit.arguments import shown
 from fp8kit.arrays import Shape
-from fp8kit.collectives import Collectives, share
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.collectives import Collectives
+from fp8kit.errors import ShapeError
 from fp8kit.layers import context_maps as maps
+from fp8kit.layers.context_group import ContextGroup, whole_shape
 from fp8kit.lru import memoized
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec
@@ -37,149 +36,33 @@ from fp8kit.ops.communicate import columns_to_rows, gather_rows, rows_to_columns
 from fp8kit.ops.permute import permute, unpermute
 from fp8kit.ops.ring_attention import ring_attention
 from fp8kit.ops.split_heads import split_heads
+from fp8kit.spec import Operation
 
 if TYPE_CHECKING:
     from fp8kit.layers.attention_base import AttentionBase
     from fp8kit.layers.attention_inputs import ResolvedCall
 
-_PLACES = "its draws belong to places in the whole, of which a part of the rows knows nothing"
-_SCORES = "scores (s_q, s_kv) are not divided"
-_CORNER = "the chunks' diagonal starts at the first row"
-_VANILLA = "'vanilla': each step of the ring would count the further score"
 
-
-@dataclass(frozen=True)
-class ContextGroup:
-    """Which ranks divide the sequences: ``kind`` as above; ``heads``: those that exchange heads for sequence,
-    ``rows``: those among which rows stay divided; one of both may be None."""
-
-    kind: str
-    heads: Collectives | None
-    rows: Collectives | None
-
-    @property
-    def size(self) -> int:
-        """How many ranks divide a sequence."""
-        return math.prod(ranks.size for ranks in (self.heads, self.rows) if ranks is not None)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the sequence."""
-        inner = (0, 1) if self.heads is None else (self.heads.rank, self.heads.size)
-        return inner[0] + (0 if self.rows is None else self.rows.rank * inner[1])
-
-
-def context_group(
-    operation: str, ranks: Sequence[Collectives | None], kind: Any, layer_number: int | None
-) -> ContextGroup | None:
-    """The group of ``cp_group``, whose groups ``ranks`` are: one, or two with "a2a+p2p", that of the exchange
-    first; None for one rank. ``kind``: ``cp_comm_type``, perhaps a list, for layers in turn. ArgumentError
-    for another number of groups."""
-    if isinstance(kind, list | tuple):
-        at = (layer_number or 1) - 1
-        if not 0 <= at < len(kind):
-            wanted = f"one for layer {layer_number}"
-            raise ArgumentError(operation, "cp_comm_type", shown(kind), wanted)
-        kind = kind[at]
-    both = kind == "a2a+p2p"
-    found = [each for each in ranks if each is not None and each.size > 1]
-    if len(ranks) != (2 if both else 1) and found:
-        wanted = "two groups with 'a2a+p2p', of the exchange and of the ring, else one"
-        raise ArgumentError(operation, "cp_group", f"{len(ranks)} groups with {kind!r}", wanted)
-    if not found:
-        return None
-    if not both:
-        return ContextGroup(kind, *((found[0], None) if kind == "a2a" else (None, found[0])))
-    heads, rows = (each if each is not None and each.size > 1 else None for each in ranks)
-    return ContextGroup(kind, heads, rows)
-
-
-def whole_shape(form: str, shape: Shape, size: int) -> Shape:
-    """The shape of a layer whose sequences ``size`` ranks divide, undivided."""
-    at = max(form.find("s"), 0)
-    return (*shape[:at], size * shape[at], *shape[at + 1 :])
-
-
-def check(operation: str, group: ContextGroup, spec: AttentionSpec, options: Mapping[str, Any]) -> None:
-    """UnsupportedError for a call, of whole sequences, that ranks cannot share in this way; ArgumentError for
-    heads that they do not divide."""
-    rows, ring = group.rows is not None, group.rows is not None and group.kind != "all_gather"
-    window = spec.window_size not in ((-1, -1), (-1, 0) if spec.causal else (-1, -1))
-    masks = options.get("attention_mask") is not None and options.get("cu_seqlens_q") is None and spec.padded
-    cache = options.get("inference_params") is not None
-    for refused, argument, got, wanted in (
-        (cache, "inference_params", "a cache", "None: caches are not divided"),
-        (spec.bias != "no_bias", "core_attention_bias_type", repr(spec.bias), f"'no_bias': {_SCORES}"),
-        (spec.masked, "attn_mask_type", repr(spec.mask), f"another mask: {_SCORES}"),
-        (masks, "attention_mask", "a mask", "cu_seqlens_q and cu_seqlens_kv, of the whole sequences"),
-        (rows and spec.dropout > 0, "attention_dropout", spec.dropout, f"0: {_PLACES}"),
-        (rows and spec.mask.endswith("right"), "attn_mask_type", repr(spec.mask), f"another mask: {_CORNER}"),
-        (
-            ring and window,
-            "window_size",
-            spec.window_size,
-            "None: a step of the ring has no part of a window",
-        ),
-        (rows and window and not spec.causal, "window_size", spec.window_size, "a causal mask beside it"),
-        (ring and spec.softmax_type != "vanilla", "softmax_type", repr(spec.softmax_type), _VANILLA),
-    ):
-        if refused:
-            raise UnsupportedError(operation, argument, got, f"{wanted} (cp_comm_type {group.kind!r})")
-    if group.heads is not None:
-        for name, heads in (("num_attention_heads", spec.num_heads), ("num_gqa_groups", spec.num_gqa_groups)):
-            share(heads, group.heads.size, operation, name)
-
-
-def check_tokens(
-    operation: str,
-    group: ContextGroup,
-    spec: AttentionSpec,
-    layers: Mapping[str, Shape],
-    sums: Mapping[str, np.ndarray[Any, Any]],
-) -> None:
-    """ShapeError for sequences that do not fall into chunks. ``layers``: shapes of the whole layers by side,
-    "q" and "kv"; ``sums``: those running sums of the call that can be looked at."""
-    count, form = 2 * group.size, spec.qkv_format
-    lengths = {side: shape[max(form.find("s"), 0)] for side, shape in layers.items()}
-    whole = spec.mask == "no_mask" and group.heads is None
-    for side, length in lengths.items():
-        if length % count and not whole:
-            got, wanted = f"{length // group.size} tokens a rank", "an even number: two chunks"
-            raise ShapeError(operation, f"tokens of {side}", got, wanted)
-        starts = sums.get(f"cu_seqlens_{side}_padded", sums.get(f"cu_seqlens_{side}"))
-        if spec.packed and starts is not None and (np.diff(starts) % count).any():
-            wanted = f"lengths, gaps included, that are multiples of {count}, two chunks a rank"
-            raise ShapeError(operation, f"cu_seqlens_{side}", np.diff(starts).tolist(), wanted)
-    if group.rows is not None and spec.causal:
-        same = [lengths["q"] == lengths["kv"]]
-        for suffix in ("", "_padded"):
-            own, other = (sums.get(f"cu_seqlens_{side}{suffix}") for side in ("q", "kv"))
-            same.append(own is None or other is None or np.array_equal(own, other))
-        if not all(same):
-            got = f"{lengths['q']} and {lengths['kv']} tokens"
-            wanted = f"sequences of one length for both, with a causal mask and {group.kind!r}"
-            raise ShapeError(operation, "queries and keys", got, wanted)
-
-
-def angles_of_rank(layer: AttentionBase, group: ContextGroup, angles: Any, tokens: int) -> Any:
-    """The angles (s, r) of this rank's ``tokens`` of sequences of s tokens or fewer. ShapeError for too
-    few."""
-    if tokens % 2 or angles.shape[0] < tokens * group.size:
-        wanted = f"at least {tokens * group.size} positions, of an even number of tokens on each rank"
-        got = f"{angles.shape[0]} positions for {tokens} tokens of {group.size} ranks"
-        raise ShapeError(layer.layer_name, "rotary_pos_emb", got, wanted)
-    row_map = _fixed(layer, angles, maps.positions, tokens, group.size, group.rank)
+def angles_of_rank(
+    layer: AttentionBase, argument: str, angles: Any, tokens: int, size: int, rank: int
+) -> Any:
+    """The angles (s, r) of the ``tokens`` of sequences of s tokens or fewer that rank ``rank`` of ``size``
+    has. ShapeError for too few."""
+    if tokens % 2 or angles.shape[0] < tokens * size:
+        wanted = f"at least {tokens * size} positions, of an even number of tokens on each rank"
+        got = f"{angles.shape[0]} positions for {tokens} tokens of {size} ranks"
+        raise ShapeError(layer.layer_name, argument, got, wanted)
+    row_map = _fixed(layer, angles, maps.positions, tokens, size, rank)
     spec = layer.spec_for("PermuteSpec")
     return layer.call(permute, spec, {"x": angles, "row_map": row_map})["y"]
 
 
-def chunks_of_rank(layer: AttentionBase, group: ContextGroup, starts: Any) -> dict[str, Any]:
-    """How ``rope`` is told of this rank's chunks of packed sequences, which start at ``starts`` in the
-    whole."""
-    there = {"size": group.size, "rank": group.rank}
+def chunks_of_rank(layer: AttentionBase, starts: Any, size: int, rank: int) -> dict[str, Any]:
+    """How ``rope`` is told of a rank's chunks of packed sequences, each a sequence of its own that starts
+    somewhere; ``starts``: where the whole ones start."""
     return {
-        "cu_seqlens": layer.indices(partial(maps.chunk_starts, size=group.size), starts),
-        "start_positions": layer.indices(partial(maps.chunk_positions, **there), starts),
+        "cu_seqlens": layer.indices(partial(maps.chunk_starts, size=size), starts),
+        "start_positions": layer.indices(partial(maps.chunk_positions, size=size, rank=rank), starts),
     }
 
 
@@ -195,7 +78,7 @@ class _Call:
     def __init__(
         self, layer: AttentionBase, group: ContextGroup, call: ResolvedCall, inputs: Mapping[str, Any]
     ) -> None:
-        self.layer, self.group, self.call, self.beside = layer, group, call, call.beside
+        self.layer, self.group, self.beside = layer, group, call.beside
         self.spec: AttentionSpec = call.spec
         self.form, self.draws = self.spec.qkv_format, call.draws
         self.like = next(iter(inputs.values()))
@@ -206,6 +89,7 @@ class _Call:
         self.lead["kv"] = tuple((others or [first])[0].shape[:dims])
         self.rows = {name: self._matrix(x, dims) for name, x in self._apart(inputs).items()}
         self.starts = {side: self._starts(side) for side in ("q", "kv")}
+        self.order: dict[str, Any] = {}  # of an exchange
 
     def attend(self) -> Any:
         lead, heads = self.lead["q"], self.group.heads
@@ -293,7 +177,7 @@ class _Call:
                 inputs[f"cu_seqlens_{side}_padded"] = self._divided(side, chunks * ranks.size)
         spec = _changed(spec, **self._longest(ranks.size, ("q", "kv")), layout="separate")
         ring = self.layer.spec_for("RingSpec", spec, ranks.name, chunks, self.layer.layer_name)
-        o = self.layer.call(ring_attention, ring, inputs, self.draws)["o"]
+        o = self._attended(ring_attention, ring, inputs)
         o = o.reshape(math.prod(self.lead["q"]), o.shape[-1])
         return o if sides.get("q") is None else self._unpermuted(o, sides["q"])
 
@@ -303,9 +187,12 @@ class _Call:
         """The output's rows of an attention over rows of whole sequences."""
         inputs = {name: x.reshape(*lead[side_of(name)], x.shape[-1]) for name, x in rows.items()}
         inputs |= {**self.beside, **sums}
-        with self.layer.forked():
-            o = self.layer.call(attention, _changed(spec, layout="separate"), inputs, self.draws)["o"]
+        o = self._attended(attention, _changed(spec, layout="separate"), inputs)
         return o.reshape(-1, o.shape[-1])
+
+    def _attended(self, operation: Operation, spec: Any, inputs: Mapping[str, Any]) -> Any:
+        with self.layer.forked() if self.draws else nullcontext():
+            return self.layer.call(operation, spec, inputs, self.draws)["o"]
 
     # --- what moves -----------------------------------------------------------------------------------------
 
@@ -327,7 +214,7 @@ class _Call:
     def _matrix(self, x: Any, dims: int) -> Any:
         return x.reshape(math.prod(x.shape[:dims]), math.prod(x.shape[dims:]))
 
-    def _moved(self, operation: Any, x: Any, ranks: Collectives) -> Any:
+    def _moved(self, operation: Operation, x: Any, ranks: Collectives) -> Any:
         spec = self.layer.spec_for("GroupSpec", ranks.name, self.layer.layer_name)
         return self.layer.call(operation, spec, {"x": x})["y"]
 
@@ -412,6 +299,8 @@ def _changed(spec: AttentionSpec, **fields: Any) -> AttentionSpec:
 def _fixed(layer: AttentionBase, like: Any, make: Any, *arguments: Any) -> Any:
     """An int32 array of ``context_maps`` that depends on sizes alone, on the device of ``like``; made
     once."""
+    if layer.is_compiling():
+        return layer.index_array(make(*arguments), like)
     key = layer.array_name, str(like.device), make, *arguments
     found = maps.KNOWN.get(key)
     return maps.KNOWN.put(key, layer.index_array(make(*arguments), like)) if found is None else found

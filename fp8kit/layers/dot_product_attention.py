@@ -12,7 +12,7 @@ from fp8kit.arguments import choice, shown
 from fp8kit.collectives import share
 from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
 from fp8kit.formats import float32
-from fp8kit.layers import context_parallel
+from fp8kit.layers import context_group, context_parallel
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of, pair_of
@@ -371,7 +371,7 @@ class DotProductAttention(AttentionBase):
             layout = "qkv_interleaved"
         group, first = self.context, next(iter(layers.values()))
         if group is not None:
-            layers, stand_ins = self._whole(group, form, layers), True
+            layers, stand_ins = self._whole(group, form, layers, of("inference_params")), True
         beside = self._arrays(form, mask, bias, layers, options)
         gaps, declared = (
             of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None,
@@ -428,11 +428,11 @@ class DotProductAttention(AttentionBase):
         )
         spec, draws = self.attention_spec(cache is None, fields, of("bf16_backward") is True)
         if group is not None:
-            context_parallel.check(op, group, spec, options)
+            context_group.check(op, group, spec, options)
             sides = {side: tuple(shape) for side, shape in zip(("q", "kv"), _leading(layers), strict=True)}
             known = self.host_views({name: beside[name] for name in _SUMS if name in beside})
             sums = {name: view.numpy() for name, view in known.items()}
-            context_parallel.check_tokens(op, group, spec, sides, sums)
+            context_group.check_tokens(op, group, spec, sides, sums)
         draws = draws or bool(dropout)
         # a draw changes the random state, a first step makes caches
         if stand_ins or draws or cache is not None:
@@ -440,11 +440,14 @@ class DotProductAttention(AttentionBase):
         return ResolvedCall(asked, spec, beside, draws)
 
     def _whole(
-        self, group: context_parallel.ContextGroup, form: str, layers: Mapping[str, Any]
+        self, group: context_group.ContextGroup, form: str, layers: Mapping[str, Any], cache: Any
     ) -> dict[str, Any]:
-        """What stands for the layers of whole sequences. Fp8kitError kinds for parts that are not this rank's
-        chunks, and within ``torch.compile``."""
+        """What stands for the layers of whole sequences. UnsupportedError within ``torch.compile``, with a
+        ``cache``, and where scores are looked at."""
         op = self.layer_name
+        if cache is not None:
+            wanted = "None with context parallelism: caches are not divided"
+            raise UnsupportedError(op, "inference_params", "a cache", wanted)
         if self.is_compiling():
             wanted = "one outside of torch.compile (torch.compiler.disable): ranks communicate in it"
             raise UnsupportedError(op, "call", "one within torch.compile, of several ranks", wanted)
@@ -454,7 +457,7 @@ class DotProductAttention(AttentionBase):
         found = {}
         for name, layer in layers.items():
             shape = tuple(layer.shape)
-            whole = context_parallel.whole_shape(form, shape, group.size)
+            whole = context_group.whole_shape(form, shape, group.size)
             found[name] = self.stand_in(whole, layer.dtype, layer.device)
         return found
 

@@ -11,6 +11,7 @@ from fp8kit.arguments import choice, integer, number, shown
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.base import Layer
+from fp8kit.layers.context_parallel import angles_of_rank, chunks_of_rank
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.rope import rope
@@ -100,11 +101,20 @@ class ApplyRotary(AttentionBase):
 
     layer_name = "apply_rotary_pos_emb"
 
-    def divided(
-        self, freqs: Any, positions: dict[str, Any], tensor_format: str, t: Any, cp_size: int, cp_rank: int
-    ) -> Any:
-        """The angles of this process' tokens, where sequences are divided; what changes in ``positions``."""
-        refuse_others(self.layer_name, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
+    def _divided(self, inputs: dict[str, Any], tensor_format: str, size: Any, rank: Any) -> None:
+        """Make the angles, or where the sequences start, those of the tokens that process ``rank`` of
+        ``size`` has."""
+        op = self.layer_name
+        size, rank = integer(op, "cp_size", size), integer(op, "cp_rank", rank)
+        if size < 1 or not 0 <= rank < size:
+            raise ArgumentError(op, "cp_rank", f"{rank} of {size}", "a rank below cp_size")
+        others = ("start_positions", "cu_seqlens_padded")
+        refuse_others(op, {name: (inputs.get(name), None) for name in others})
+        if tensor_format != "thd":
+            tokens = inputs["x"].shape[tensor_format.index("s")]
+            inputs["freqs"] = angles_of_rank(self, "freqs", inputs["freqs"], tokens, size, rank)
+        elif "cu_seqlens" in inputs:
+            inputs |= chunks_of_rank(self, inputs["cu_seqlens"], size, rank)
 
     def apply_rotary_pos_emb(
         self,
@@ -131,7 +141,7 @@ class ApplyRotary(AttentionBase):
           if there are gaps between them. Tokens of no sequence become 0, and so does their gradient.
         * ``fused``: accepted; there is one way.
         * ``cp_size``, ``cp_rank``: where sequences are divided among ``cp_size`` processes, of which each has
-          chunks r and 2 n - 1 - r of 2 n; ``cu_seqlens`` is then of the whole sequences. PyTorch only.
+          chunks r and 2 n - 1 - r of 2 n; ``cu_seqlens`` is then of the whole sequences.
 
         Raises Fp8kitError kinds for what does not fit.
         """
@@ -144,9 +154,6 @@ class ApplyRotary(AttentionBase):
         flags = {"interleaved": interleaved, "fused": fused}
         self.check_arguments({"t": t, "freqs": freqs, **flags, **positions})
         choice(op, "tensor_format", tensor_format, FORMATS)
-        whole = isinstance(cp_size, int) and isinstance(cp_rank, int) and (cp_size, cp_rank) == (1, 0)
-        if not whole:
-            freqs = self.divided(freqs, positions, tensor_format, t, cp_size, cp_rank)
         x = self.as_input("t", t)
         if len(x.shape) != len(tensor_format):
             wanted = f"{len(tensor_format)} dimensions, {tensor_format}"
@@ -155,6 +162,8 @@ class ApplyRotary(AttentionBase):
         for name, value in positions.items():
             if value is not None:
                 inputs[name] = self.constant(name, value, x)
+        if cp_size != 1 or cp_rank != 0:
+            self._divided(inputs, tensor_format, cp_size, cp_rank)
         heads, dim = x.shape[-2:]
         spec = self.spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved))
         return self.call(rope, spec, inputs)["y"]

@@ -231,7 +231,7 @@ def test_wrong_arguments_are_refused_in_infer(name):
             lambda: nn.apply_rotary_pos_emb(
                 np.ones((2, 1, 1, 4), np.float32), np.ones((2, 4), np.float32), cp_size=2
             ),
-            ["cp_size", "yet"],
+            ["freqs", "2 positions for 2 tokens of 2 ranks"],
         ),
     ],
 )

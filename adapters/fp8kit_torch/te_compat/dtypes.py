@@ -81,7 +81,7 @@ FP8BwdTensorIdx = SimpleNamespace(**{member.name: int(member) for member in FP8B
 
 
 class CPLoadBalancingStrategy(Enum):
-    """How context parallelism deals out tokens; there is none here."""
+    """How context parallelism deals out tokens: layers take the first."""
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"

@@ -90,6 +90,7 @@ _SAME = {
     "attention.rope": "fp8kit_torch.rope",
     "attention.dot_product_attention": "fp8kit_torch.dot_product_attention",
     "attention.dot_product_attention.utils": "fp8kit_torch.te_compat.attention_utils",
+    "attention.dot_product_attention.context_parallel": "fp8kit_torch.te_compat.context_batches",
     "attention.multi_head_attention": "fp8kit_torch.attention",
     "attention.inference": "fp8kit_torch.inference",
     "transformer": "fp8kit_torch",

@@ -7,6 +7,7 @@ import fp8kit_torch as te
 import pytest
 import torch
 from fp8kit_torch import layer as torch_layer
+from fp8kit_torch.te_compat import context_batches as batches
 from fp8kit_torch.te_compat import parallel
 from fp8kit_torch.te_compat.extension_sequences import thd_get_partitioned_indices
 
@@ -251,6 +252,27 @@ def test_a_transformer_layer(kind, form):
         close(sum(grads[i] for *_, grads in ranks), wanted)
 
 
+def test_parts_of_weights_and_of_sequences():
+    """Two ranks share the weights, two pairs of them divide the sequences."""
+    case, x = Case("sbhd", "causal", 2), torch.randn(S, B, 64, generator=torch.Generator().manual_seed(2))
+    options = {"num_gqa_groups": 4, "parallel_attention_mlp": True}
+    whole = layer(**options)
+    y = whole(x).detach()
+
+    def rank(ranks):
+        context, tensor = ranks.split(ranks.rank % 2), ranks.split(ranks.rank // 2)
+        made = layer(tp_group=tensor, set_parallel_mode=True, **options)
+        for name, parameter in made.named_parameters():
+            value = whole.get_parameter(name).detach()
+            dim = next((i for i, n in enumerate(parameter.shape) if n != value.shape[i]), None)
+            parameter.data.copy_(value if dim is None else value.tensor_split(2, dim)[tensor.rank])
+        made.set_context_parallel_group(context, None, None, "p2p")
+        got, wanted = made(case.part(x, context.rank)).detach(), case.part(y, context.rank)
+        return float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted))
+
+    assert max(FakeCollectives(4).run(rank)) <= 12 * APART
+
+
 def train(case, how, steps, ranks=None, kind=None):
     """Losses over all ranks."""
     net = layer(attn_input_format="sbhd")
@@ -297,6 +319,39 @@ def test_losses_of_a_hundred_steps_are_those_of_one_rank(how, kind):
     compare_training(how, kind, 100)
 
 
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def test_batches_of_a_rank():
+    """Transformer Engine's functions: packed sequences are padded to multiples of 2 P, and each rank gets its
+    chunks."""
+    sums = torch.tensor([0, 3, 8], dtype=torch.int32)
+    ids, labels = torch.arange(1, 9)[None], torch.arange(11, 19)[None]
+    padded, targets, starts = batches.pad_thd_sequences_for_cp(ids, labels, sums, 4, 0, -1)
+    assert padded.tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
+    assert targets.tolist() == [11, 12, 13, -1, 14, 15, 16, 17, 18, -1, -1, -1]
+    assert starts.tolist() == [0, 4, 12]
+    places = batches.generate_positional_ids_for_cp(sums, 4)
+    assert places.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+
+    def rank(ranks):
+        found = batches.get_batch_on_this_cp_rank(starts, padded[None], targets, places, ranks)
+        assert found[1].tolist() == [-1 if not i else 10 + i for i in found[0][0].tolist()]
+        whole = torch.arange(24).reshape(3, 8)
+        for form, x in (("bshd", whole), ("sbhd", whole.T.contiguous())):
+            part = batches.get_batch_on_this_cp_rank(None, x, x, None, ranks, form)
+            assert part[2] is None
+            assert torch.equal(part[0], Case(form, "causal", 2).part(x, ranks.rank))
+        with pytest.raises(ShapeError, match="labels_padded: got 3 tokens, expected a multiple of 4"):
+            batches.get_batch_on_this_cp_rank(starts, padded, targets[:3], None, ranks)
+        return found[0][0].tolist(), found[2].tolist()
+
+    first, second = FakeCollectives(2).run(rank)
+    assert first == ([1, 0, 4, 5, 0, 0], [0, 3, 0, 1, 6, 7])
+    assert second == ([2, 3, 6, 7, 8, 0], [1, 2, 2, 3, 4, 5])
+    assert batches.get_batch_on_this_cp_rank(starts, padded, targets)[0] is padded
+
+
 # --- groups and refusals ------------------------------------------------------------------------------------
 
 
@@ -332,6 +387,7 @@ def test_groups():
         ("p2p", {"softmax_type": "off-by-one"}, {}, UnsupportedError, "softmax_type"),
         ("p2p", {"attn_mask_type": "causal_bottom_right"}, {}, UnsupportedError, "attn_mask_type"),
         ("a2a", {"return_max_logit": True}, {}, UnsupportedError, "return_max_logit"),
+        ("a2a", {}, {"inference_params": te.InferenceParams(B, S)}, UnsupportedError, "inference_params"),
         ("a2a", {}, {"core_attention_bias_type": "alibi"}, UnsupportedError, "core_attention_bias_type"),
         (
             "a2a",
