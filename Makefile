@@ -69,7 +69,9 @@ test-programs: $(TEST)
 test-ranks: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m "programs and not gpu2" tests/commands/test_launch.py \
 	  tests/nn/test_sharded_optimizer.py tests/adapters/torch/test_distributed.py \
-	  tests/adapters/torch/test_tensor_parallel.py tests/adapters/torch/test_context_parallel.py
+	  tests/adapters/torch/test_tensor_parallel.py tests/adapters/torch/test_context_parallel.py \
+	  tests/adapters/torch/test_mesh_checkpoint.py tests/adapters/torch/test_mesh_plans.py \
+	  tests/adapters/torch/test_mesh_pipeline.py
 
 test-report: a-browser $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m report tests/numerics

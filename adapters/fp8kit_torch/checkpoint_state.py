@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fp8kit.arguments import flag
 from fp8kit_torch.checks import module
+from fp8kit_torch.extra_state import pack
 
 _LAST = "_extra_state"
 _KEPT = "_fp8kit_extra_state"  # where a model keeps what waits: name of a layer -> its state
@@ -22,6 +23,9 @@ def keep_extra_state(model: nn.Module, save: bool = True) -> nn.Module:
     FP8 state (keys ``..._extra_state``) waits until the layers are converted, by ``convert`` or by a client
     (accelerate, Lightning), which is at the latest when the next ``autocast`` begins. A ``state_dict`` has
     what waits. Call it before ``load_state_dict``: in the constructor of a LightningModule, say.
+
+    Converted layers have their keys before their first step, too: ``torch.distributed.checkpoint`` reads what
+    a ``state_dict`` has keys for, and nothing else.
 
     ``save``: False leaves FP8 state out of the model's ``state_dict``, so that a plain model loads it.
     ArgumentError for other arguments.
@@ -52,6 +56,9 @@ def _take_out(
 def _put_back(model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Add what waits to a ``state_dict``, or leave all FP8 state out."""
     if vars(model)[_SAVES]:
+        for name, part in model.named_modules():
+            if hasattr(part, "fp8_meta"):
+                state_dict.setdefault(f"{prefix}{name}.{_LAST}", pack({}))
         state_dict.update({f"{prefix}{name}.{_LAST}": own for name, own in vars(model)[_KEPT].items()})
     else:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(f".{_LAST}")]:

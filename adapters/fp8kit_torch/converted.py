@@ -19,7 +19,14 @@ from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.call import apply
-from fp8kit_torch.distributed_weights import Part, is_distributed, part_of_weight, product_in_parts
+from fp8kit_torch.collectives import TorchCollectives
+from fp8kit_torch.distributed_weights import (
+    Part,
+    is_distributed,
+    part_of_weight,
+    product_in_parts,
+    rows_in_parts,
+)
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import FLOATS
@@ -99,6 +106,8 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
 
     operation, layer_name = linear, "Linear"
     holds = False  # the parameters are the plain module's
+    row_output: Any = None  # the placement that rows of a weight are to give
+    _sequence = False  # whether ranks have parts of the rows of x or y
 
     def __init__(self, plain: nn.Module, layout: str) -> None:
         super().__init__()
@@ -113,10 +122,19 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
         self.in_features, self.out_features = int(features), int(out)
         if self.layout == "io":
             self.nx, self.nf = self.in_features, self.out_features  # Conv1D's names
+        self._specify()
+
+    def _specify(self) -> None:
+        """The spec of this rank's part."""
         own = Part("whole", self.in_features, self.out_features) if self._part is None else self._part
         self.mode = "none" if self.bias is None or own.kind == "row" else "add"
+        shared: dict[str, Any] = {}
+        if own.kind != "whole":  # DTensor makes the sums, but for those of parts of a sequence
+            ranks = TorchCollectives.of(self.weight.device_mesh.get_group())
+            shared = {"parallel": own.kind, "group": ranks.name, "label": self.name or "Linear"}
+            shared |= {"sequence": self._sequence, "sums": self._sequence}
         self._forget()
-        self.set_spec(LinearSpec(ProductSpec(own.features, (own.out,), self.layout, self.mode)))
+        self.set_spec(LinearSpec(ProductSpec(own.features, (own.out,), self.layout, self.mode, **shared)))
 
     def _changed(self) -> bool:
         distributed = is_distributed(self.weight) is not (self._part is not None)
@@ -136,10 +154,14 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
             self._take_sizes()
         x = want_input("Linear", "inp", x, self.in_features)
         if self._part is not None:
-            return product_in_parts(self._product, self._part, x, self.weight, self.bias)
+            output = self.row_output
+            return product_in_parts(self._product, self._part, x, self.weight, self.bias, output)
         return self._product(x, self.weight, self.bias)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: bool = False) -> Tensor:
+        if sequence is not self._sequence:
+            self._sequence = sequence
+            self._specify()
         return self.run({"x": x, "weight0": weight, "bias0": bias}, None, self.mode)["y"]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -169,9 +191,14 @@ class ConvertedNorm(Converted, _Bare):
         """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the
         dtype of the plain module's, also within ``torch.autocast``, which on CUDA computes torch's norms in
         float32."""
-        x, own = want_input(self.spec.normalization, "inp", x, self.spec.features), self.weight.dtype
-        cast = autocast_dtype(x)
-        inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self._shift(self.weight)}
+        x = want_input(self.spec.normalization, "inp", x, self.spec.features)
+        if is_distributed(self.weight):
+            return rows_in_parts(self._norm, x, self.weight, self.bias)
+        return self._norm(x, self.weight, self.bias)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        own, cast = weight.dtype, autocast_dtype(x)
+        inputs = {"x": x, "norm_weight": weight, "norm_bias": self._shift(weight, bias)}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
         if x.dtype not in FLOATS or (cast is None and x.dtype == own):
             return apply(norm, spec, inputs)["y"]
@@ -180,10 +207,10 @@ class ConvertedNorm(Converted, _Bare):
         y = apply(norm, spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
         return y.to(result)
 
-    def _shift(self, weight: Tensor) -> Tensor | None:
+    def _shift(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The bias; zeros for a LayerNorm that has none."""
-        if self.bias is not None or not self.spec.centered:
-            return self.bias
+        if bias is not None or not self.spec.centered:
+            return bias
         return torch.zeros_like(weight, requires_grad=False)
 
     @torch.compiler.assume_constant_result

@@ -62,12 +62,21 @@ def part_of_weight(weight: Any, layout: str) -> Part | None:
 
 
 def product_in_parts(
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor], part: Part, x: Tensor, weight: Any, bias: Any
+    product: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor],
+    part: Part,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    output: Any = None,
 ) -> Any:
     """x W + b as a DTensor, x a DTensor or, where it is none, the same on every rank.
 
-    ``product``: (x, weight, bias) of one rank -> y; it adds no bias where the part is of kind "row". Columns
-    give y sharded over its last dimension, rows give sums that are not reduced yet.
+    ``product``: (x, weight, bias, sequence) of one rank -> y; it adds no bias where the part is of kind
+    "row". With ``sequence`` it gathers the codes of x's rows (columns), or gives its rows of the sum and
+    gathers those of the gradient (rows). ``output``: the placement that rows are to give.
+
+    Columns give y sharded over its last dimension, and gather an x that is sharded over another one. Rows
+    give terms of sums, or, where ``output`` shards a dimension but the last, its parts.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -76,14 +85,50 @@ def product_in_parts(
     where = given.placements[0]
     if part.kind == "row":
         own = arrived(given.redistribute(mesh, [Shard(last)]).to_local())
-        y = DTensor.from_local(product(own, weight.to_local(), None), mesh, [Partial()])
+        dim = _sequence(output, given.shape, mesh)
+        local = _of_sequence(product, own, weight.to_local(), None, dim)
+        y = DTensor.from_local(local, mesh, [Partial() if dim is None else Shard(dim)])
         return y if bias is None else y + bias
     if part.kind == "column":
-        own = arrived(given.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]))
         local = None if bias is None else bias.to_local()
-        return DTensor.from_local(product(own, weight.to_local(), local), mesh, [Shard(last)])
-    if where.is_partial() or (where.is_shard() and where.dim % x.ndim == last):
+        dim = _sequence(where, given.shape, mesh)
+        if dim is not None:
+            own = arrived(given.to_local())
+        else:
+            own = arrived(given.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]))
+        return DTensor.from_local(
+            _of_sequence(product, own, weight.to_local(), local, dim), mesh, [Shard(last)]
+        )
+    return rows_in_parts(lambda own, w, b: product(own, w, b, False), x, weight, bias)
+
+
+def rows_in_parts(function: Callable[..., Tensor], x: Any, weight: Any, bias: Any) -> Any:
+    """``function(x, weight, bias)`` of each rank's rows of x, a DTensor or the same on every rank, as a
+    DTensor; every rank has the whole parameters, DTensors too."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = weight.device_mesh
+    given: Any = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()])
+    where = given.placements[0]
+    if where.is_partial() or (where.is_shard() and where.dim % x.ndim == x.ndim - 1):
         given, where = given.redistribute(mesh, [Replicate()]), Replicate()
     summed = [Partial()] if where.is_shard() else [Replicate()]  # of which rows of x there are elsewhere
     operands = [None if t is None else t.to_local(grad_placements=summed) for t in (weight, bias)]
-    return DTensor.from_local(product(arrived(given.to_local()), *operands), mesh, [where])
+    return DTensor.from_local(function(arrived(given.to_local()), *operands), mesh, [where])
+
+
+def _sequence(placement: Any, shape: Any, mesh: Any) -> int | None:
+    """The dimension but the last that a placement shards into equal parts; None where it does not."""
+    if placement is None or not placement.is_shard():
+        return None
+    dim = placement.dim % len(shape)
+    return dim if dim < len(shape) - 1 and shape[dim] % mesh.size() == 0 else None
+
+
+def _of_sequence(
+    product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None
+) -> Tensor:
+    """The product with the sequence, if any, as the first dimension, over which ranks gather and scatter."""
+    if dim is None:
+        return product(x, weight, bias, False)
+    return product(x.movedim(dim, 0).contiguous(), weight, bias, True).movedim(0, dim)

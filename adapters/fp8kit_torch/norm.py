@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from fp8kit import layers
+from fp8kit_torch.distributed_weights import is_distributed, rows_in_parts
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import ParameterModule
 
 
-class LayerNorm(layers.LayerNorm, ParameterModule):
+class _Norm(layers.norm.Norm, ParameterModule):
+    """With parameters that torch's ``SequenceParallel`` made DTensors, the norm of each rank's rows."""
+
+    def forward(self, inp: Any) -> Any:
+        """See ``fp8kit.layers.norm.Norm``."""
+        if not is_distributed(self.weight):
+            return super().forward(inp)
+        return rows_in_parts(self._of_rows, inp, self.weight, self.bias)
+
+    def _of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        whole = self._parameters
+        self._parameters = {**whole, "weight": weight, "bias": bias}  # type: ignore[dict-item]
+        try:
+            return super().forward(x)  # type: ignore[no-any-return]
+        finally:
+            self._parameters = whole
+
+
+class LayerNorm(_Norm, layers.LayerNorm):
     __doc__ = layers.LayerNorm.__doc__
 
 
-class RMSNorm(layers.RMSNorm, ParameterModule):
+class RMSNorm(_Norm, layers.RMSNorm):
     __doc__ = layers.RMSNorm.__doc__
 
 

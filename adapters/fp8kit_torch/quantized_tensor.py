@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.checks import shown
+from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
 _aten = torch.ops.aten
@@ -48,6 +49,7 @@ class QuantizedTensor(torch.Tensor):
     _parts: dict[str, Tensor]
     _how: Any  # how it was cast: what parts of the same kind are made by
     _high: Tensor | None = None
+    _gathered: Gathered | None = None  # while a distributed checkpoint is read
     _quantizer: Any = None  # what it was cast by, where that was one of Transformer Engine's quantizers
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
@@ -289,6 +291,18 @@ class QuantizedTensor(torch.Tensor):
         if type(src) is not type(self) or src.shape != self.shape:
             raise TypeError(f"copy_from_storage: {shown(src)} is no {type(self).__name__} of this shape")
         self.take_parts(self._parts_of(src))
+
+    # --- torch.distributed.checkpoint: what is read comes in parts ------------------------------------------
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        self._gathered = Gathered(self)
+        return [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.size())]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        gathered = self._gathered
+        return self if gathered is None else LoadedParts(gathered.values, gathered)
 
     # --- torch ----------------------------------------------------------------------------------------------
 

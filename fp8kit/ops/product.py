@@ -42,8 +42,9 @@ class ProductSpec:
 
     ``parallel``: None; or "column" or "row": this is one rank's part of the weight, of its output features or
     of its input features, and ``group`` the ``collectives`` of all ranks. ``sequence``: the rows of x
-    ("column") or of y ("row") are split over the ranks too. ``label``: what errors of communication call the
-    layer. See ``product_parallel``.
+    ("column") or of y ("row") are split over the ranks too. ``sums``: False leaves y ("row") and dx
+    ("column") as each rank's term of the sum, which the caller makes; not with ``sequence``. ``label``: what
+    errors of communication call the layer. See ``product_parallel``.
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a
     dtype, "float32" or the weights' own: that of the buffers which the frontend hands to ``backward`` under
@@ -67,6 +68,7 @@ class ProductSpec:
     parallel: str | None = None
     group: str = ""
     sequence: bool = False
+    sums: bool = True
     label: str = ""
 
     @property

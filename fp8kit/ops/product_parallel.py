@@ -222,7 +222,7 @@ class ParallelProduct(Product):
         self.inner.fprop(ws, x, out)
         if self.gathers_g:
             comm.reduce_scatter(out, y, ws.stream, self.spec.label)
-        else:
+        elif self.spec.sums:
             comm.all_reduce(y, "sum", ws.stream, self.spec.label)
         if addend is not None:
             ws.kernels.add(y, addend, y, ws.stream)
@@ -256,7 +256,7 @@ class ParallelProduct(Product):
         self.inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
             comm.reduce_scatter(out, dx, ws.stream, self.spec.label)
-        elif self.column:
+        elif self.column and self.spec.sums:
             comm.all_reduce(dx, "sum", ws.stream, self.spec.label)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:

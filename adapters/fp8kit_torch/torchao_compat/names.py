@@ -22,6 +22,7 @@ _SAME = {
     "torchao.float8.float8_linear": "config training",
     "torchao.float8.float8_linear_utils": "config training",
     "torchao.float8.fsdp_utils": "training",
+    "torchao.float8.float8_tensor_parallel": "tensor_parallel",
 }
 
 
@@ -73,7 +74,8 @@ def _module(name: str, parts: Iterable[str], path: list[str]) -> ModuleType:
 def as_torchao() -> ModuleType:
     """Make ``torchao.float8`` a name of this frontend in this process: ``convert_to_float8_training``,
     ``Float8LinearConfig`` and what they need, the modules ``config``, ``float8_linear``,
-    ``float8_linear_utils`` and ``fsdp_utils`` among it. Returns ``torchao``. Calling it again does nothing.
+    ``float8_linear_utils``, ``fsdp_utils`` and
+    ``float8_tensor_parallel`` among it. Returns ``torchao``. Calling it again does nothing.
 
     The rest of an installed torchao stays as it is; where none is installed there is ``torchao.float8``
     alone. BackendError where ``torchao.float8`` was imported already. ``fp8kit alias install torchao`` does

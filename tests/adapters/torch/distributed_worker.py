@@ -1,5 +1,5 @@
 """What one of several processes does in ``test_distributed``: run as a module with
-``rank world folder place``; place: "cpu" (gloo), or "cuda" (NCCL, a GPU for each process).
+``rank world folder place case...``; place: "cpu" (gloo), or "cuda" (NCCL, a GPU for each process).
 
 Every case checks its own numbers; a process that finds one wrong ends with an error.
 """
@@ -42,6 +42,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8kit.testing.compare import ROUNDOFF, assert_same_bits, relative_error
+from tests.support.processes import work
 
 K, ROWS, STEPS = 32, 16, 3
 PLACE = torch.device("cpu")  # of this process; ``main`` says
@@ -461,43 +462,17 @@ def sharded_parts(rank, world):
         assert relative_error(found[1][name], whole) < 1e-4, name  # biases are added at another place
 
 
-def main(rank, world, folder, place):
-    """All cases, one after the other."""
+def main(arguments):
+    """The cases that the ``arguments`` of the process name."""
     global PLACE
+    rank, place = int(arguments[0]), arguments[3]
     PLACE = torch.device(place, rank) if place == "cuda" else torch.device(place)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     # a branch hands the residual stream on as it got it, and nothing writes over that
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    torch.set_num_threads(1)
-    options = {}
-    if place == "cuda":
-        torch.cuda.set_device(PLACE)
-        options["device_id"] = PLACE
-    backend = "nccl" if place == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, **options
-    )
-    try:
-        for case in (
-            ddp,
-            single,
-            ddp_recompute,
-            groups,
-            tensor_parallel,
-            context_parallel,
-            sharded,
-            sharded_parts,
-            held_in_fp8,
-            collected_late,
-            masters_in_parts,
-        ):
-            case(rank, world)
-            print(case.__name__, "passed", flush=True)
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    work(globals(), arguments)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5])
+    main(sys.argv[1:])

@@ -3,17 +3,13 @@ The checks are the worker's."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from fp8kit.errors import RecipeError
-from tests.support.source import ROOT
+from tests.support.processes import run
 
-WORLD = 2
+WORLD, WORKER = 2, "tests.adapters.torch.distributed_worker"
 CASES = [
     "ddp",
     "single",
@@ -29,34 +25,9 @@ CASES = [
 ]
 
 
-def work(tmp_path, place):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.adapters.torch.distributed_worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(tmp_path), place],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        results = [worker.communicate(timeout=200) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for (out, err), worker in zip(results, workers, strict=True):
-        assert worker.returncode == 0, err[-4000:]
-        assert out.split()[::2] == CASES
-
-
 @pytest.mark.programs
 def test_processes_share_their_amaxes(tmp_path):
-    work(tmp_path, "cpu")
+    run(WORKER, WORLD, tmp_path, "cpu", CASES)
 
 
 @pytest.mark.gpu2
@@ -64,7 +35,7 @@ def test_processes_with_a_gpu_each_share_their_amaxes(tmp_path):
     assert torch.cuda.device_count() >= WORLD, (
         f"a gpu2 test needs {WORLD} CUDA devices, torch finds {torch.cuda.device_count()}"
     )
-    work(tmp_path, "cuda")
+    run(WORKER, WORLD, tmp_path, "cuda", CASES)
 
 
 def test_what_is_no_group_is_refused():

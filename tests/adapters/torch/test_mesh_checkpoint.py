@@ -1,0 +1,49 @@
+"""``torch.distributed.checkpoint`` of models with FP8 state, by two processes and by one; the checks are the
+worker's."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fp8kit_torch import DelayedScaling, Linear, autocast, convert, keep_extra_state
+from torch import nn
+
+from tests.support.processes import run
+
+CASES = ["checkpoint_of_sharded_weights", "checkpoint_of_sharded_codes", "checkpoint_of_parts"]
+
+
+@pytest.mark.programs
+def test_checkpoints_of_two_processes_are_read_by_one_and_by_two(tmp_path):
+    run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", CASES)
+
+
+def test_fp8_state_is_a_plain_tensor_in_files():
+    layer = Linear(16, 16, device="cpu")
+    with autocast(recipe=DelayedScaling()):
+        layer(torch.randn(16, 16)).sum().backward()
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)["_extra_state"]
+    assert type(read) is torch.Tensor
+    assert torch.equal(read, layer.get_extra_state().as_subclass(torch.Tensor))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_converted_model_that_has_not_run_reads_its_state(tmp_path):
+    def made():
+        return keep_extra_state(convert(nn.Sequential(nn.Linear(16, 16))))
+
+    net, other = made(), made()
+    with autocast(recipe=DelayedScaling()):
+        net(torch.randn(16, 16)).sum().backward()
+    dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    other.load_state_dict(state["model"])
+    assert torch.equal(other[0].fp8_meta["scaling_fwd"].scale, net[0].fp8_meta["scaling_fwd"].scale)
+    assert (other[0].fp8_meta["scaling_fwd"].scale != 1).any()

@@ -1,0 +1,14 @@
+"""``parallelize_module`` over converted layers and norms, by two processes; the checks are the worker's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.processes import run
+
+CASES = ["plans_give_one_process", "codes_are_gathered", "torchao_plans"]
+
+
+@pytest.mark.programs
+def test_plans_of_two_processes(tmp_path):
+    run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", CASES)
