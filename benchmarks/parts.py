@@ -99,7 +99,7 @@ PARTS = (
         "a Hugging Face Llama, plain and converted, eager and compiled: whole training steps",
         model.model_part,
         usual=False,
-        takes="4 min, most of it torch.compile's",
+        takes="6 min, most of it torch.compile's",
     ),
     Part(
         "soak",

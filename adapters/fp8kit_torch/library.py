@@ -51,6 +51,7 @@ from fp8kit_torch.views import as_view, dtype_of, kind_of
 # when a state that recorded amaxes is updated; NEITHER: the graph does it itself
 FORWARD, BACKWARD, NEITHER = 1, 2, 0
 OPS: dict[str, tuple[Any, Any]] = {}  # by the operation's name: the forward and the backward op
+_LIBRARY = torch.library.Library("fp8kit", "FRAGMENT")
 
 
 # --- calls as text ------------------------------------------------------------------------------------------
@@ -301,17 +302,9 @@ def _parsed(shapes: Sequence[int], dtypes: str, cotangents: Sequence[Any]) -> li
 # --- FP8 state ----------------------------------------------------------------------------------------------
 
 
-@custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
-def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
-    """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see
-    ``FORWARD`` and ``BACKWARD``.
-
-    It runs on the host too, so that a captured graph is divided there.
-
-    ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text
-    of an ``AmaxHistory``.
-    """
-    torch.fmax(history[0], amaxes, out=history[0])
+def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
+    row = history[0]
+    torch.fmax(row, amaxes, out=row)
     if when == NEITHER:
         return
     own = states.named(int(handle))
@@ -322,6 +315,23 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
     elif (scope := current()) is not None:
         rule: Any = _rule(recipe)
         touch_forward(own, scope.recipe if scope.recipe.history == rule.history else rule, True)
+
+
+def _define_record() -> Any:
+    """``record_``, past what ``custom_op`` does at each call for ops that gradients pass or that return
+    tensors, which is half of its time: a compiled model calls this one twice for every product."""
+    schema = torch.library.infer_schema(_record, mutates_args=("history",))
+    _LIBRARY.define(f"record_{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
+    _LIBRARY.impl("record_", torch.compiler.disable(_record), "CompositeExplicitAutograd")
+    torch.library.register_fake("fp8kit::record_", lambda *given: None, lib=_LIBRARY)
+    return torch.ops.fp8kit.record_.default
+
+
+# record_(history, amaxes, handle, recipe, when): history[0] = max(history[0], amaxes), NaN ignored; and the
+# state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``. It runs on the host too, so that a
+# captured graph is divided there. ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 ()
+# on the CPU; ``recipe``: text of an ``AmaxHistory``.
+record_: Any = _define_record()
 
 
 class _Rule(NamedTuple):

@@ -40,8 +40,10 @@ def test_a_model_in_every_way():
     assert list(rows) == list(model.CASES)
     assert {row["status"] for row in rows.values()} == {"ok"}
     for case, row in rows.items():
-        own = targets.EAGER if case == targets.COMPILED else case.removesuffix(", torch.compile")
-        assert row["error_dx"] == rows[own]["error_dx"]
+        own = case.removesuffix(model.NO_MASK)
+        own = targets.EAGER if own == targets.COMPILED else own.removesuffix(", torch.compile")
+        if model.NO_MASK not in case:  # another kernel of torch's
+            assert row["error_dx"] == rows[own]["error_dx"]
         assert row.get("detail", "").endswith("eager step") == (own != case)
 
 
