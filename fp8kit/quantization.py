@@ -259,6 +259,8 @@ class Gemm:
       fprop's codes, rounded to the layer's dtype.
     * ``plain``: "a" or "b": that operand of a "quantized" GEMM is multiplied as it is, by the values of the
       other one's codes; "": neither.
+    * ``emulated``: False; or True: the codes' values are multiplied, in high precision, also where tensor
+      cores would multiply the codes (``Quantization.emulated``).
 
     RecipeError for another word.
     """
@@ -269,6 +271,7 @@ class Gemm:
     compute: str = "quantized"
     recast: bool = False
     plain: str = ""
+    emulated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulation, Accumulation):
@@ -282,6 +285,7 @@ class Gemm:
         if self.plain and (self.compute != "quantized" or self.cast[0].hadamard):
             wanted = '"", or a quantized GEMM whose other operand is not rotated'
             raise RecipeError("Gemm", "plain", shown(self.plain), wanted)
+        flag("Gemm", "emulated", self.emulated, RecipeError)
         if self.compute == "quantized" and not self.plain and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
@@ -411,6 +415,10 @@ class Quantization:
     def summed(self, how: str | Accumulation) -> Quantization:
         """The same with all three GEMMs summed by ``how``, a ``Gemm.accumulation``."""
         return Quantization(*(replace(gemm, accumulation=how) for gemm in self.gemms.values()))
+
+    def emulated(self) -> Quantization:
+        """The same, never by products on codes: on every device, those that have none among them."""
+        return Quantization(*(replace(gemm, emulated=True) for gemm in self.gemms.values()))
 
     def __str__(self) -> str:
         return f"x: {self.x}; w: {self.w}; g: {self.g}"

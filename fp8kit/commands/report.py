@@ -29,8 +29,10 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from fp8kit.errors import meant
     from fp8kit.numerics import report
     from fp8kit.numerics.run_folder import read
+    from fp8kit.recipes import NAMED
 
     run = read(options.folder)
     out = options.output or options.folder / "report.html"
@@ -42,4 +44,10 @@ def _report(options: argparse.Namespace) -> int:
         f"{out}: {len(text) / 1e6:.2f} MB; {len(run.curves)} loss curves, "
         f"{len(run.statistics)} statistics of {layers} layers"
     )
+    recipe = run.about["recipe"]
+    if recipe is not None and recipe not in NAMED:
+        print(
+            f"no format's range, and no limits that follow from one: the recipe {recipe!r} is none of "
+            f"`fp8kit recipes list`{meant(recipe, NAMED)}"
+        )
     return 0

@@ -81,6 +81,8 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                 if value not in known:
                     wanted = f"{' or '.join(map(str, known))}: no kernel does another"
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
+        if gemm.emulated:
+            raise unsupported(f"{name}.emulated", True, "False: products on codes are not emulated")
         if gemm.recast:
             raise unsupported(f"{name}.recast", True, "False: no kernel casts codes anew")
         if not isinstance(gemm.how, bool) and gemm.how.group:
@@ -130,6 +132,8 @@ def _want_fprop_quantized(quantization: Quantization) -> None:
 def _say_emulated(quantization: Quantization) -> None:
     """Say that products are emulated whose operands have products of their own, but not together."""
     gemms = quantization.gemms.values()
+    if any(gemm.emulated for gemm in gemms):  # it is asked for
+        return
     operands = [own for gemm in gemms if gemm.compute == "quantized" for own in (gemm.a, gemm.b)]
     if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
         try:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import blocks, codec, formats, nn, recipe
+from fp8kit import blocks, codec, formats, nn, recipe, recipe_info
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, sum_slack
 from tests.support.combinations import combinations
 
@@ -116,3 +117,23 @@ def test_static_scales_that_are_none() -> None:
             Quantizer(E4M3, scale_source="static", static_scale=scale)
     with pytest.raises(RecipeError, match="expected 1, or scale_source 'static'"):
         Quantizer(E4M3, static_scale=2.0)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "deepseek_v3"])
+def test_native_recipes_may_be_emulated(name: str) -> None:
+    """The same codes, by values: the native results but for float32's sums, two of them, and the roundings of
+    values by scales that are no powers of two; on devices that have no such product, too."""
+    native = NAMED[name].recipe
+    own = native.quantization.emulated()
+    values = recipe.DataRecipe(own, "values", history=native.history)
+    assert recipe_info.support_of(native, None).status == "native"
+    for capability in (None, (8, 9), (9, 0), (10, 0)):
+        assert recipe_info.support_of(values, capability).status == "emulated"
+    assert own.summed("fast").fprop.emulated
+    found, want = step(values), step(native)
+    terms = {"y": np.abs(X) @ np.abs(W.T), "dx": np.abs(G) @ np.abs(W), "dw": np.abs(G.T) @ np.abs(X)}
+    for result, magnitude in terms.items():
+        slack = 4 * sum_slack(magnitude, max(K, N, len(X)))
+        assert_close(result, found[result], want[result], "float32", slack)
+    with pytest.raises(RecipeError, match="Gemm: emulated: got 'yes', expected"):
+        Gemm(ROWS, ROWS, emulated="yes")  # type: ignore[arg-type]

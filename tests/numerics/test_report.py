@@ -13,7 +13,7 @@ import pytest
 
 from fp8kit import cli
 from fp8kit.numerics import report
-from fp8kit.numerics.run_folder import BINS, Curve, Key, RunFolder, Series, read
+from fp8kit.numerics.run_folder import BINS, Curve, Key, RunFolder, Series, read, write
 from tests.support import run_folder
 
 LARGEST = 5_000_000  # bytes of a page
@@ -185,6 +185,16 @@ def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
 
 
 # --- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_that_a_recipe_has_another_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, recipe="curent", losses={"a": [1.0, 2.0]}, device="cpu")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith("no format's range, and no limits that follow from one: the recipe 'curent'")
+    assert said.endswith("did you mean current?")
 
 
 def test_the_command_writes_the_page(real: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
