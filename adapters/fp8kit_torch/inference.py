@@ -17,6 +17,7 @@ from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
+from fp8kit_torch.te_compat.capture import is_graph_capturing
 from fp8kit_torch.views import FLOATS, as_view, kind_of
 
 
@@ -43,7 +44,14 @@ class InferenceParams(inference.InferenceParams):
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.device)
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(host).to(self.device)
+        with torch.inference_mode(False):  # later steps are written there, in any mode
+            return torch.from_numpy(host).to(self.device, copy=True)
+
+    def _write(self, whole: Tensor, host: np.ndarray[Any, Any]) -> Tensor:
+        return whole.copy_(torch.from_numpy(host))
+
+    def is_recorded(self) -> bool:
+        return is_graph_capturing()
 
     def _part(self, whole: Tensor, offset: int, shape: Shape) -> Tensor:
         return whole[offset : offset + int(np.prod(shape))].view(shape)
