@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from fp8kit_torch.views import FLOATS, as_view, kind_of
 class InferenceParams(inference.InferenceParams):
     __doc__ = inference.InferenceParams.__doc__
     constructor_rules = CONSTRUCTED
+    custom: Any = None  # the program's own manager
 
     def _place(self, device: Any) -> None:
         self.device = placed("InferenceParams", device)
@@ -49,6 +51,38 @@ class InferenceParams(inference.InferenceParams):
 
     def _write(self, whole: Tensor, host: np.ndarray[Any, Any]) -> Tensor:
         return whole.copy_(torch.from_numpy(host))
+
+    def take_manager(self, manager: Any, dtype: Any) -> None:
+        if manager is None:
+            self.custom = None
+            return
+        from fp8kit_torch.te_compat.cache_managers import made  # which needs attention
+
+        self.custom = made(manager, self, dtype)
+
+    @property
+    def cache_manager(self) -> Any:
+        return super().cache_manager if self.custom is None else self.custom
+
+    def pre_step(self, step_dict: Any) -> dict[Any, int]:
+        lengths = super().pre_step(step_dict)
+        if self.custom is not None:
+            self.custom.pre_step(OrderedDict(step_dict))
+        return lengths
+
+    def reset(self) -> None:
+        super().reset()
+        if self.custom is not None:
+            self.custom.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        if self.custom is None:
+            super().allocate_memory(layer_number)
+        else:
+            self.custom.allocate_memory(layer_number)
+
+    def inputs(self, layer_number: int, *sizes: Any) -> dict[str, Any]:
+        return super().inputs(layer_number, *sizes) if self.custom is None else {}
 
     def is_recorded(self) -> bool:
         return is_graph_capturing()

@@ -61,8 +61,9 @@ class InferenceParams:
       layer's own.
     * ``is_paged``: False gives every sequence room for ``max_sequence_length`` at once; True hands out pages
       of ``page_size`` tokens, as sequences grow, of which there are ``total_num_pages``.
-    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only,
-      UnsupportedError otherwise.
+    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: a class of the
+      program's own that keeps keys and values, a subclass of Transformer Engine's ``KVCacheManager``; PyTorch
+      only, UnsupportedError otherwise.
     * ``device``: where the caches lie; None as for parameters.
 
     ``sequences``: id -> length, new tokens included, in the step's order. ``input_qkv_format``: of the
@@ -93,7 +94,6 @@ class InferenceParams:
         device: Any = None,
     ) -> None:
         check(_OP, self.constructor_rules, locals())
-        refuse_others(_OP, {"custom_cache_manager": (custom_cache_manager, None)})
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
             if (value is None) == bool(is_paged):
                 raise ArgumentError(_OP, name, value, "a positive int with is_paged=True, None without")
@@ -110,6 +110,7 @@ class InferenceParams:
         self._buffers: dict[int, Any] = {}  # of a step, by its number of sequences
         self._recorded: set[int | None] = set()  # layers of which a graph takes the steps
         self._place(device)
+        self.take_manager(custom_cache_manager, dtype)
         self.reset()
 
     # --- what a frontend gives ------------------------------------------------------------------------------
@@ -135,6 +136,10 @@ class InferenceParams:
     def _write(self, whole: Any, host: np.ndarray[Any, Any]) -> Any:
         """``host`` on the device: in the memory of ``whole`` where the frontend has graphs that read it."""
         return self._upload(host)
+
+    def take_manager(self, manager: Any, dtype: Any) -> None:
+        """Keep what ``custom_cache_manager`` says; ``dtype``: the constructor's."""
+        refuse_others(_OP, {"custom_cache_manager": (manager, None)})
 
     def is_recorded(self) -> bool:
         """Whether a graph records what is called now, to do it again for later steps."""
