@@ -31,10 +31,9 @@ _OPS = {
     "sm_margin": "a hint about kernels that run beside it",
     "activation_recompute_in_mlp": "backward computes the activation anew in any case",
 }
-_WHY = {"custom_cache_manager": "keys and values lie as is_paged says", "amsgrad": "as in Transformer Engine"}
+_WHY = {"amsgrad": "as in Transformer Engine"}
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
-    "InferenceParams": {"custom_cache_manager": None},
     "optimizers.FusedAdam": {"amsgrad": False},
     "cpp_extensions.general_gemm": gemms._NEUTRAL,
 }

@@ -23,6 +23,7 @@ from fp8kit_torch.max_logit import max_logits, traced_max_logits
 from fp8kit_torch.packed_views import packed_views
 from fp8kit_torch.parameters import ParameterModule, placed
 from fp8kit_torch.quantized import want_codes
+from fp8kit_torch.te_compat.cache_managers import attend
 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
@@ -64,6 +65,8 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
         if self.return_max_logit:
             wanted = "False beside inference_params: the scores of a cache are not looked at"
             raise UnsupportedError(self.layer_name, "return_max_logit", True, wanted)
+        if cache.custom is not None:
+            return attend(self, prepared.spec, inputs, cache)
         if not self.is_compiling():
             return super().call_cached(prepared, inputs, cache, rng)  # type: ignore[no-any-return]
         if rng:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
+from fp8kit_torch.te_compat.capture import is_graph_capturing
 from fp8kit_torch.views import FLOATS, as_view, kind_of
 
 
 class InferenceParams(inference.InferenceParams):
     __doc__ = inference.InferenceParams.__doc__
     constructor_rules = CONSTRUCTED
+    custom: Any = None  # the program's own manager
 
     def _place(self, device: Any) -> None:
         self.device = placed("InferenceParams", device)
@@ -43,7 +46,46 @@ class InferenceParams(inference.InferenceParams):
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.device)
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(host).to(self.device)
+        with torch.inference_mode(False):  # later steps are written there, in any mode
+            return torch.from_numpy(host).to(self.device, copy=True)
+
+    def _write(self, whole: Tensor, host: np.ndarray[Any, Any]) -> Tensor:
+        return whole.copy_(torch.from_numpy(host))
+
+    def take_manager(self, manager: Any, dtype: Any) -> None:
+        if manager is None:
+            self.custom = None
+            return
+        from fp8kit_torch.te_compat.cache_managers import made  # which needs attention
+
+        self.custom = made(manager, self, dtype)
+
+    @property
+    def cache_manager(self) -> Any:
+        return super().cache_manager if self.custom is None else self.custom
+
+    def pre_step(self, step_dict: Any) -> dict[Any, int]:
+        lengths = super().pre_step(step_dict)
+        if self.custom is not None:
+            self.custom.pre_step(OrderedDict(step_dict))
+        return lengths
+
+    def reset(self) -> None:
+        super().reset()
+        if self.custom is not None:
+            self.custom.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        if self.custom is None:
+            super().allocate_memory(layer_number)
+        else:
+            self.custom.allocate_memory(layer_number)
+
+    def inputs(self, layer_number: int, *sizes: Any) -> dict[str, Any]:
+        return super().inputs(layer_number, *sizes) if self.custom is None else {}
+
+    def is_recorded(self) -> bool:
+        return is_graph_capturing()
 
     def _part(self, whole: Tensor, offset: int, shape: Shape) -> Tensor:
         return whole[offset : offset + int(np.prod(shape))].view(shape)

@@ -52,7 +52,8 @@ class InferenceParams:
     the sequences' new tokens lie one after the other. Masks are meant for whole sequences: "causal" lets each
     token see its sequence up to itself. It serves inference: in evaluation mode, or under ``no_grad()``. In
     torch a model may be compiled, with ``fullgraph=True`` too: ``pre_step`` stays outside of what is, and
-    longer sequences compile nothing anew.
+    longer sequences compile nothing anew. A CUDA graph holds a step of so many sequences and positions, and
+    runs for later ones: ``pre_step`` writes their lengths and pages where it reads them.
 
     * ``max_batch_size``: sequences in a step. ``max_sequence_length``: tokens of a sequence. ``max_ctx_len``:
       new tokens of a sequence in one step (None: ``max_sequence_length``).
@@ -60,8 +61,9 @@ class InferenceParams:
       layer's own.
     * ``is_paged``: False gives every sequence room for ``max_sequence_length`` at once; True hands out pages
       of ``page_size`` tokens, as sequences grow, of which there are ``total_num_pages``.
-    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only,
-      UnsupportedError otherwise.
+    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: a class of the
+      program's own that keeps keys and values, a subclass of Transformer Engine's ``KVCacheManager``; PyTorch
+      only, UnsupportedError otherwise.
     * ``device``: where the caches lie; None as for parameters.
 
     ``sequences``: id -> length, new tokens included, in the step's order. ``input_qkv_format``: of the
@@ -92,7 +94,6 @@ class InferenceParams:
         device: Any = None,
     ) -> None:
         check(_OP, self.constructor_rules, locals())
-        refuse_others(_OP, {"custom_cache_manager": (custom_cache_manager, None)})
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
             if (value is None) == bool(is_paged):
                 raise ArgumentError(_OP, name, value, "a positive int with is_paged=True, None without")
@@ -106,7 +107,10 @@ class InferenceParams:
         self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
         self.page_size = self.max_sequence_length if page_size is None else page_size
         self._caches: dict[int, Cache] = {}
+        self._buffers: dict[int, Any] = {}  # of a step, by its number of sequences
+        self._recorded: set[int | None] = set()  # layers of which a graph takes the steps
         self._place(device)
+        self.take_manager(custom_cache_manager, dtype)
         self.reset()
 
     # --- what a frontend gives ------------------------------------------------------------------------------
@@ -128,6 +132,18 @@ class InferenceParams:
     def _upload(self, host: np.ndarray[Any, Any]) -> Any:
         """int32 (n,) as an array on ``device``."""
         raise NotImplementedError
+
+    def _write(self, whole: Any, host: np.ndarray[Any, Any]) -> Any:
+        """``host`` on the device: in the memory of ``whole`` where the frontend has graphs that read it."""
+        return self._upload(host)
+
+    def take_manager(self, manager: Any, dtype: Any) -> None:
+        """Keep what ``custom_cache_manager`` says; ``dtype``: the constructor's."""
+        refuse_others(_OP, {"custom_cache_manager": (manager, None)})
+
+    def is_recorded(self) -> bool:
+        """Whether a graph records what is called now, to do it again for later steps."""
+        return False
 
     def _part(self, whole: Any, offset: int, shape: Shape) -> Any:
         """A part of what was uploaded, by its first element and its shape."""
@@ -186,6 +202,7 @@ class InferenceParams:
             self._handed_out(lengths),
         )
         self._on_device = self._send(new, lengths, pages)  # the last that can fail
+        self._written.update({layer: dict(self.sequences) for layer in self._recorded})
         self.sequences, self._new, self._pages, self._free = lengths, new, pages, free
         self._longest = max(lengths.values())
         for layer, written in self._written.items():
@@ -226,7 +243,10 @@ class InferenceParams:
             "starts": totals - new,
             "pages": table,
         }
-        whole = self._upload(np.concatenate([part.ravel() for part in parts.values()]))
+        host = np.concatenate([part.ravel() for part in parts.values()])
+        known = self._buffers.get(len(lengths))
+        whole = self._upload(host) if known is None else self._write(known, host)
+        self._buffers[len(lengths)] = whole
         offset, sent = 0, {}
         for name, part in parts.items():
             sent[name] = self._part(whole, offset, part.shape)
@@ -346,11 +366,12 @@ class InferenceParams:
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
-        written = self._written.get(layer_number, {})
-        if written == self.sequences:
+        written, recorded = self._written.get(layer_number, {}), self.is_recorded()
+        again = recorded and written == self.sequences  # of warm-ups and the capture
+        if written == self.sequences and not again:
             wanted = "pre_step before each step, and a number of its own for each layer"
             raise Fp8kitError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
-        for name, length in self.sequences.items():
+        for name, length in () if again else self.sequences.items():
             if written.get(name, 0) != length - self._new[name]:
                 got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
                 wanted = (
@@ -387,6 +408,8 @@ class InferenceParams:
             raise FormatError(operation, "dtype", dtype, f"{self.dtype} as inference_params")
         rows = min(self.max_ctx_len, _power_of_two(longest)) if qkv_format == "thd" else 0
         columns = min(self.max_sequence_length, _power_of_two(max(_LEAST, self.max_seqlen_kv)))
+        if recorded:  # later steps are longer
+            rows, columns = self.max_ctx_len if qkv_format == "thd" else 0, self.max_sequence_length
         shapes = self._cache_shapes(groups, dims)
         if layer_number in self._caches:
             cache = self._caches[layer_number]
@@ -405,6 +428,8 @@ class InferenceParams:
 
     def stepped(self, layer_number: int | None) -> None:
         """A layer has taken the announced step."""
+        if self.is_recorded():
+            self._recorded.add(layer_number)
         self._written[layer_number] = dict(self.sequences)
 
     def _cache_shapes(self, groups: int, dims: tuple[int, int]) -> dict[str, Shape]:

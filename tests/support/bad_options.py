@@ -125,7 +125,7 @@ SELF = {
     "too few angles": {"rotary_pos_emb": zeros(S - 1, 1, 1, D)},
     "an odd number of angles": {"rotary_pos_emb": zeros(S, 1, 1, D - 1)},
     "more angles than features": {"rotary_pos_emb": zeros(S, 1, 1, D + 2)},
-    "angles of another dtype": {"rotary_pos_emb": zeros(S, 1, 1, D, dtype=np.float16)},
+    "angles of another dtype": {"rotary_pos_emb": zeros(S, 1, 1, D, dtype=np.int32)},
     "angles of another rank": {"rotary_pos_emb": zeros(S, 2, 1, D)},
     "three angles": {"rotary_pos_emb": (zeros(S, 1, 1, D),) * 3},
     "too few angles of keys": {"rotary_pos_emb": (zeros(S, 1, 1, D), zeros(S - 1, 1, 1, D))},

@@ -145,5 +145,5 @@ class Frontend(NamedTuple):
                     wrong.append(f"{when}: {name}: left a trace")
                 if ran and name != self.late:
                     wrong.append(f"{when}: {name}: {', '.join(ran)} ran")
-            assert not wrong
+            assert not wrong, wrong
             assert self.step(module, good, device) == wanted.pop(0)

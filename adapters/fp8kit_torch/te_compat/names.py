@@ -92,7 +92,7 @@ _SAME = {
     "attention.dot_product_attention.utils": "fp8kit_torch.te_compat.attention_utils",
     "attention.dot_product_attention.context_parallel": "fp8kit_torch.te_compat.context_batches",
     "attention.multi_head_attention": "fp8kit_torch.attention",
-    "attention.inference": "fp8kit_torch.inference",
+    "attention.inference": "fp8kit_torch.inference fp8kit_torch.te_compat.cache_managers",
     "transformer": "fp8kit_torch",
 }
 # module here -> names of ``transformer_engine.pytorch`` that it has; found when they are first used

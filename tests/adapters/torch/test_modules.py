@@ -130,19 +130,6 @@ def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
         layer(x)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ft.autocast(_graph=True), "_graph"),
-        (lambda: ft.fp8_autocast(_graph=True), "_graph"),
-        (lambda: ft.InferenceParams(2, 8, custom_cache_manager="mine"), "custom_cache_manager"),
-    ],
-)
-def test_what_is_not_supported_says_so(make, message):
-    with pytest.raises(NotImplementedError, match=message):
-        make()
-
-
 @pytest.mark.parametrize("kind", [ft.LayerNorm, ft.RMSNorm])
 @pytest.mark.parametrize("neutral", [None, False, True])
 def test_norms_take_any_sequence_parallel(kind, neutral):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.te_compat.cache_managers import KVCacheManager, NonPagedKVCacheManager, sequences_of
 
-from fp8kit.errors import ArgumentError, AutogradError
+from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
 
 WIDTH, HEADS = 32, 4
 
@@ -106,3 +107,81 @@ def test_what_programs_read_of_a_cache(device):
 def _stepped(cache):
     cache.pre_step({"a": 6, "b": 2})
     return cache
+
+
+# --- a manager of one's own ---------------------------------------------------------------------------------
+
+
+class Listed(KVCacheManager):
+    """Keeps each sequence's keys and values in lists, and hands them out as pages of two tokens."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.sizes, self.kept = sizes, {}
+
+    def step(self, layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format):
+        counts = cu_new_seqlens.diff().tolist()
+        pairs = zip(*(sequences_of(new, counts, qkv_format) for new in (new_k, new_v)), strict=True)
+        tables, pages = [], ([], [])
+        for name, new in zip(self.sequences, pairs, strict=True):
+            kept = self.kept.setdefault((layer_number, name), [part[:0] for part in new])
+            kept[:] = [torch.cat([old, part]) for old, part in zip(kept, new, strict=True)]
+            padded = [torch.nn.functional.pad(own, (0, 0, 0, 0, 0, len(own) % 2)) for own in kept]
+            count, first = len(padded[0]) // 2, len(pages[0])
+            for side, own in zip(pages, padded, strict=True):
+                side += own.unflatten(0, (-1, 2)).unbind(0)
+            tables.append(list(range(first, first + count)) + [0] * (8 - count))
+        keys, values = (torch.stack(side) for side in pages)
+        return keys, values, torch.tensor(tables, device=keys.device)
+
+
+@pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("manager", [Listed, NonPagedKVCacheManager])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_manager_of_ones_own(device, form, manager, fused):
+    """Attention reads what its step gives: the same numbers as over the caches that are here."""
+    torch.manual_seed(0)
+    options = {"self_attn_mask_type": "padding_causal", "attn_input_format": form, "layer_number": 1}
+    layer = ft.TransformerLayer(
+        WIDTH, 2 * WIDTH, HEADS, fuse_qkv_params=fused, **options, device=device
+    ).eval()
+    more = {"num_heads_kv": HEADS, "head_dim_k": WIDTH // HEADS, "dtype": torch.float32}
+    own, usual = cache_of(form, device, custom_cache_manager=manager, **more), cache_of(form, device)
+    assert type(own.cache_manager) is manager
+    for step in ({"a": 3, "b": 2}, {"a": 1, "b": 1}, {"b": 2, "c": 4}):
+        total, most = sum(step.values()), max(step.values())
+        shape = {"thd": (total,), "bshd": (2, most), "sbhd": (most, 2)}[form]
+        x = torch.randn(*shape, WIDTH, device=device)
+        for cache in (own, usual):
+            assert cache.pre_step(step) == dict(cache.sequences)
+        y, want = (layer(x, inference_params=cache) for cache in (own, usual))
+        if form != "thd":  # rows behind a sequence's are of no token
+            rows = [sequences_of(each, list(step.values()), form) for each in (y, want)]
+            y, want = (torch.cat(each) for each in rows)
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    assert not own._caches
+    assert own.cache_manager.sequences == {"b": 5, "c": 4}
+
+
+def test_what_a_manager_is_made_of():
+    sizes = {"num_heads_kv": 2, "head_dim_k": 8, "dtype": torch.bfloat16, "head_dim_v": 4}
+    pages = {"is_paged": True, "total_num_pages": 6, "page_size": 4}
+    made = cache_of("bshd", "cpu", custom_cache_manager=Listed, **sizes, **pages).cache_manager.sizes
+    known = {"max_batch_size": 3, "max_seqlen": 16, "num_heads": 2, "head_dim_k": 8, "head_dim_v": 4}
+    assert made == known | {"dtype": torch.bfloat16, "total_num_pages": 6, "page_size": 4}
+    with pytest.raises(ArgumentError, match=r"custom_cache_manager: got .*a subclass"):
+        cache_of("bshd", "cpu", custom_cache_manager=int)
+    with pytest.raises(ArgumentError, match="InferenceParams: dtype: missing"):
+        cache_of("bshd", "cpu", custom_cache_manager=Listed, **sizes | {"dtype": None})
+
+
+def test_a_manager_is_asked_in_each_step():
+    sizes = {"num_heads_kv": HEADS, "head_dim_k": WIDTH // HEADS, "dtype": torch.float32}
+    cache = cache_of("bshd", "cpu", custom_cache_manager=NonPagedKVCacheManager, **sizes)
+    cache.pre_step({"a": 1})
+    ft.graph.set_capture_start()
+    try:
+        with pytest.raises(UnsupportedError, match="custom_cache_manager"):
+            layer_of("bshd", "cpu")(torch.randn(1, 1, WIDTH), inference_params=cache)
+    finally:
+        ft.graph.set_capture_end()
