@@ -95,8 +95,6 @@ class AttentionQuantization:
                 self._refuse(name, own.granularity, f"granularity {wanted}")
             if blocks:
                 kind_of(own)
-            elif own.scale_rule not in ("exact", "power_2"):
-                self._refuse(name, own.scale_rule, "scale_rule 'exact' or 'power_2', with one scale")
         for name in ("p", "ds"):
             fmt = operands[name].format
             if not (fmt.signed and fmt.zero and fmt.mantissa_bits) or fmt.twos_complement or fmt.bias > 64:

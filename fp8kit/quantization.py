@@ -71,10 +71,10 @@ class Quantizer:
       has taken it (devices share theirs): it is an input; "delayed", the scale is an input that follows from
       the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
       ``static_scale``.
-    * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; "floor", "ceil", "even", "rceil",
-      "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0, section 6.3); "4over6_mae",
-      "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two scales
-      (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation; "gauss": of MX with
+    * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; of blocks alone the others:
+      "floor", "ceil", "even", "rceil", "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0,
+      section 6.3); "4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two
+      scales (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation; "gauss": of MX with
       E2M1, by the block's standard deviation (``fp8kit.blocks.gauss_bytes``); "eden": of NVFP4 with E2M1 to
       nearest even, scales that are corrected and rounded stochastically (``fp8kit.blocks.eden``).
     * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
@@ -127,6 +127,9 @@ class Quantizer:
         if self.static_scale != 1 and not self.static:
             got = f"{self.static_scale} with scale_source {self.scale_source!r}"
             raise RecipeError("Quantizer", "static_scale", got, "1, or scale_source 'static'")
+        if self.granularity in ("tensor", "row") and self.scale_rule not in ("exact", "power_2"):
+            got = f"{self.scale_rule!r} with {self.granularity}"
+            raise RecipeError("Quantizer", "scale_rule", got, "one of exact, power_2")
         if self.scale_rule in FOUR_OVER_SIX and (
             self.stochastic_bits or self.hadamard or self.format != E2M1 or not self.two_level
         ):

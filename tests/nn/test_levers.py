@@ -137,3 +137,10 @@ def test_native_recipes_may_be_emulated(name: str) -> None:
         assert_close(result, found[result], want[result], "float32", slack)
     with pytest.raises(RecipeError, match="Gemm: emulated: got 'yes', expected"):
         Gemm(ROWS, ROWS, emulated="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil", "te", "gauss", "eden"])
+def test_rules_of_small_blocks_are_of_small_blocks_alone(granularity: str, rule: str) -> None:
+    with pytest.raises(RecipeError, match=f"'{rule}' with {granularity}, expected one of exact, power_2"):
+        Quantizer(E4M3, granularity, scale_rule=rule)
