@@ -493,11 +493,13 @@ class AmaxHistory:
         words += ["once in a window"] * self.by_window
         return ", ".join(words)
 
-    def rule(self, forward: bool) -> tuple[int, bool, bool, float | None, bool]:
-        """What the kernel ``update_delayed_`` is told of x and w, or else of g: margin, most_recent, power_2,
-        growth, by_window."""
-        growth = self.growth if forward else None
-        return self.margin, self.most_recent, self.power_2, growth, self.by_window
+    @cached_property
+    def rules(self) -> dict[bool, tuple[int, bool, bool, float | None, bool]]:
+        """What the kernel ``update_delayed_`` is told of x and w (True) and of g (False): margin,
+        most_recent, power_2, growth, by_window."""
+        growths = {True: self.growth, False: None}
+        start, end = (self.margin, self.most_recent, self.power_2), self.by_window
+        return {forward: (*start, growth, end) for forward, growth in growths.items()}
 
     @cached_property
     def most_recent(self) -> bool:

@@ -229,11 +229,11 @@ def update(
         own = tuple(state.views.values())
         parts.setdefault(own[0].device, []).append(own)
     for device, there in parts.items():
-        on = arrays.current_stream(device) if stream is None else stream(device)
+        on = 0 if device.kind == "cpu" else (stream or arrays.current_stream)(device)
         kernels = dispatch.kernels(device)
         # many cost their look-up more than they save
         recorded = replay.direct(kernels) if len(there) <= _FEW else None
-        rule = history.rule(forward)
+        rule = history.rules[forward]
         call = (kernels, there, fp8_max, rule, on)
         if recorded is None:
             _update_delayed(*call)

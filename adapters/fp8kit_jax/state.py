@@ -113,7 +113,7 @@ def next_state(
     for key, slot in state.items():
         backward = key.endswith("g")
         fp8_max = history.max_backward if backward else history.max_forward
-        step = _summable(fp8_max, history.rule(not backward), axes)
+        step = _summable(fp8_max, history.rules[not backward], axes)
         made[key] = step(slot, amaxes[key] if key in amaxes else slot.scale * 0)
     return made
 

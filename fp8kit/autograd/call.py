@@ -100,11 +100,15 @@ def amaxes_at(
 
 
 def bound(
-    operation: Operation, spec: Any, views: Mapping[str, ArrayView], needs: tuple[str, ...], kernels: Any
+    operation: Operation,
+    spec: Any,
+    views: Mapping[str, ArrayView],
+    device: Device,
+    needs: tuple[str, ...],
+    kernels: Any,
 ) -> NativeOp:
-    """The bound operation for these views under the kernels in force; made once. Raises what ``infer``
-    raises."""
-    device = next(iter(views.values())).device
+    """The bound operation for these views, on one device, under the kernels in force; made once. Raises what
+    ``infer`` raises."""
     kinds = [(name, view.shape, view.dtype) for name, view in views.items()]
     key = plans.key_of(operation, spec, needs, kernels, ("native", device, *kinds))
     found = plans.plans.get(key)
@@ -164,7 +168,7 @@ def apply(
     if probe is not None:
         _tell(probe, operation.name, inputs, owner)
     try:
-        op = bound(operation, spec, views, tuple(needs), dispatch.kernels(device))
+        op = bound(operation, spec, views, device, tuple(needs), dispatch.kernels(device))
     except Fp8kitError as error:
         raise _as_the_user_calls_it(error, operation.name, inputs, owner) from None
     except AttributeError:

@@ -388,7 +388,7 @@ def test_measure_gives_the_amax_that_a_later_forward_takes() -> None:
     amax = {"x_amax": one(0.0), "w_amax": one(0.0)}
     given = inputs | {f"{name}_in": view for name, view in amax.items()}
     views = {name: v if isinstance(v, ArrayView) else v.view for name, v in given.items()}
-    plan = call.bound(norm_linear, specs[GIVEN], views, (), dispatch.kernels(arrays.CPU)).plan
+    plan = call.bound(norm_linear, specs[GIVEN], views, arrays.CPU, (), dispatch.kernels(arrays.CPU)).plan
     scratch = {n: arrays.empty(m.shape, m.dtype, arrays.CPU) for n, m in plan.measure_scratch.items()}
     norm_linear.measure(plan, WorkingSet(plan.kernels, views, amax, {}, scratch, 0))
     assert_same_bits("y", apply(norm_linear, specs[GIVEN], given)["y"].numpy(), want)

@@ -17,7 +17,7 @@ PACKAGES = {
         f"fp8kit.{name}"
         for name in (
             *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
-            *("dlpack", "codec", "lru", "collectives", "aliases", "rendezvous"),
+            *("dlpack", "codec", "lru", "nests", "collectives", "aliases", "rendezvous"),
             *(
                 "buffers",
                 "checkpoint_format",
