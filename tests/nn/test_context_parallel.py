@@ -4,6 +4,7 @@ step round a ring, maps of rows."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fp8kit.autograd import apply
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, UnsupportedError
 from fp8kit.layers import context_maps as maps
+from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import AttentionSpec
 from fp8kit.ops.communicate import GroupSpec, columns_to_rows, rows_to_columns
 from fp8kit.ops.ring_attention import RingSpec, ring_attention
@@ -144,6 +146,47 @@ def test_a_step_round_the_ring():
 
     assert FakeCollectives(3).run(rank) == [[2.0] * 3, [0.0] * 3, [1.0] * 3]
     assert FakeCollectives(1).run(rank) == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_the_chunks_of_one_rank_are_an_attention(device, form):
+    """A ring of one rank merges what its second chunk of queries sees in both chunks of keys."""
+    packed = form == "thd"
+    lead = (64,) if packed else (S, B) if form == "sbhd" else (B, S)
+    mask, dtype = ("padding_causal" if packed else "causal"), ("float32" if device == "cpu" else "bfloat16")
+    fields = {"num_gqa_groups": G, "qkv_format": form, "mask": mask, "layout": "separate"}
+    spec = AttentionSpec(H, D, **fields, max_seqlen_q=S, max_seqlen_kv=S)
+    arrays = {n: draw(*lead, heads * D) + (n == "v") for n, heads in (("q", H), ("k", G), ("v", G))}
+    g, sums = draw(*lead, H * D) * 0.5, {}
+    order = maps.packed_chunks(np, np.arange(32), CU, None) if packed else maps.chunks(form, lead, None)
+    chunk = (2, 32) if packed else (2, S // 2, B) if form == "sbhd" else (2, B, S // 2)
+    if packed:
+        sums = {f"cu_seqlens_{side}": CU for side in ("q", "kv")}
+        own = np.stack([CU // 2, CU // 2])
+        starts = {f"cu_seqlens_{side}_padded": CU // 2 for side in ("q", "kv")}
+        chunked_sums = {"sums_q": own, "sums_kv": own} | starts
+    else:
+        chunked_sums = {}
+
+    def step(operation, spec, arrays, g, beside):
+        leaves = {n: fk.tensor(x, requires_grad=True, dtype=dtype, device=device) for n, x in arrays.items()}
+        o = apply(operation, spec, leaves | {n: fk.tensor(x, device=device) for n, x in beside.items()})["o"]
+        o.backward(fk.tensor(g, dtype=dtype, device=device))
+        return [o.numpy(), *(leaf.grad.numpy() for leaf in leaves.values())]
+
+    def chunked(x):
+        return x.reshape(-1, x.shape[-1])[order[:, 0]].reshape(*chunk, x.shape[-1])
+
+    wanted = step(attention, spec, arrays, g, sums)
+    one = FakeCollectives(1).ranks[0]
+    ring = RingSpec(replace(spec, max_seqlen_q=S // 2, max_seqlen_kv=S // 2), one.name)
+    parts = {n: chunked(x) for n, x in arrays.items()}
+    got = step(ring_attention, ring, parts, chunked(g), chunked_sums)
+    # of bfloat16 each of two parts, and their sum, are rounded: 2^-9 each, of numbers below the largest
+    apart = APART if device == "cpu" else 2.0**-6
+    for own, whole in zip(got, wanted, strict=True):
+        own, whole = own.astype(np.float32), chunked(whole).astype(np.float32)
+        assert np.abs(own - whole).max() <= apart * np.abs(whole).max()
 
 
 def test_what_a_rank_that_calls_something_else_is_told():
