@@ -14,6 +14,7 @@ from fp8kit_torch.te_compat.extension_sequences import thd_get_partitioned_indic
 from fp8kit import recipe
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.recipes import NAMED
 from tests.support.combinations import combinations
 
 B, S, H, D = 2, 32, 4, 16
@@ -310,11 +311,20 @@ def test_losses_of_some_steps():
     compare_training(None, "p2p", 4)
 
 
+RECIPES = {
+    "high": None,
+    "current": recipe.Float8CurrentScaling(),
+    "delayed": recipe.DelayedScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "rowwise": NAMED["rowwise"].recipe,
+    "nvfp4": recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+}
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize(
-    "how", [None, recipe.Float8CurrentScaling(), recipe.DelayedScaling(), recipe.MXFP8BlockScaling()]
-)
+@pytest.mark.parametrize("how", RECIPES.values(), ids=RECIPES)
 def test_losses_of_a_hundred_steps_are_those_of_one_rank(how, kind):
     compare_training(how, kind, 100)
 
