@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from fp8kit.backends.cuda import (
     cudnn_plans,
     cudnn_sdpa,
     flash,
-    launch,
     packed_attention,
     unfused,
 )
@@ -390,7 +388,6 @@ def test_packed_sequences_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> No
     of a call's steps."""
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
     monkeypatch.setattr(cudnn_plans, "missing", lambda: None)
-    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0))
     attention.forget()
     try:
         spec = AttentionSpec(num_heads=32, head_dim=128, qkv_format="thd", mask="padding_causal")
@@ -400,12 +397,12 @@ def test_packed_sequences_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> No
             shape = (16000, 32, 128)
             return [packed_attention._call(*[shape] * 3, one, formats.bfloat16, spec, ()) for one in sizes]
 
-        first = [call.in_place(False, True) for call in calls()]
+        first = [call.in_place(False, 0) for call in calls()]
         at_once = attention._GRAPHS[True][0]
         assert first == [False] * at_once + [True] * (40 - at_once)
-        assert [call.in_place(False, True) for call in calls()] == first
-        assert [call.still_timed(True) for call in calls()] == first  # who has a graph keeps it
-        assert not any(call.in_place(False, False) for call in calls())  # deterministic
+        assert [call.in_place(False, 0) for call in calls()] == first
+        assert [call.still_timed(0) for call in calls()] == first  # who has a graph keeps it
+        assert not any(call.in_place(False, None) for call in calls())  # deterministic
     finally:
         attention.forget()
 

@@ -82,14 +82,14 @@ def _take(key: tuple[Problem, int]) -> bool:
     return given
 
 
-def is_cudnns(about: Problem, timed: bool = False) -> bool:
-    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``timed``: on
-    the current device, where it gets one of the graphs that are left; the answer stays."""
+def is_cudnns(about: Problem, device: int | None = None) -> bool:
+    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``device``:
+    where a ``timed`` call runs: whether it gets one of the graphs that are left there; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
     if not all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True)):
         return False
-    return not timed or _worth.make((about, launch.runtime().getDevice()), _take)
+    return device is None or _worth.make((about, device), _take)
 
 
 def forget() -> None:
