@@ -60,6 +60,7 @@ LONG = (
     "skeleton",
 )
 COLOURS = {"PyTorch": "#8c8c8c", "Transformer": "#3c8d5a", "fp8kit": "#3b6ea8"}
+OTHERS = ("shapes", "attention", "model")  # parts whose targets README shows
 MEMORY = (EAGER, NATIVE, "fp8kit native FP8 current", TORCH, SAME_BITS)  # whose peak is shown
 Figures = dict[str, dict[str, Row]]
 
@@ -94,9 +95,19 @@ def by_size(report: Report, names: Mapping[str, str], what: str, key: str = "gpu
     return _table([what, *(size.replace("layer", "hidden") for size in sizes)], rows)
 
 
+def others(report: Report) -> str:
+    """README's rows of other work than a layer of one size, where the run has figures of it."""
+    rows = [
+        [row["what"], targets.shown(row["value"], row["unit"])]
+        for row in targets.evaluate(report)
+        if row["part"] in OTHERS and "value" in row
+    ]
+    return f"\n{_table(['other work, in the same run', 'measured'], rows)}" if rows else ""
+
+
 def short(report: Report) -> str:
-    """README's table."""
-    return by_size(report, SHORT, "forward + backward, ms")
+    """README's tables."""
+    return by_size(report, SHORT, "forward + backward, ms") + others(report)
 
 
 def long(report: Report) -> str:

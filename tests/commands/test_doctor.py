@@ -3,6 +3,7 @@ doctor``."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -17,6 +18,7 @@ from fp8kit import arrays, cli, devices, formats, quantized_product, slowness
 from fp8kit.arrays import Device
 from fp8kit.backends.cuda import attention, cudnn_plans, launch, support
 from fp8kit.backends.dispatch import CannotTake
+from fp8kit.lru import LRU
 from fp8kit.ops import product_emulated
 from fp8kit.ops.attention_spec import AttentionSpec
 from tests.support.source import ROOT
@@ -114,6 +116,22 @@ def test_a_cudnn_that_is_there_and_refused(monkeypatch, caplog, capsys, version)
         assert (why is None) == ("nothing here" in capsys.readouterr().out)
     finally:
         cudnn_plans.missing.cache_clear()
+
+
+def test_graphs_that_are_built_again_are_said_once(monkeypatch, caplog):
+    """A training under fk.deterministic with more lengths of large attention than graphs are kept."""
+    monkeypatch.setattr(launch, "current_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(deviceSynchronize=lambda: None))
+    plans = LRU(2, cudnn_plans._retire)
+    for length in range(5):
+        key = cudnn_plans.Key(None, 0, False, False, ((length,),))
+        plans.make(key, lambda key: cudnn_plans.Plan(None, 0))
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "attention by cuDNN of more shapes than its 256 graphs are for: graphs are "
+    )
+    assert [one.cure for one in slowness.said()] == [cudnn_plans.FEWER]
 
 
 def test_a_plan_of_unfused_attention_says_why_once(monkeypatch, caplog):

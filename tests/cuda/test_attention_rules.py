@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from fp8kit.backends.cuda import (
     cudnn_plans,
     cudnn_sdpa,
     flash,
-    launch,
     packed_attention,
     unfused,
 )
@@ -350,7 +348,7 @@ def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPa
         for rows in range(1024, 1024 + 8 * 8, 8):
             paths.append(attention._path(_square(rows), False, False, 0, False, True))
             launches[0] += attention._PROOF if rows > 1024 else 2
-        assert paths == [cudnn_sdpa] * attention._ROOM[False][1] + [flash] * 4
+        assert paths == [cudnn_sdpa] * attention._GRAPHS[False][1] + [flash] * 4
     finally:
         attention.forget()
 
@@ -364,7 +362,7 @@ def test_large_problems_of_ever_other_lengths_take_no_graph_from_others(
     attention.forget()
     try:
         large = [_square(rows) for rows in range(8192, 8192 + 8 * 1000, 8)]
-        at_once, most = attention._ROOM[True]
+        at_once, most = attention._GRAPHS[True]
         choose = functools.partial(
             attention._path, backward=False, deterministic=False, device=0, dbias=False
         )
@@ -376,7 +374,7 @@ def test_large_problems_of_ever_other_lengths_take_no_graph_from_others(
             choose(about, timed=True)
         paths = [choose(about, timed=True) for about in large]
         assert paths.count(cudnn_sdpa) == most
-        assert 2 * sum(room[1] for room in attention._ROOM.values()) <= cudnn_plans.KEPT
+        assert 2 * sum(most for _, most in attention._GRAPHS.values()) <= cudnn_plans.KEPT
         assert {choose(about, timed=False) for about in large[:100]} == {cudnn_sdpa}
         without = functools.partial(choose, timed=True, library=False)
         assert {without(about) for about in large[:9]} == {flash}
@@ -390,7 +388,6 @@ def test_packed_sequences_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> No
     of a call's steps."""
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
     monkeypatch.setattr(cudnn_plans, "missing", lambda: None)
-    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0))
     attention.forget()
     try:
         spec = AttentionSpec(num_heads=32, head_dim=128, qkv_format="thd", mask="padding_causal")
@@ -400,12 +397,12 @@ def test_packed_sequences_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> No
             shape = (16000, 32, 128)
             return [packed_attention._call(*[shape] * 3, one, formats.bfloat16, spec, ()) for one in sizes]
 
-        first = [call.in_place(False, True) for call in calls()]
-        at_once = attention._ROOM[True][0]
+        first = [call.in_place(False, 0) for call in calls()]
+        at_once = attention._GRAPHS[True][0]
         assert first == [False] * at_once + [True] * (40 - at_once)
-        assert [call.in_place(False, True) for call in calls()] == first
-        assert [call.still_timed(True) for call in calls()] == first  # who has a graph keeps it
-        assert not any(call.in_place(False, False) for call in calls())  # deterministic
+        assert [call.in_place(False, 0) for call in calls()] == first
+        assert [call.still_timed(0) for call in calls()] == first  # who has a graph keeps it
+        assert not any(call.in_place(False, None) for call in calls())  # deterministic
     finally:
         attention.forget()
 

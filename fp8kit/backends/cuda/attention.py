@@ -8,7 +8,7 @@ belong to an element are then the same.
 
 cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
 problems are never its. Others are where they are among the first of a process; later ones only once the
-graphs before have run often, and while there is room for theirs: no graph is ever built twice. Large ones,
+graphs before have run often, and while there is space for theirs: no graph is ever built twice. Large ones,
 for which its kernels are twice as fast as ours, may be more. So a length that was not seen before costs
 nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did before
 must change nothing, all but small problems are cuDNN's.
@@ -35,13 +35,14 @@ DIRECTIONS = ("forward", "backward", "deterministic backward")
 _MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic), of each
 _NO_DEVICE = "no usable CUDA device"
 _TOO_SMALL = "too small to be worth a graph"
+_NO_GRAPH = "the graphs of other problems came first, and do not run often enough for one more"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
 # whether problems are large -> how many cuDNN builds graphs for at once, and in all: a training with one
 # length, or few. Beyond the first, its graphs must have run _PROOF times since the last was built, which they
 # have not where every batch has another length. All of them together are no more than are kept
-_ROOM, _PROOF = {False: (2, 4), True: (16, cudnn_plans.KEPT // 2 - 8)}, 16
+_GRAPHS, _PROOF = {False: (2, 4), True: (16, cudnn_plans.KEPT // 2 - 8)}, 16
 # whether a problem's graphs are worth to be built
 _worth: LRU[tuple[Problem, int], bool] = LRU(65536, name="attention choices")
 # by device and whether they are large: how many problems graphs were built for, and the launches of graphs
@@ -66,7 +67,7 @@ def _worth_it(about: Problem, device: int, timed: bool) -> bool:
 def _gives(about: Problem, device: int) -> bool:
     """Whether the next problem as large as this gets one of the graphs that are left."""
     large = _multiply_adds(about) >= _LARGE
-    (at_once, most), (taken, before) = _ROOM[large], _taken.get((device, large), (0, 0))
+    (at_once, most), (taken, before) = _GRAPHS[large], _taken.get((device, large), (0, 0))
     return taken < at_once or (taken < most and cudnn_plans.launches[device] - before >= _PROOF)
 
 
@@ -81,14 +82,14 @@ def _take(key: tuple[Problem, int]) -> bool:
     return given
 
 
-def is_cudnns(about: Problem, timed: bool = False) -> bool:
-    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``timed``: on
-    the current device, where it gets one of the graphs that are left; the answer stays."""
+def is_cudnns(about: Problem, device: int | None = None) -> bool:
+    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``device``:
+    where a ``timed`` call runs: whether it gets one of the graphs that are left there; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
     if not all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True)):
         return False
-    return not timed or _worth.make((about, launch.runtime().getDevice()), _take)
+    return device is None or _worth.make((about, device), _take)
 
 
 def forget() -> None:
@@ -109,7 +110,7 @@ def _why_not_cudnn(
         if build and device is not None and flash.why_not(about) is None:
             worth = _worth_it(about, device, timed)
             if not worth:
-                return _TOO_SMALL
+                return _TOO_SMALL if _multiply_adds(about) < _SMALL else _NO_GRAPH
         for direction in directions:
             reason = cudnn_sdpa.why_not(about, *direction, device if build else None)
             if reason is not None:
@@ -129,7 +130,7 @@ def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int |
         return _why_not_cudnn(about, backward, deterministic, device, True)
     if _gives(about, device):
         return _why_not_cudnn(about, backward, deterministic, device, False)
-    return _why_not_cudnn(about, backward, deterministic, None, False) or _TOO_SMALL
+    return _why_not_cudnn(about, backward, deterministic, None, False) or _NO_GRAPH
 
 
 def _path(

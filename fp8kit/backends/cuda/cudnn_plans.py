@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fp8kit import slowness
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda.attention_problem import Problem, Strides
 from fp8kit.errors import BackendError, Fp8kitError, install
@@ -22,6 +23,8 @@ from fp8kit.lru import LRU
 _OLDEST = 90600
 _FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
 _NEWER = "install 9.19 or later: pip install --upgrade nvidia-cudnn-cu13"
+AGAIN = "graphs are built again when a shape returns, about 0.1 s each"
+FEWER = "pad sequences to fewer lengths, or leave fk.deterministic, which gives every length a graph"
 VECTOR = 16  # bytes
 ITEM = 2  # bytes of an element: bfloat16 and float16 only
 # plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch
@@ -216,7 +219,8 @@ def _build(key: Key) -> Plan:
 
 def _retire(key: Key, plan: Plan) -> None:
     """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never
-    where that cannot be known."""
+    where that cannot be known. Where it goes for another, its shape builds it again: that is said."""
+    slowness.say(f"attention by cuDNN of more shapes than its {KEPT} graphs are for", AGAIN, FEWER)
     with plan.lock:
         plan.retired = True
         if not plan.captured:

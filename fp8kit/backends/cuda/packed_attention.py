@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import attention, flash
+from fp8kit.backends.cuda import attention, flash, launch
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, ordered, problem
 from fp8kit.backends.cuda.sequences import pack_heads, unpack_heads
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec, Lying
@@ -32,20 +32,17 @@ class _Call(NamedTuple):
     spec: Any
     shapes: dict[str, Shape]
 
-    def in_place(self, gradients: bool, timed: bool) -> bool:
+    def in_place(self, gradients: bool, device: int | None) -> bool:
         """Whether our kernels do a direction where the sequences lie. ``gradients``: whether those of a bias
-        or of further scores are wanted, which are made of padded batches. ``timed``: see ``attention``."""
+        or of further scores are wanted, which are made of padded batches. ``device``: of a ``timed`` call."""
         if gradients or flash.why_not(self.lies) is not None:
             return False
         padding = self.padded.batch * (self.padded.rows + self.padded.columns)
-        return padding > _SPARSE * sum(self.lies.tokens) or not self._is_cudnns(timed)
+        return padding > _SPARSE * sum(self.lies.tokens) or not attention.is_cudnns(self.padded, device)
 
-    def _is_cudnns(self, timed: bool) -> bool:
-        return attention.is_cudnns(self.padded, timed)
-
-    def still_timed(self, timed: bool) -> bool:
-        """``timed`` of the padded batches' call: a graph that was given them needs no second look."""
-        return timed and not self._is_cudnns(timed)
+    def still_timed(self, device: int | None) -> bool:
+        """``timed`` of the padded batches' call: one that has got its graphs needs no second look."""
+        return device is not None and not attention.is_cudnns(self.padded, device)
 
     def layout(self, backward: bool) -> dict[str, int]:
         """Where the padded batches lie in the workspace; "end": the padded call's own."""
@@ -89,7 +86,7 @@ def in_place(
 ) -> bool:
     """Whether a call without gradients of a bias or of further scores is done where its sequences lie; as
     ``packed_attention_workspace``."""
-    return _call(q, k, v, sizes, dtype, spec, ()).in_place(False, False)
+    return _call(q, k, v, sizes, dtype, spec, ()).in_place(False, None)
 
 
 class _Padded:
@@ -149,8 +146,8 @@ def packed_attention_fwd(
     timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError as ``attention_fwd``."""
-    call = _call_of(q, k, v, lying, spec)
-    if call.in_place(False, timed):
+    call, device = _call_of(q, k, v, lying, spec), q.device.index if timed else None
+    if call.in_place(False, device):
         flash.forward(call.lies, q, k, v, o, lse, extras, workspace, stream, lying)
         return
     made = _Padded(call, False, q, lying, extras, workspace, stream)
@@ -164,7 +161,7 @@ def packed_attention_fwd(
         call.spec,
         made.workspace,
         stream,
-        call.still_timed(timed),
+        call.still_timed(device),
     )
     made.pack("o", o)
 
@@ -190,8 +187,8 @@ def packed_attention_bwd(
     timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError as ``attention_bwd``."""
-    call = _call_of(q, k, v, lying, spec)
-    if call.in_place(dbias is not None or doffset is not None, timed):
+    call, device = _call_of(q, k, v, lying, spec), q.device.index if timed else None
+    if call.in_place(dbias is not None or doffset is not None, device):
         arrays = do, q, k, v, o, lse, dq, dk, dv
         flash.backward(call.lies, *arrays, None, extras, workspace, stream, lying)
         return
@@ -213,7 +210,7 @@ def packed_attention_bwd(
         deterministic,
         made.workspace,
         stream,
-        call.still_timed(timed),
+        call.still_timed(device),
     )
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         made.pack(name, gradient)
@@ -235,8 +232,9 @@ def packed_attention_workspace(
     """See ``backends.protocol``. For the current device. Of a backward with learnable further scores that of
     padded batches, whose gradient it may make."""
     call = _call(q, k, v, sizes, dtype, spec, strides)
-    if call.in_place(backward and (dbias is not None or spec.softmax_type == "learnable"), timed):
+    device = launch.runtime().getDevice() if timed else None
+    if call.in_place(backward and (dbias is not None or spec.softmax_type == "learnable"), device):
         return flash.workspace(call.lies, backward)
-    rules: Any = (dbias, dtype, call.spec, backward, deterministic, (), call.still_timed(timed))
+    rules: Any = (dbias, dtype, call.spec, backward, deterministic, (), call.still_timed(device))
     inner = attention.attention_workspace(call.shapes["q"], call.shapes["k"], call.shapes["v"], *rules)
     return call.layout(backward)["end"] + inner
