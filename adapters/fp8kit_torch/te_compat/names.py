@@ -136,8 +136,9 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
     if isinstance(getattr(whole, "__fp8kit__", None), _Finder) and name in public_names().get(at, ()):
         above = at
         while above := above.rpartition(".")[0]:
-            if name in public_names().get(above, ()):
-                return getattr(sys.modules[above], name)
+            around = getattr(sys.modules[above], name) if name in public_names().get(above, ()) else None
+            if around is not None and not isinstance(around, ModuleType):
+                return around
         if at.startswith(f"{_BASE}.cpp_extensions"):  # has the names of the C++ library too
             found = vars(sys.modules["transformer_engine_torch"]).get(name)
             if found is not None:
@@ -305,4 +306,7 @@ def as_transformer_engine() -> ModuleType:
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     sys.modules.update(made)
     _name_classes(made)
+    for name in WHY.keys() & set(public_names()[_BASE]):
+        if isinstance(vars(top).get(name), ModuleType):  # a function there, and the module that it is in
+            setattr(top, name, refused(_BASE, name))
     return whole

@@ -151,6 +151,8 @@ PARTS = {
             ("transformer_engine.pytorch.ops.fused", "ForwardLinearBiasAdd", "as they are written"),
             ("transformer_engine.pytorch.optimizers", "multi_tensor_adam_fp8", "master_weights=True"),
             ("transformer_engine_torch", "fused_attn_fwd", "C++ library"),
+            ("transformer_engine.pytorch", "newton_schulz", "solver"),
+            ("transformer_engine.pytorch.newton_schulz", "newton_schulz", "solver"),
         ):
             found = importlib.import_module(module)
             scope = {}
@@ -172,6 +174,10 @@ PARTS = {
                 assert word in str(said), said
             else:
                 raise AssertionError(name)
+        from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+        assert GroupedTensor is ft.tensor.GroupedTensor
+        from transformer_engine.pytorch.attention.inference import KVCacheManager
+        assert KVCacheManager(1).pre_step({"a": 2}) == {"a": 2}
         assert not hasattr(te, "nonsense")
         try:
             from transformer_engine.pytorch import nonsense
