@@ -155,7 +155,9 @@ def attributes(text: str) -> dict[str, Any]:
 def _text(low: int, high: int, pointer: int, size: int, device: Device) -> str:
     """The text of a digest; of a program that another process lowered, as its constant has it."""
     known = _TEXTS.get((low, high))
-    return known or ArrayView(pointer, (size,), uint8, device, None).numpy().tobytes().decode()
+    if known is not None:
+        return known
+    return ArrayView(pointer, (size,), uint8, device, None).numpy().tobytes().decode(errors="replace")
 
 
 # GPUs that this process lowers programs for, or runs some on
@@ -191,7 +193,8 @@ def _receiver(kind: str) -> Callable[..., None]:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
                 several = _several(device)
-            size, (text, *pointers) = tensors[0].shape[0], [tensor.data_ptr() for tensor in tensors]
+            text, *pointers = [tensor.data_ptr() for tensor in tensors]
+            size = tensors[0].shape[0] if len(tensors[0].shape) == 1 else 0  # 0: it is no text
             # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too.
             # No frame above may hold them
             values, tensors, place = (), [], None

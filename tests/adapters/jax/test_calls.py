@@ -244,6 +244,15 @@ def test_calls_keep_no_memory():
     assert resident() - before < 1 << 20
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2), ()])
+def test_a_call_of_an_earlier_release_is_refused(shape):
+    """Which had the text elsewhere: what comes first is an array of another kind."""
+    result = jax.ShapeDtypeStruct((4,), jnp.float32)
+    old = jax.jit(lambda x: fj.call(calls.TARGET, result, x, low=np.int64(1), high=np.int64(len(shape))))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"program: got no text, .* another fp8kit"):
+        old(jnp.ones(shape)).block_until_ready()
+
+
 def test_lower_and_compile_ahead_of_time():
     step, args = programs.example()
     lowered = jax.jit(step).lower(*args)
