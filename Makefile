@@ -1,5 +1,6 @@
-# Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again
-# until pyproject.toml changes.
+# Everything runs in the virtual environment .venv, which is made on first use, but test-clients in one of its
+# own, .venv-clients, so that other projects' packages change nothing else. Nothing is installed again until
+# pyproject.toml changes.
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and the tests that need no GPU
 #   make test-kernels  every variant of every CUDA source compiled, without spills
@@ -10,6 +11,7 @@
 #   make test-report   a report in a real browser: the packages chromium and chromium-driver (Debian)
 #   make notebooks  the notebooks, run from top to bottom
 #   make campaign   kills of savers, damaged files and odd calls, thousands of each   (some minutes)
+#   make soak       twenty minutes of small trainings, whose memory must not grow
 #   make docs       the documents and the API reference as a site                          (site/)
 #   make test-gpu   the tests that need a GPU
 #   make test-gpu2  the tests that need two GPUs
@@ -21,13 +23,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV := .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
 comma := ,
 
 # the CUDA libraries are installed where a working NVIDIA driver is
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
-CLIENTS := $(VENV)/.installed-clients
+CLIENTS := $(CLIENTS_VENV)/.installed
 DOCS := $(VENV)/.installed-docs
 NOTEBOOKS := $(VENV)/.installed-notebooks
 
@@ -41,7 +45,7 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks test-report \
-        notebooks campaign docs test-gpu test-gpu2 bench info size clean
+        notebooks campaign soak docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -57,7 +61,7 @@ test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
 
 test-clients: $(CLIENTS)
-	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "clients and not gpu" -n 2 --dist loadgroup \
+	$(TESTING) XLA_FLAGS="$(XLA)" $(CLIENTS_BIN)/python -m pytest -m "clients and not gpu" -n 2 --dist loadgroup \
 	  tests/adapters tests/clients
 
 test-combinations: $(TEST)
@@ -81,6 +85,9 @@ notebooks: $(NOTEBOOKS)
 
 campaign: $(TEST)
 	$(TESTING) $(BIN)/python -m tests.campaign
+
+soak: $(TEST)
+	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m tests.campaign.soak
 
 # warnings are errors; the variable silences the theme's own notice about another version of mkdocs
 docs: $(DOCS)
@@ -111,11 +118,11 @@ size: $(TEST)
 	$(BIN)/python -m tests.support.size
 
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(BIN)/python:
+%/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8kit needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 
 $(DEMO): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[demo$(if $(GPU),$(comma)$(GPU))]'
@@ -125,8 +132,8 @@ $(TEST): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test$(if $(GPU),$(comma)$(GPU))]'
 	@touch $@
 
-$(CLIENTS): $(TEST)
-	$(BIN)/python -m pip install --quiet --editable '.[test,clients]'
+$(CLIENTS): pyproject.toml | $(CLIENTS_BIN)/python
+	$(CLIENTS_BIN)/python -m pip install --quiet --editable '.[clients]'
 	@touch $@
 
 $(NOTEBOOKS): $(TEST)

@@ -1,10 +1,12 @@
 """XLA's custom calls: ``fp8kit.run``, which runs every operation, and ``register`` for a user's own. Python
 on XLA's own buffers, through jax-tvm-ffi.
 
-The call's attributes hold a text that says what to run (``program.py``), the same in every process, so that
-compiled programs can be cached on disk and exported: ``text``, its bytes as int64 words (text attributes are
-written beyond their end by jax-tvm-ffi 0.1.3), and ``low`` and ``high``, its digest, by which a process that
-has seen the text finds it without reading the words. Arguments and results come as memory that XLA
+The call's first argument, a constant of the compiled program, is a text that says what to run
+(``program.py``), the same in every process, so that compiled programs can be cached on disk and exported. Its
+attributes ``low`` and ``high`` are the text's digest, by which a process that has lowered the call finds the
+text without reading the constant. (jax-tvm-ffi 0.1.3 writes beyond the end of attributes that are texts, and
+keeps 16 bytes for each element of those that are arrays, in every call, as long as the thread lives.) Further
+arguments and results come as memory that XLA
 owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here, but that some
 calls on one of several GPUs wait for it. An exception surfaces from the jitted function with its text.
 
@@ -41,7 +43,8 @@ import tvm_ffi
 from fp8kit import arrays
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.execution.plans import plans
-from fp8kit.formats import DTYPES
+from fp8kit.formats import DTYPES, uint8
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.spec import Meta
 from fp8kit_jax import program
 
@@ -49,7 +52,8 @@ from fp8kit_jax import program
 TARGET, RECORDED, LAST = "fp8kit.run", "fp8kit.run_recorded", "fp8kit.last"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
 _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
-_ATTRIBUTES = ["low", "high", "text"]
+_ATTRIBUTES = ["low", "high"]
+_TEXTS: LRU[tuple[int, int], str] = LRU(SHAPES)  # digest -> what was lowered in this process
 
 
 def register(
@@ -58,7 +62,8 @@ def register(
     """Make ``handler`` the custom call ``name`` of XLA on a platform, "cpu" or "gpu", once a process.
 
     ``handler(*views, *attributes)``: every argument and result of the call as an ArrayView, whose memory is
-    XLA's again when the call ends, then the named attributes.
+    XLA's again when the call ends, then the named attributes: numbers, since of arrays jax-tvm-ffi 0.1.3
+    keeps a copy in every call.
     """
     arithmetic = _arithmetic(platform)
 
@@ -134,16 +139,25 @@ def target(deterministic: bool) -> str:
     return RECORDED if deterministic else TARGET
 
 
+def constant(text: str) -> np.ndarray[Any, Any]:
+    """The first argument of the custom call for a program's text: its bytes."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
 def attributes(text: str) -> dict[str, Any]:
     """The attributes of the custom call for a program's text."""
     _mark_used()
-    data = text.encode()
-    low, high = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-    return {"low": low, "high": high, "text": np.frombuffer(data + b" " * (-len(data) % 8), np.int64)}
+    low, high = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.int64)
+    _TEXTS.put((int(low), int(high)), text)
+    return {"low": low, "high": high}
 
 
-def _text(words: Any) -> str:
-    return np.array([int(word) for word in words], np.int64).tobytes().decode()
+def _text(low: int, high: int, pointer: int, size: int, device: Device) -> str:
+    """The text of a digest; of a program that another process lowered, as its constant has it."""
+    known = _TEXTS.get((low, high))
+    if known is not None:
+        return known
+    return ArrayView(pointer, (size,), uint8, device, None).numpy().tobytes().decode(errors="replace")
 
 
 # GPUs that this process lowers programs for, or runs some on
@@ -170,7 +184,7 @@ def _receiver(kind: str) -> Callable[..., None]:
     arithmetic = _arithmetic(kind)
 
     def receive(*values: Any) -> None:
-        *tensors, low, high, words = values
+        *tensors, low, high = values
         _mark_used()
         with arithmetic():
             if kind == "cpu":
@@ -179,7 +193,8 @@ def _receiver(kind: str) -> Callable[..., None]:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
                 several = _several(device)
-            pointers = [tensor.data_ptr() for tensor in tensors]
+            text, *pointers = [tensor.data_ptr() for tensor in tensors]
+            size = tensors[0].shape[0] if len(tensors[0].shape) == 1 else 0  # 0: it is no text
             # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too.
             # No frame above may hold them
             values, tensors, place = (), [], None
@@ -189,7 +204,7 @@ def _receiver(kind: str) -> Callable[..., None]:
             if kind == "cuda" and (fresh or (several and op.holds_interpreter)):
                 arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
             if fresh:
-                op = plans.put(key, program.prepare(_text(words), device))
+                op = plans.put(key, program.prepare(_text(low, high, text, size, device), device))
             op.run(pointers, stream)
 
     return receive

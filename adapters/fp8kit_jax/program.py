@@ -185,11 +185,13 @@ class XlaOp(BoundOp):
 def prepare(text: str, device: Device) -> XlaOp:
     """What a program's text runs on a device. BackendError for a text of another fp8kit, and where the device
     needs other scratch than the program was compiled with."""
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+        form = f"form {found.get('form')}"
+    except (ValueError, AttributeError):  # an earlier fp8kit's calls do not begin with the text
+        found, form = {}, "no text"
     if found.get("form") != FORM:
-        raise BackendError(
-            "fp8kit.run", "program", f"form {found.get('form')}", f"form {FORM}: compiled by another fp8kit"
-        )
+        raise BackendError("fp8kit.run", "program", form, f"form {FORM}: compiled by another fp8kit")
     *own, policy, scratch = decode(found["program"])
     op = XlaOp(Program(*own, policy), device)
     if op.temporaries.nbytes != scratch:

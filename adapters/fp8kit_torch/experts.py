@@ -21,7 +21,7 @@ from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.specs import expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
-_NAMES = {"gate_up_proj", "down_proj"}
+EXPERTS = ("gate_up_proj", "down_proj")  # (E, 2 F, H) and (E, H, F)
 
 
 def expert_product(
@@ -86,15 +86,24 @@ class ConvertedExperts(Converted, _Bare):
         return f"experts={experts}, in_features={features}, ffn_features={wide // 2}"
 
 
+def experts_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """gate_up_proj (E, 2 F, H) and down_proj (E, H, F) of a module that has these parameters and no other."""
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) != set(EXPERTS):
+        return None
+    up, down = (own[name] for name in EXPERTS)
+    wanted = up.ndim == 3 and up.shape[1] % 2 == 0
+    return (up, down) if wanted and down.shape == (up.shape[0], up.shape[2], up.shape[1] // 2) else None
+
+
 def experts_replacement(module: nn.Module, own: Mapping[str, Tensor]) -> Callable[[], nn.Module] | str | None:
     """What makes the module that takes the place of gated experts, or why they stay; None for a module that
     has not their parameters."""
-    if set(own) != _NAMES:
+    if set(own) != set(EXPERTS):
         return None
-    up, down = own["gate_up_proj"], own["down_proj"]
-    wanted = up.ndim == 3 and up.shape[1] % 2 == 0
-    if not wanted or down.shape != (up.shape[0], up.shape[2], up.shape[1] // 2):
+    if (found := experts_of(module)) is None:
         return "experts whose gate_up_proj and down_proj are not (E, 2 F, H) and (E, H, F)"
+    up, down = found
     if (
         up.dtype not in FLOATS
         or down.dtype is not up.dtype

@@ -6,6 +6,7 @@ The format is DeepSeek-V3's: a weight's value is code * scale_inv of its block, 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,7 @@ from fp8kit.errors import ArgumentError, CheckpointError
 from fp8kit.float8 import quantize
 from fp8kit.formats import E4M3
 from fp8kit_torch.checks import module as want_module
+from fp8kit_torch.experts import EXPERTS, experts_of
 from fp8kit_torch.linear import Linear
 
 BLOCK = 128
@@ -34,9 +36,11 @@ def save_fp8_pretrained(
     ``from_pretrained`` loads it. Returns the names of those layers.
 
     Weights (N, K) of float32, bfloat16 or float16 whose N and K are multiples of 128, the output embeddings
-    left out, become E4M3 codes with a float32 scale for each block of 128 x 128; the rest stays as it is, and
-    FP8 state is left out. ``scale_rule``: "exact", amax / 448, or "power_2", that rounded up to a power of
-    two. ArgumentError for another model or rule.
+    left out, become E4M3 codes with a float32 scale for each block of 128 x 128, and so do the weights of
+    experts in arrays gate_up_proj (E, 2 F, H) and down_proj (E, H, F), under the names of single experts
+    where transformers writes these. The rest stays as it is, and FP8 state is left out. ``scale_rule``:
+    "exact", amax / 448, or "power_2", that rounded up to a power of two. ArgumentError for another model or
+    rule.
     """
     want_module("save_fp8_pretrained", "model", model)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -47,11 +51,18 @@ def save_fp8_pretrained(
     head = whole.get_output_embeddings()
     state = {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Linear)}
-    chosen = [name for name, m in linear.items() if m is not head and _fits(m, state.get(f"{name}.weight"))]
+    chosen = [name for name, m in linear.items() if m is not head and _fits(state.get(f"{name}.weight"))]
     for name in chosen:
-        made = quantize(state[f"{name}.weight"], E4M3, scaling="block_128x128", scale_rule=scale_rule)
-        state[f"{name}.weight"] = made.data.view(torch.float8_e4m3fn)
-        state[f"{name}.weight{_SCALES}"] = made.scale_inv
+        key = f"{name}.weight"
+        state[key], state[f"{key}{_SCALES}"] = _quantized(state[key], scale_rule)
+    scales = {}
+    for name, m in model.named_modules():
+        keys = [f"{name}.{part}" for part in EXPERTS]
+        if experts_of(m) is not None and all(_fits(state.get(key)) for key in keys):
+            chosen.append(name)
+            for key in keys:
+                state[key], scales[key] = _quantized(state[key], scale_rule)
+    state |= {f"{key}{_SCALES}": value for key, value in _as_saved(model, scales).items()}
     own = whole.config.__dict__
     before = own.get("quantization_config")
     own["quantization_config"] = {
@@ -69,9 +80,27 @@ def save_fp8_pretrained(
     return chosen
 
 
-def _fits(layer: nn.Module, weight: Tensor | None) -> bool:
-    own = isinstance(weight, Tensor) and weight is not None and weight.ndim == 2
-    return bool(own and weight.dtype.itemsize > 1 and not any(size % BLOCK for size in weight.shape))
+def _fits(weight: Any) -> bool:
+    own = isinstance(weight, Tensor) and weight.ndim in (2, 3) and weight.dtype.itemsize > 1
+    return own and not any(size % BLOCK for size in weight.shape[-2:])
+
+
+def _quantized(weight: Tensor, scale_rule: str) -> tuple[Tensor, Tensor]:
+    """The codes, and a scale for each block: those of experts one below the other."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    made: Any = quantize(rows, E4M3, scaling="block_128x128", scale_rule=scale_rule)
+    grid = *weight.shape[:-2], weight.shape[-2] // BLOCK, weight.shape[-1] // BLOCK
+    return made.data.view(torch.float8_e4m3fn).reshape(weight.shape), made.scale_inv.reshape(grid)
+
+
+def _as_saved(model: Any, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Scales by the names and in the parts in which transformers writes their weights."""
+    if not scales:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts: dict[str, Tensor] = revert_weight_conversion(model, scales)
+    return {key: value.contiguous() for key, value in parts.items()}
 
 
 @torch.no_grad()
@@ -80,48 +109,64 @@ def load_fp8_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.
     converted, and return it. Weights in FP8 become code * scale_inv, in the parameter's dtype.
 
     ``folder``: has ``model.safetensors``, or ``model.safetensors.index.json`` and its files. Blocks are of
-    the size that the grid of scales says, 128 x 128 at the edges too. CheckpointError where a file, a weight
-    or the scales of one are missing or of another shape, and then nothing is loaded.
+    the size that the grid of scales says, 128 x 128 at the edges too. Where a transformers model has other
+    names than its checkpoints, or experts in one array that these have singly, transformers puts the values
+    together, in a second model in float32. CheckpointError where a file, a weight or the scales of one are
+    missing or of another shape, and then nothing is loaded.
     """
     want_module("load_fp8_pretrained", "model", model)
     found = _tensors(Path(folder))
+    for key in [key for key, values in found.items() if values.dtype is torch.float8_e4m3fn]:
+        if f"{key}{_SCALES}" not in found:
+            wanted = f"a tensor {key}{_SCALES} too"
+            raise CheckpointError("load_fp8_pretrained", key, "codes alone", wanted)
+        found[key] = _values(key, found[key], found.pop(f"{key}{_SCALES}"))
     parameters = {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
-    tied = {value.data_ptr() for key, value in parameters.items() if key in found}
-    loaded = {}
-    for key, own in parameters.items():
-        if key not in found:
-            if own.data_ptr() in tied:
-                continue
-            raise CheckpointError(
-                "load_fp8_pretrained", "folder", f"no tensor {key!r}", "one for each weight"
-            )
-        values = found[key]
-        if values.dtype is torch.float8_e4m3fn:
-            if f"{key}{_SCALES}" not in found:
-                raise CheckpointError(
-                    "load_fp8_pretrained", key, "codes alone", f"a tensor {key}{_SCALES} too"
-                )
-            values = _values(key, values, found[f"{key}{_SCALES}"])
-        if values.shape != own.shape:
-            got = f"shape {tuple(values.shape)}"
-            raise CheckpointError(
-                "load_fp8_pretrained", key, got, f"shape {tuple(own.shape)}, as the model has"
-            )
-        loaded[key] = values
+    if _missing(parameters, found) and hasattr(model, "from_pretrained") and found:
+        found = _put_together(model, found)
+    if missing := _missing(parameters, found):
+        got = f"no tensor {missing[0]!r}"
+        raise CheckpointError("load_fp8_pretrained", "folder", got, "one for each weight")
+    loaded = {key: found[key] for key in parameters if key in found}
+    for key, values in loaded.items():
+        if values.shape != parameters[key].shape:
+            got, wanted = f"shape {tuple(values.shape)}", f"shape {tuple(parameters[key].shape)}"
+            raise CheckpointError("load_fp8_pretrained", key, got, f"{wanted}, as the model has")
     for key, values in loaded.items():
         parameters[key].copy_(values)
     return model
 
 
+def _missing(parameters: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """What a checkpoint lacks, but for what shares its memory with something that it has."""
+    tied = {value.data_ptr() for key, value in parameters.items() if key in found}
+    return [key for key, own in parameters.items() if key not in found and own.data_ptr() not in tied]
+
+
+def _put_together(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's values by the model's names, as transformers reads them into a plain model."""
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
+    try:
+        plain, info = type(model).from_pretrained(
+            None, config=config, state_dict=found, dtype=torch.float32, output_loading_info=True
+        )
+    except RuntimeError as error:  # an expert that is not there, or of another shape
+        why = f"transformers cannot put its tensors together: {str(error).strip().splitlines()[0]}"
+        raise CheckpointError("load_fp8_pretrained", "folder", why, "every tensor of the model") from error
+    lacking = info["missing_keys"] | {key for key, *_ in info["mismatched_keys"]}
+    return {key: value for key, value in plain.state_dict().items() if key not in lacking}
+
+
 def _values(key: str, codes: Tensor, scales: Tensor) -> Tensor:
     """code * scale_inv, float32."""
-    wanted = tuple(-(-size // BLOCK) for size in codes.shape)
-    if tuple(scales.shape) != wanted:
+    wanted = (*codes.shape[:-2], *(-(-size // BLOCK) for size in codes.shape[-2:]))
+    if codes.ndim < 2 or tuple(scales.shape) != wanted:
         got = f"shape {tuple(scales.shape)}"
         raise CheckpointError("load_fp8_pretrained", f"{key}{_SCALES}", got, f"shape {wanted}")
     wide = scales.float()
-    for dim, size in enumerate(codes.shape):
-        wide = wide.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+    for dim in (-2, -1):
+        wide = wide.repeat_interleave(BLOCK, dim).narrow(dim, 0, codes.shape[dim])
     return codes.float() * wide
 
 

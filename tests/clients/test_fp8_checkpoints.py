@@ -10,6 +10,7 @@ from fp8kit_torch import Float8BlockScaling, autocast, convert
 from fp8kit_torch.huggingface import load_fp8_pretrained, save_fp8_pretrained
 from torch import nn
 
+from fp8kit import checkpoint_format
 from fp8kit.errors import ArgumentError, CheckpointError
 from fp8kit.testing.compare import assert_same_bits
 
@@ -71,6 +72,72 @@ def test_transformers_loads_what_is_saved_bit_for_bit(tmp_path, dtype, rule):
     ids = torch.arange(8)[None]
     with autocast(recipe=Float8BlockScaling()):
         mine(ids, labels=ids).loss.backward()
+
+
+MOE = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 64, "moe_intermediate_size": 128},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+}
+
+
+def of_experts(name, seed=0):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[name](
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **MOE[name],
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_lie_singly_in_the_file_and_are_put_together(tmp_path, name):
+    """As in the checkpoints that DeepSeek and Qwen publish."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model = convert(of_experts(name))
+    plain = {key: value.clone() for key, value in model.state_dict().items()}
+    names = save_fp8_pretrained(model, tmp_path)
+    experts = [each for each in names if each.endswith(".experts")]
+    assert len(experts) == (1 if name == "deepseek_v3" else 2)  # whose first layer has none
+    arrays, _ = checkpoint_format.read(str(tmp_path / "model.safetensors"))
+    codes = [key for key in arrays if ".experts.3." in key and not key.endswith("_scale_inv")]
+    assert len(codes) == 3 * len(experts)
+    for key in codes:
+        assert arrays[key].dtype.name == "float8_e4m3fn"
+        assert arrays[f"{key}_scale_inv"].shape == tuple(size // 128 for size in arrays[key].shape)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    mine = dict(load_fp8_pretrained(convert(of_experts(name, 1)), tmp_path).named_parameters())
+    for key, value in theirs.named_parameters():
+        assert_same_bits(key, bits(mine[key]), bits(value))
+        changed = key.removesuffix(".weight") in names or key.rpartition(".")[0] in experts
+        assert changed is not torch.equal(value, plain[key]), key
+    del arrays[codes[0]]
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        checkpoint_format.write(file, arrays, {})
+    with pytest.raises(CheckpointError, match="every tensor of the model"):
+        load_fp8_pretrained(of_experts(name, 2), tmp_path)
 
 
 def test_tied_weights_shards_and_damage(tmp_path):

@@ -46,7 +46,7 @@ def register(platform: str) -> None:
 
     for name in (PLAIN, RECORDED):
         calls._register(
-            name, counted, ["low", "high", "text"], platform, graphs=name == RECORDED and platform == "gpu"
+            name, counted, ["low", "high"], platform, graphs=name == RECORDED and platform == "gpu"
         )
 
 

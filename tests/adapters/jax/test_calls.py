@@ -3,8 +3,11 @@ export, a clean end."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import fp8kit_jax as fj
@@ -21,6 +24,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, AutogradError, BackendError
 from fp8kit.lru import LRU
 from fp8kit.ops.registry import OPERATIONS
+from fp8kit.recipe import DelayedScaling
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
 from tests.support.gate import GateSpec, gate
@@ -159,7 +163,8 @@ def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
 
     def call(text, index):
         tensor = SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: 4096)
-        receive(tensor, *(calls.attributes(text)[name] for name in ("low", "high", "text")))
+        told = SimpleNamespace(device=tensor.device, data_ptr=lambda: 8192, shape=(len(text),))
+        receive(told, tensor, *calls.attributes(text).values())
 
     for text, index in (("one", 0), ("one", 0), ("one", 1), ("two", 0)):
         call(text, index)
@@ -216,6 +221,36 @@ def test_programs_of_one_device_wait_for_no_other(monkeypatch):
 
 def test_what_cudnn_may_run_says_so():
     assert {name for name, op in OPERATIONS.items() if op.holds_interpreter} == {"attention"}
+
+
+def test_calls_keep_no_memory():
+    """Of attributes that are arrays jax-tvm-ffi 0.1.3 keeps 16 bytes for each element, in every call."""
+    x, own = jnp.ones((16, 64)), fj.create_set(DelayedScaling(amax_history_len=4), 1)
+    grad = jax.jit(jax.grad(lambda w: fj.dense(x, w, quantizer_set=own).sum()))
+    kernel = jnp.ones((64, 32))
+
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def run(count):
+        for _ in range(count):
+            grad(kernel).block_until_ready()
+
+    run(200)
+    before = resident()
+    run(1000)
+    # two calls, of some thousand characters each: a byte for each of them would be more than twice as much
+    assert resident() - before < 1 << 20
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), ()])
+def test_a_call_of_an_earlier_release_is_refused(shape):
+    """Which had the text elsewhere: what comes first is an array of another kind."""
+    result = jax.ShapeDtypeStruct((4,), jnp.float32)
+    old = jax.jit(lambda x: fj.call(calls.TARGET, result, x, low=np.int64(1), high=np.int64(len(shape))))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"program: got no text, .* another fp8kit"):
+        old(jnp.ones(shape)).block_until_ready()
 
 
 def test_lower_and_compile_ahead_of_time():

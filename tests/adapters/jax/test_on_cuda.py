@@ -141,10 +141,9 @@ def test_an_error_in_a_handler(device):
     place = jax.devices(device)[0]
     with jax.default_device(place):
         x = jax.device_put(jnp.ones(4), place)
+        text, result = '{"form": 0}', jax.ShapeDtypeStruct((4,), jnp.float32)
         bad = jax.jit(
-            lambda x: fj.call(
-                calls.TARGET, jax.ShapeDtypeStruct((4,), jnp.float32), x, **calls.attributes('{"form": 0}')
-            )
+            lambda x: fj.call(calls.TARGET, result, calls.constant(text), x, **calls.attributes(text))
         )
         for _ in range(2):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"fp8kit\.run: program: got form 0"):
