@@ -109,8 +109,9 @@ def resolve(
     if name is not None:
         found = _of_layer(found, operation, name, ending)
     if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
-        wanted = "one with slots, as create_set makes it: delayed scaling, the default recipe, has state"
-        raise RecipeError(operation, "quantizer_set", "no slots", wanted)
+        got = None if quantizer_set is None else "one without slots"
+        wanted = "quantizer_set=fj.create_set(recipe): DelayedScaling, the default recipe, needs its state"
+        raise RecipeError(operation, "quantizer_set", got, wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))
     return found

@@ -28,7 +28,7 @@ _MODULES = {
     "transformer_engine.pytorch.custom_recipes": (
         "a CustomRecipe's function gives quantizers of te.pytorch or fp8kit.quantization.Quantizer values"
     ),
-    "transformer_engine.pytorch.distributed": "there is no tensor parallelism",
+    "transformer_engine.pytorch.distributed": "the layers communicate themselves, in their tp_group",
     "transformer_engine.pytorch.distributed_weight": "weights are not distributed by the layers",
     "transformer_engine.pytorch.dynamo": "torch.compile needs no such registration here",
     "transformer_engine.pytorch.ep": "there is no expert parallelism",
