@@ -28,6 +28,7 @@ from fp8kit.commands import Parser, device_of, folder, minutes, positive, said, 
 from fp8kit.errors import Fp8kitError, meant
 
 FILE = "benchmarks.json"
+FOLDER = table.FOLDER.relative_to(table.ROOT)
 PART_SECONDS = 600.0  # that an isolated part may take
 
 
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--table",
         action="store_true",
-        help=f"print the documents' tables of {table.RESULTS.relative_to(table.ROOT)}",
+        help=f"print the documents' tables, of {', '.join(table.RESULTS)} in {FOLDER}",
     )
     parser.add_argument("--update", action="store_true", help="with --table: write them, and their picture")
     options = parser.parse_args(arguments)

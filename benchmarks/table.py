@@ -1,4 +1,4 @@
-"""The tables and the picture that the documents show, made from the committed run's JSON and from nothing
+"""The tables and the picture that the documents show, made from the committed runs' JSON and from nothing
 else."""
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from fp8kit.errors import Fp8kitError
 from fp8kit.models.plots import figure
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results/h200/benchmarks.json"
+FOLDER = ROOT / "benchmarks/results/h200"
+RESULTS = ("layer.json", "benchmarks.json", "inspect.json")  # newest first: each part is the first one's
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 ENGINE = "Transformer Engine FP8 delayed"
+TORCH_BF16 = "fp8kit_torch bf16"
 JAX = "fp8kit_jax FP8"  # of the part "jax", which runs the largest layer alone
 # README's rows, and the picture's: case -> what the document calls it
 SHORT = {
     EAGER: "PyTorch bf16",
     GRAPH: "PyTorch bf16, CUDA graph",
     ENGINE: "Transformer Engine FP8",
+    TORCH_BF16: "fp8kit_torch bf16",
     TORCH: "fp8kit_torch FP8",
     f"{TORCH}, graph": "fp8kit_torch FP8, CUDA graph",
     NATIVE: "fp8kit.nn FP8",
@@ -43,7 +46,7 @@ LONG = (
     "fp8kit native FP8 current",
     "fp8kit native FP8 block",
     SAME_BITS,
-    "fp8kit_torch bf16",
+    TORCH_BF16,
     TORCH,
     "fp8kit_torch FP8 current",
     "fp8kit_torch FP8 block",
@@ -61,7 +64,14 @@ LONG = (
 )
 COLOURS = {"PyTorch": "#8c8c8c", "Transformer": "#3c8d5a", "fp8kit": "#3b6ea8"}
 OTHERS = ("shapes", "attention", "model")  # parts whose targets README shows
-MEMORY = (EAGER, NATIVE, "fp8kit native FP8 current", TORCH, SAME_BITS)  # whose peak is shown
+MEMORY = (
+    EAGER,
+    "fp8kit native bf16",
+    NATIVE,
+    "fp8kit native FP8 current",
+    TORCH,
+    SAME_BITS,
+)  # whose peak is shown
 Figures = dict[str, dict[str, Row]]
 
 
@@ -130,7 +140,7 @@ def long(report: Report) -> str:
         by_size(report, {case: case for case in LONG}, "forward + backward, ms"),
         by_size(report, {case: case for case in MEMORY}, "peak memory, GiB", "peak_gib"),
         _table(
-            ["host time of a Linear, 64 tokens, us", "quickest turn", "median turn"],
+            ["host time of a Linear, 64 tokens, us", "best round", "median round"],
             ([row["case"], f"{row['host_us']:.0f}", f"{row['host_us_median']:.0f}"] for row in host),
         ),
         _table(
@@ -138,7 +148,7 @@ def long(report: Report) -> str:
         ),
         _table(["target", "measured", "must", "goal", "reached"], goals),
     ]
-    return "\n".join([f"{about['machine']}, {versions}, one run.\n", *tables])
+    return "\n".join([f"{about['machine']}, {versions}.\n", *tables])
 
 
 DOCUMENTS: dict[Path, Callable[[Report], str]] = {
@@ -197,8 +207,12 @@ def with_table(text: str, made: str) -> str:
 
 
 def committed() -> Report:
-    """The committed run."""
-    return reports.read(RESULTS)
+    """The committed runs as one report: each part from the newest file that has it, the rest from the newest
+    file."""
+    newest, *older = (reports.read(FOLDER / name) for name in RESULTS)
+    for run in older:
+        newest.parts = run.parts | newest.parts
+    return newest
 
 
 def update(report: Report) -> list[Path]:

@@ -24,7 +24,7 @@ from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, REASONS, WITHOUT_EFF
 PAGE = Path(__file__).with_name("te_compat.md")
 SIGNATURES = Path(__file__).parents[1] / "tests" / "adapters" / "torch" / "te_signatures.txt"
 BEGIN, END = "<!-- te_compat -->", "<!-- /te_compat -->"
-_TENSOR_PARALLEL = "there is no tensor parallelism"
+_TENSOR_PARALLEL = "the layer has no tensor parallelism"
 _GROUP = "None and a group of one process; larger groups are refused"
 _OPS = {
     "userbuffers_options": "communication that overlaps products is that of several processes",

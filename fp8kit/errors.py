@@ -100,11 +100,20 @@ class NonFiniteError(Fp8kitError, ArithmeticError):
     """A value became Inf or NaN where ``autocast(check_finite=True)`` looks for that."""
 
 
+# what others call a thing -> what Transformer Engine and fp8kit do
+_ELSEWHERE = {"swish": "silu", "dropout": "hidden_dropout", "dtype": "params_dtype", "eps": "epsilon"}
+
+
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
     """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
-    ``known``: ``; did you mean gemm?``. Nothing where none is like it. ``before``: what every such name
-    begins with in print."""
-    near = difflib.get_close_matches(str(name), list(dict.fromkeys(known)), most)
+    ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case. ``before``:
+    what every such name begins with in print."""
+    lower: dict[str, str] = {}
+    for one in known:
+        lower.setdefault(one.lower(), one)
+    wrong = str(name).lower()
+    wrong = _ELSEWHERE.get(wrong, "") if _ELSEWHERE.get(wrong, "") in lower else wrong
+    near = [lower[one] for one in difflib.get_close_matches(wrong, list(lower), most)]
     return f"; did you mean {' or '.join(before + one for one in near)}?" if near else ""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit.arguments import check, shown
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ShapeError, meant
+from fp8kit.errors import ShapeError, meant, on_behalf_of
 from fp8kit.layers.attention_inputs import alibi_slopes
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
@@ -87,6 +87,7 @@ def dot_product_attention(
     return attend("", locals())
 
 
+@on_behalf_of(_OP, q="query", k="key", v="value")
 def attend(name: str, arguments: Mapping[str, Any]) -> Any:
     """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``."""
     call = _resolved(arguments, name)

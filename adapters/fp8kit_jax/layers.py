@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, on_behalf_of
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NoNormSpec, NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -35,6 +35,7 @@ Dims = tuple[Sequence[int], Sequence[int]]
 Shapes = dict[str, tuple[int, ...]]
 
 
+@on_behalf_of("dense", weight0="kernel", bias0="bias")
 def dense(
     x: Any,
     kernel: Any,
@@ -99,6 +100,7 @@ def dense(
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if deferred else y
 
 
+@on_behalf_of("layernorm_dense", weight0="kernel", bias0="bias")
 def layernorm_dense(
     x: Any,
     kernel: Any,
@@ -167,6 +169,13 @@ def layernorm_dense(
     return (y, *(out[name] for name in beside)) if beside else y
 
 
+@on_behalf_of(
+    "layernorm_mlp",
+    fc1_weight0="kernels[0]",
+    fc2_weight0="kernels[1]",
+    fc1_bias0="biases[0]",
+    fc2_bias0="biases[1]",
+)
 def layernorm_mlp(
     x: Any,
     gamma: Any,
@@ -352,7 +361,10 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
-        raise ShapeError(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})")
+        like = f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"
+        turned = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
+        hint = "; a kernel is (in, out), contracting_dims=((-1,), (1,)) takes (out, in)" if turned else ""
+        raise ShapeError(operation, "kernel", got, f"{like}{hint}")
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
     size = math.prod(x.shape[d] for d in xs)

@@ -115,8 +115,9 @@ part_p.def_abstract_eval(_abstract)
 
 def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -> Any:
     """AutogradError: gradients are rules of ``rules.apply``, and this primitive has none of its own."""
-    asked = "a second one, or forward mode (jvp, hessian)"
-    raise AutogradError(program.operation, "derivative", asked, "first ones, by grad or vjp")
+    asked = "a second-order one, or one in forward mode (jvp, hessian)"
+    wanted = "a first-order one, by grad or vjp: others are not supported"
+    raise AutogradError(program.operation, "derivative", asked, wanted)
 
 
 ad.primitive_jvps[call_p] = _no_tangents

@@ -109,9 +109,10 @@ def resolve(
     if name is not None:
         found = _of_layer(found, operation, name, ending)
     if history_of(found.recipe) is not None and None in (found.x, found.kernel, found.grad):
+        got = None if quantizer_set is None else "one without slots"
         own = found.recipe.short_name()
-        wanted = f"one with slots, as create_set makes it for {own}, whose scales are of earlier steps"
-        raise RecipeError(operation, "quantizer_set", "no slots", wanted)
+        wanted = f"quantizer_set=fj.create_set(recipe): {own} needs its state, scales of earlier steps"
+        raise RecipeError(operation, "quantizer_set", got, wanted)
     for name in ("x", "kernel", "grad"):
         _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +20,8 @@ from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import PerLayer, Recipe
 from fp8kit.scoped import Scoped
 from fp8kit_jax.arguments import is_key
+
+log = logging.getLogger("fp8kit")
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def check_recipe(operation: str, recipe: Any) -> None:
 
 
 def autocast(
-    enabled: bool = False,
+    enabled: bool | None = None,
     recipe: Recipe | None = None,
     mesh_resource: MeshResource | None = None,
     *,
@@ -182,8 +186,8 @@ def autocast(
 ) -> AbstractContextManager[None]:
     """Functions and modules that are *traced* within compute in FP8, in this thread or asyncio task.
 
-    * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is
-      ``DelayedScaling()``.
+    * ``enabled``: False switches FP8 off, also inside another autocast; None, the default, too, and where
+      there is a ``recipe``, a warning says so once. ``recipe``: None is ``DelayedScaling()``.
     * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
     * ``rng``: a JAX key, for recipes that round stochastically or rotate with random signs; None is as the
       autocast around this one, and where that has none, Flax's linen modules draw from their rng collection
@@ -201,8 +205,18 @@ def autocast(
         raise RecipeError("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
     if rng is not None and not (is_key(rng) and rng.shape == ()) and not _is_raw_key(rng):
         raise RecipeError("autocast", "rng", shown(rng), "one JAX key")
+    if enabled is None:
+        enabled = False
+        if recipe is not None:
+            _say_off()
     scope(enabled=enabled, recipe=recipe)  # refuses
     return _within(enabled, recipe, mesh_resource, rng)
+
+
+@cache
+def _say_off() -> None:
+    """Warn, once in a process."""
+    log.warning("autocast(recipe=...) without enabled=True leaves FP8 off: enabled is False by default")
 
 
 def _is_raw_key(value: Any) -> bool:

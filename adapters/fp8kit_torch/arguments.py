@@ -90,7 +90,8 @@ def unlike_devices(
             operation,
             name,
             "device meta",
-            f"device {inp}, as {argument}: reset_parameters() makes what was deferred",
+            f"device {inp}, as {argument}: parameters on the meta device have no values; "
+            "reset_parameters() materialises them",
         )
     if len(set(parameters.values())) > 1:
         wanted = f"device {inp}, as {argument}: move the module, with .to({inp!r})"

@@ -11,7 +11,7 @@ import torch
 from fp8kit_torch.torch_compat import DelayedError
 
 _REFUSAL = (
-    b"fp8kit_torch: gradients of gradients are not there: what a backward pass gave, with create_graph=True, "
+    b"fp8kit_torch: double backward is not supported: what a backward pass gave, with create_graph=True, "
     b"is differentiated"
 )
 

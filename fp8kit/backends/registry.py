@@ -85,8 +85,10 @@ class OpImpl:
                     "OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"
                 )
 
-        want("impl_id", isinstance(self.impl_id, str) and bool(self.engine), "a name: engine.kernel")
-        want("op_name", self.op_name in KERNELS, "a kernel of the contract, see `fp8kit plugins list`")
+        engine, dot, own = str(self.impl_id).partition(".")
+        fits = isinstance(self.impl_id, str) and bool(engine and dot and own)
+        want("impl_id", fits, "a name with a dot: engine.kernel")
+        want_kernel("OpImpl", "op_name", self.op_name)
         # a Kind, its value, or TransformerEngine-FL's own enumeration
         kind = str.__str__(self.kind) if isinstance(self.kind, str) else ""
         want("kind", KIND_ALIASES.get(kind, kind) in list(Kind), "a Kind")

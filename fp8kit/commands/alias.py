@@ -89,7 +89,7 @@ def _status(file: Path, name: str) -> int:
         print(f"installed: {file}" + ("" if current else "; it is of another fp8kit: install it anew"))
     print(f"for one command alone: PYTHONPATH={startup(name).parent} command")
     _say_installed(name)
-    return 0 if current else FAILED
+    return 0 if current or not there else FAILED
 
 
 def _say_installed(name: str) -> None:

@@ -23,7 +23,9 @@ def _doctor(options: argparse.Namespace) -> int:
     found = slowness.said()
     for one in found:
         print(f"{one.cause}\n  so   {one.effect}\n  cure {one.cure}")
-    if not found:
+    if not found and not arrays.provider(arrays.device("cuda")).count():
+        print("no GPU to examine (`fp8kit info` says why); nothing else makes fp8kit slower than it need be")
+    elif not found:
         print("nothing here makes fp8kit slower than it need be")
     return FAILED if found and options.strict else 0
 

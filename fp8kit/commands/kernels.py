@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     what = "list, show, compile, check, time, compare and watch the raw CUDA kernels"
     parser = command(commands, "kernels", what)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    name = "an operation, a raw kernel, a source, or a .cu file of your own that stands for one"
+    name = "a kernel of the contract, a raw kernel, a source, or a .cu file of your own that stands for one"
     arch_help = f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})"
 
     def action(
@@ -219,9 +219,12 @@ def _with(found: Found, operation: str) -> AbstractContextManager[object]:
     return nullcontext() if found.file is None else override(operation, found.file)
 
 
-def _needs_gpu(found: Found, device: Device) -> None:
-    if found.file is not None and device.kind != "cuda":
-        raise BackendError(f"{found.name}: {_NO_GPU}; `fp8kit kernels compile` needs none")
+def _lacks_gpu(found: Found, device: Device) -> bool:
+    """Whether the name is a file, which no other device can run; then that is said."""
+    lacks = found.file is not None and device.kind != "cuda"
+    if lacks:
+        _say(f"{found.name}: {_NO_GPU}; `fp8kit kernels compile` needs none")
+    return lacks
 
 
 def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most: int = 5) -> bool:
@@ -239,10 +242,7 @@ def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most
 
 def _check(options: argparse.Namespace) -> int:
     found, device = sources.find(options.name), _device(options)
-    try:
-        _needs_gpu(found, device)
-    except BackendError as error:
-        _say(str(error))
+    if _lacks_gpu(found, device):
         return UNCHECKED
     wrong = _is_wrong(found, device, options.only)
     if device.kind == "cpu" and not options.device:
@@ -262,7 +262,8 @@ def _time(
 
 def _bench(options: argparse.Namespace) -> int:
     found, device = sources.find(options.name), _device(options)
-    _needs_gpu(found, device)
+    if _lacks_gpu(found, device):
+        return UNCHECKED
     _time(found, device, "", options.shape, options.dtype)
     if device.kind == "cpu" and not options.device:
         _say(_NO_GPU)

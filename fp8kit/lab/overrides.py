@@ -248,7 +248,10 @@ def read(text: str | Path) -> manifest.Unit:
         return manifest.foreign(text, "override.cu")
     except UnicodeDecodeError as error:
         raise BackendError(f"override: {text} is no text: {error}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        wanted = f"a CUDA source that can be read ({error.strerror or error})"
+        raise BackendError("override", "implementation", str(error.filename or text), wanted) from None
+    except ValueError as error:
         raise BackendError(f"override: {error}") from None
 
 
@@ -259,9 +262,10 @@ def _source_of(operation: str, unit: manifest.Unit) -> str:
     named = manifest.functions_of(unit)
     touched = [source for source, functions in uses.items() if named & set(functions)]
     if len(touched) != 1:
-        choices = "; or ".join(f"{', '.join(functions)} (as {source})" for source, functions in uses.items())
-        got = f"{unit.name} with functions {', '.join(sorted(named)) or 'none'}"
-        raise BackendError("override", "implementation", got, f'extern "C" __global__ functions {choices}')
+        choices = "; or ".join(f"{', '.join(functions)} of {source}" for source, functions in uses.items())
+        got = f"{unit.name}, which defines {', '.join(sorted(named)) or 'no function'}"
+        wanted = f'a source that defines extern "C" __global__ {choices}'
+        raise BackendError("override", "implementation", got, wanted)
     missing = set(uses[touched[0]]) - named
     if missing:
         raise BackendError(

@@ -1,5 +1,5 @@
-"""Names that a person gives on the command line, resolved: an operation, a raw kernel, a source of fp8kit's,
-or a file of one's own.
+"""Names that a person gives on the command line, resolved: a kernel of the contract, a raw kernel, a
+source of fp8kit's, or a file of one's own.
 
 And what the compiler says of a source: registers, shared memory, spills, PTX, and machine code where a
 disassembler is installed.
@@ -102,13 +102,13 @@ def find(name: str) -> Found:
     places = {source: (name,) for source, own in functions.items() if name in own} or places
     if places:
         return _own(name, places)
-    wanted = "an operation that launches raw kernels; this one launches none"
+    wanted = "a kernel of the contract that launches raw kernels; this one launches none"
     if name.endswith(".cu"):
         wanted = f"a .cu file that is there, or a source{meant(name, functions)}"
     elif name not in KERNELS:
         known = [*functions, *launching(), *(f for own in functions.values() for f in own)]
         hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
-        wanted = f"an operation, a raw kernel, a source or a .cu file{hint}"
+        wanted = f"a kernel of the contract, a raw kernel, a source or a .cu file{hint}"
     raise ArgumentError("kernels", "name", repr(name), wanted)
 
 

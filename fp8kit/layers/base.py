@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from fp8kit import formats
 from fp8kit.arguments import Rule, shown
 from fp8kit.collectives import Collectives
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, meant
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.lru import memoized
 from fp8kit.ops.registry import SPECS
@@ -105,6 +106,16 @@ class Layer:
     return_layernorm_output = False
 
     # --- arguments ------------------------------------------------------------------------------------------
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """TypeError for a name that the constructor does not have, with the one that was meant."""
+        if named:
+            known = inspect.signature(cls.__init__).parameters
+            variable = any(p.kind is p.VAR_KEYWORD for p in known.values())
+            for name in () if variable else named.keys() - known:
+                wrong = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{wrong}{meant(name, list(known)[1:])}")
+        return super().__new__(cls)
 
     def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:
         """Constructor arguments by name (a constructor's ``locals()``), each in the type that the code goes

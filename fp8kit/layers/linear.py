@@ -138,6 +138,8 @@ class LinearBase(ParallelLayer):
             return out["y"]
         return self.returned(out["y"], "bias", out.get("normed"))
 
+    forward.__qualname__ = "Linear.forward"  # as Python's own errors call it
+
 
 class Linear(LinearBase):
     """y = x W^T + b.

@@ -309,7 +309,7 @@ def test_training_writes_its_curves(tmp_path, capsys):
 def test_the_tables_show_the_run():
     run = recorded()
     made = table.long(run).splitlines()
-    assert made[0] == "a GPU, fp8kit 0, torch 2, one run."
+    assert made[0] == "a GPU, fp8kit 0, torch 2."
     assert "| torch eager bf16 | 18.00 | 2.70 | 1.50 | 1.30 |" in made
     assert "| skeleton | 9.90 |  |  |  |" in made
     assert "| native FP8 delayed layer / torch eager bf16 | 0.540 | 0.6 | 0.55 | goal |" in made
@@ -358,6 +358,14 @@ def test_markers():
 def test_documents_show_the_committed_run(document):
     """Made by ``python -m benchmarks --table --update``."""
     assert table.block(document.read_text()) == f"\n{table.DOCUMENTS[document](table.committed())}"
+
+
+def test_each_part_is_of_the_newest_run():
+    runs = [json.loads((table.FOLDER / name).read_text())["parts"] for name in table.RESULTS]
+    shown = table.committed()
+    assert list(shown.parts)
+    for name, part in shown.parts.items():
+        assert part == next(run[name] for run in runs if name in run)
 
 
 def test_the_picture_is_of_the_committed_run(tmp_path):

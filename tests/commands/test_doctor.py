@@ -18,6 +18,7 @@ from fp8kit import arrays, cli, devices, formats, quantized_product, slowness
 from fp8kit.arrays import Device
 from fp8kit.backends.cuda import attention, cudnn_plans, launch, support
 from fp8kit.backends.dispatch import CannotTake
+from fp8kit.commands import doctor
 from fp8kit.lru import LRU
 from fp8kit.ops import product_emulated
 from fp8kit.ops.attention_spec import AttentionSpec
@@ -41,9 +42,14 @@ def lines(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_machine_where_nothing_is_slow(capsys):
+def test_a_machine_where_nothing_is_slow(capsys, monkeypatch):
     assert cli.main(["doctor", "--strict"]) == 0
-    assert lines(capsys) == ["nothing here makes fp8kit slower than it need be"]
+    nothing = "makes fp8kit slower than it need be"
+    assert lines(capsys) == [f"no GPU to examine (`fp8kit info` says why); nothing else {nothing}"]
+    monkeypatch.setattr(arrays.provider(Device("cuda")), "count", lambda: 1, raising=False)
+    monkeypatch.setattr(doctor, "_examine_gpu", lambda index: None)
+    assert cli.main(["doctor", "--strict"]) == 0
+    assert lines(capsys) == [f"nothing here {nothing}"]
 
 
 @pytest.mark.parametrize("strict", [False, True])

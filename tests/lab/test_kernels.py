@@ -18,6 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import policy
 from fp8kit.backends.cuda import launch, substitute
 from fp8kit.backends.cuda.compile import cache_key, compile_cubin, compile_ptx
+from fp8kit.errors import BackendError
 from fp8kit.formats import bfloat16, float32
 from fp8kit.lab.overrides import read
 from fp8kit.raw_kernels import manifest
@@ -44,11 +45,11 @@ REFUSED = {
     (
         "drop_path",
         "int x;",
-    ): r"override\.cu with functions none, expected extern .* functions drop_path \(as drop_path\.cu\)",
+    ): r"got override\.cu, which defines no function, expected a source that .* drop_path of drop_path\.cu",
     (
         "drop_path",
         HEAD + "droppath(T* x) {}",
-    ): r"functions droppath, expected .*drop_path \(as drop_path\.cu\)",
+    ): r"which defines droppath, expected .*drop_path of drop_path\.cu",
     (
         "dropout_bwd",
         HEAD + "column_sums(T* x) {}",
@@ -79,6 +80,12 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_name_before_anything_runs(operation: str, text: Any) -> None:
     with pytest.raises(fk.BackendError, match="(?s)^override: .*" + REFUSED[operation, text]):
         fk.override(operation, text)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "nope.cu"
+    with pytest.raises(BackendError, match=rf"implementation: got {path}, expected .*No such file"):
+        fk.override("drop_path", path)
 
 
 def test_every_source_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,9 @@ def test_what_is_wrong_is_refused_by_name() -> None:
             "vendor: got 3, expected a name",
         ),
         (lambda: impl("y", priority=1.5), "priority: got 1.5, expected an int"),
-        (lambda: impl(""), r"impl_id: got '\.add', expected a name: engine.kernel"),
+        (lambda: impl(""), r"impl_id: got '\.add', expected a name with a dot: engine\.kernel"),
+        (lambda: OpImpl("add", "mine", Kind.DEFAULT, add), "impl_id: got 'mine', expected a name with a dot"),
+        (lambda: impl("mine", op="ad"), "op_name: got 'ad', .*; did you mean add"),
         (lambda: impl("y", supported_dtypes={"fp32"}), "supported_dtypes: .*expected some of .*float32"),
         (
             lambda: impl("y", supported_dtypes=()),

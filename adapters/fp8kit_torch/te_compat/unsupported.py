@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_OVERLAP = "ranks communicate between the products, not beside them"
+import torch
+
+_OVERLAP = "there are no userbuffers: ranks communicate between the GEMMs, not beside them"
 _QUANTIZER = (
     "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
 )
@@ -37,6 +39,8 @@ def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError
     why = ""
     if name in WHY:
         why = f", which is not supported: {WHY[name]}"
+    elif hasattr(torch.nn, name):
+        why = f"; torch.nn.{name} is torch's own"
     elif name[:1] != "_":
         for like in get_close_matches(name, [other for other in known if other[:1] != "_"], 1):
             why = f"; did you mean {like}?"

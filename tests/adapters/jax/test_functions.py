@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import scopes
+from fp8kit_jax.scopes import recipe_in_force
 
 import fp8kit as fk
 from fp8kit.errors import AutogradError, Fp8kitError, RecipeError
@@ -317,13 +319,18 @@ def test_refusals_name_operation_and_argument():
         fj.dot_product_attention(draw(0, 2, 4, 4, 8), draw(1, 2, 4, 4, 9), draw(2, 2, 4, 4, 8))
     with pytest.raises(Fp8kitError, match=r"norm: norm_bias: missing"):
         fj.layernorm(x, draw(1, 40))
-    with pytest.raises(Fp8kitError, match=r"dense: kernel"):
+    with pytest.raises(Fp8kitError, match=r"dense: kernel: got \(41,\).* shape \(4, 40\)\)$"):
         jax.jit(fj.dense)(x, draw(1, 41, 8))
-    with pytest.raises(Fp8kitError, match=r"linear: weight0: got int32, expected float32"):
+    with pytest.raises(Fp8kitError, match=r"dense: kernel: .*; a kernel is \(in, out\), contracting_dims"):
+        jax.jit(fj.dense)(x, draw(1, 8, 40))
+    with pytest.raises(Fp8kitError, match=r"dense: kernel: got int32, expected float32"):
         jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.int32))
     with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
         fj.autocast(enabled=True, recipe="delayed")
-    with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):
+    with (
+        pytest.raises(Fp8kitError, match=r"dense: quantizer_set: missing, expected .*create_set"),
+        fj.autocast(enabled=True),
+    ):
         fj.dense(x, draw(1, 40, 8))
     with pytest.raises(
         Fp8kitError, match=r"softmax: mask: got shape \(3,\), expected one that broadcasts to \(4, 40\)"
@@ -360,3 +367,15 @@ def test_nothing_is_quantised_to_nothing(scaling):
         assert fj.gemm(empty, other).shape == (0, 5)
         none = fj.quantize(jnp.ones((3, 0)), scaling=scaling), fj.quantize(jnp.ones((5, 0)), scaling=scaling)
         np.testing.assert_array_equal(np.asarray(fj.gemm(*none)), np.zeros((3, 5)))
+
+
+def test_a_recipe_that_is_not_on_is_said_once(caplog):
+    scopes._say_off.cache_clear()
+    for _ in range(2):
+        with fj.autocast(recipe=fk.recipe.Float8CurrentScaling()):
+            assert recipe_in_force() is None
+    with fj.autocast(False, fk.recipe.Float8CurrentScaling()), fj.autocast():
+        assert recipe_in_force() is None
+    assert caplog.messages == [
+        "autocast(recipe=...) without enabled=True leaves FP8 off: enabled is False by default"
+    ]

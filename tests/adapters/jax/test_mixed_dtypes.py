@@ -65,7 +65,7 @@ def test_parameters_of_float32_beside_bfloat16(name, enabled):
 def test_what_stays_refused():
     x = draw(0, 16, 32)
     assert fj.dense(x, W[0].astype(jnp.float16)).dtype == jnp.float32
-    with pytest.raises(Fp8kitError, match=r"linear: residual: got bfloat16, expected float32"):
+    with pytest.raises(Fp8kitError, match=r"dense: residual: got bfloat16, expected float32"):
         fj.dense(x, W[0], residual=jnp.zeros((16, 48), jnp.bfloat16))
-    with pytest.raises(Fp8kitError, match=r"linear: weight0: got int32, expected float32"):
+    with pytest.raises(Fp8kitError, match=r"dense: kernel: got int32, expected float32"):
         fj.dense(x, W[0].astype(jnp.int32))
