@@ -75,8 +75,8 @@ class Quantizer:
       "floor", "ceil", "even", "rceil", "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0,
       section 6.3); "4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two
       scales (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation; "gauss": of MX
-      with E2M1, by the block's standard deviation (``fp8kit.blocks.gauss_bytes``); "eden": of NVFP4 with E2M1 to
-      nearest even, scales that are corrected and rounded stochastically (``fp8kit.blocks.eden``).
+      with E2M1, by the block's standard deviation (``fp8kit.blocks.gauss_bytes``); "eden": of NVFP4 with
+      E2M1 to nearest even, scales that are corrected and rounded stochastically (``fp8kit.blocks.eden``).
     * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
       the source is "static".
     * ``stochastic_bits``: 0, codes are rounded to nearest; n, stochastically by n random bits, at most 32.
