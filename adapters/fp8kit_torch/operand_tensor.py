@@ -429,11 +429,11 @@ class Float8BlockwiseQTensor(OperandTensor):
             if codes is None:
                 continue
             wanted = product_class(how).shapes(*size, how.w)[1]
-            fits = scales is not None and (scales.dtype, tuple(scales.shape)) == (torch.float32, wanted)
-            if codes.dtype is not torch.uint8 or codes.numel() != rows * k or not fits:
+            right = codes.dtype is torch.uint8 and codes.numel() == rows * k
+            if not right or scales is None or scales.dtype != torch.float32 or tuple(scales.shape) != wanted:
                 got = f"{shown(codes)}, {shown(scales)}"
                 raise FormatError(op, name, got, f"uint8 {size} and float32 {wanted}")
-            parts |= {name: codes.detach().reshape(size), f"{name}_inv": scales.detach()}  # type: ignore[union-attr]
+            parts |= {name: codes.detach().reshape(size), f"{name}_inv": scales.detach()}
         if not parts:
             raise FormatError(op, "rowwise_data, columnwise_data", None, "codes of one side at least")
         made = cls._made(parts, how, shape, dtype, requires_grad)

@@ -46,33 +46,40 @@ class GroupedTensorStorage:
 
     @property
     def num_tensors(self) -> int:
+        """How many matrices."""
         return len(self.tensor_shapes)
 
     @property
     def fake_dtype(self) -> torch.dtype:
+        """The dtype of the values."""
         return self.dtype
 
     @property
     def logical_shape(self) -> tuple[int, int]:
+        """(all rows, columns)."""
         rows = [math.prod(shape[:-1]) for shape in self.tensor_shapes]
         return sum(rows), self.tensor_shapes[0][-1]
 
     @property
     def first_dims(self) -> Tensor | None:
+        """int64 (groups,), the numbers of rows; None where these are equal."""
         rows = [math.prod(shape[:-1]) for shape in self.tensor_shapes]
         return None if len(set(rows)) == 1 else torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     @property
     def offsets(self) -> list[int]:
+        """Where each matrix begins, in elements, and where the last one ends."""
         return [0, *itertools.accumulate(map(math.prod, self.tensor_shapes))]
 
     @property
     def tensor_offsets(self) -> Tensor | None:
+        """``offsets``, int64 on the device; None where all shapes are equal."""
         alike = len(set(self.tensor_shapes)) == 1
         return None if alike else torch.tensor(self.offsets, dtype=torch.int64, device=self.device)
 
     @property
     def rowwise_data(self) -> Tensor | None:
+        """The values, or the codes of the rows, flat; None where these were dropped."""
         raise NotImplementedError
 
     columnwise_data: Tensor | None
@@ -81,6 +88,7 @@ class GroupedTensorStorage:
 
     @property
     def quantized_tensors(self) -> list[Tensor]:
+        """``split_into_quantized_tensors``."""
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
@@ -223,6 +231,7 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
 
     @property
     def rowwise_data(self) -> Tensor | None:
+        """The values, flat, in this tensor's memory."""
         return torch.Tensor.detach(self).view(-1)
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
@@ -312,6 +321,7 @@ class QuantizedGroupedTensor(QuantizedTensor, GroupedTensor):
 
     @property
     def tensor_shapes(self) -> list[tuple[int, ...]]:  # type: ignore[override]
+        """The shape of each matrix."""
         return list(self._how.shapes)
 
     def split_into_quantized_tensors(self) -> list[Any]:

@@ -11,7 +11,7 @@ from fp8kit_torch.te_compat.capture import set_capture_end, set_capture_start
 
 from fp8kit.errors import Fp8kitError, ShapeError
 
-from .test_graphed_calls import Again
+from .replayed import Again
 
 WIDTH, HEADS, LONGEST, BATCH = 32, 2, 96, 2
 

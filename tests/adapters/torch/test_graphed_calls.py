@@ -10,45 +10,14 @@ import fp8kit_torch as te
 import pytest
 import torch
 from fp8kit_torch import graph_capture, graphs
-from fp8kit_torch.torch_compat import tree_leaves
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, AutogradError, BackendError, FormatError, RecipeError, ShapeError
 
+from .replayed import Again
+
 K, ROWS = 32, 16
 DELAYED, CURRENT = te.DelayedScaling(amax_history_len=3), te.Float8CurrentScaling()
-
-
-class Again:
-    """For a CPU. ``layers``: those whose micro-batch is that of the capture again."""
-
-    layers = ()
-
-    def __init__(self, pool, stream):
-        pass
-
-    def capture(self, work):
-        batches = [layer.microbatch for layer in self.layers]
-
-        def again():
-            for layer, batch in zip(self.layers, batches, strict=True):
-                layer.microbatch = batch
-            found = work()
-            for layer in self.layers:
-                layer.microbatch = None
-            return found
-
-        self.work = again
-        self.found = work()
-        return self.found
-
-    def replay(self):
-        for old, new in zip(tree_leaves(self.found), tree_leaves(self.work()), strict=True):
-            if isinstance(old, torch.Tensor):
-                old.detach().copy_(new)
-
-    def reset(self):
-        pass
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
