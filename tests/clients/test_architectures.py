@@ -42,9 +42,6 @@ MASKED = """
     megatron-bert nystromformer roformer modernbert esm eurobert data2vec-text
 """
 ENCODER_DECODER = ["t5", "blenderbot-small"]
-# where less than half of the parameters are in layers with FP8 products: the rest are experts in one array,
-# and tables of rows
-SMALL_SHARE = {"mixtral", "granitemoe", "minimax", "phimoe", "flex_olmo", "albert"}
 
 
 def make(name: str, auto: Any) -> Any:
@@ -85,7 +82,7 @@ def test_logits_and_gradients_are_the_plain_models(name):
     report = coverage(model)
     assert not any("could be" in row.why for row in report.modules)
     assert not any(isinstance(part, nn.Linear) and type(part) is nn.Linear for part in model.modules())
-    assert report.fp8_share > (0.03 if name in SMALL_SHARE else 0.5)
+    assert report.fp8_share > (0.35 if name == "albert" else 0.5)  # which repeats one layer
     logits, got = passed(model, inputs)
     # sums of up to some hundred terms in another order, through two blocks: some ten roundings of float32
     assert relative_error(logits.numpy(), wanted.numpy()) < 16 * 2.0**-23

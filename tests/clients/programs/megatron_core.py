@@ -1,9 +1,12 @@
 """Megatron-Core on this frontend: the names that it and NeMo import, and a transformer layer of its own
 Transformer Engine spec."""
 
+import ast
 import importlib
+import importlib.util
 import os
 import tempfile
+from pathlib import Path
 
 import fp8kit_torch
 
@@ -46,6 +49,63 @@ def check_names_resolve():
     import transformer_engine_torch
 
     assert transformer_engine_torch.DType is not None
+
+
+# names that Megatron-Core tries for Transformer Engine of before 2, and what it would replace in modules that
+# import it; both behind a check
+OTHERS = {
+    "transformer_engine.pytorch.attention._SplitAlongDim",
+    "transformer_engine.pytorch.attention._SplitAlongDim.apply",
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",
+    "transformer_engine.pytorch.float8_tensor.Float8Tensor.make_like",
+    "transformer_engine.pytorch.module.layernorm_linear.general_gemm",
+    "transformer_engine.pytorch.module.linear.general_gemm",
+}
+
+
+def named(source):
+    """Every name of Transformer Engine that a module's source imports, or reads as an attribute."""
+    found, local = set(), {}
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
+            for name in node.names:
+                local[name.asname or name.name] = f"{node.module}.{name.name}"
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.startswith("transformer_engine"):
+                    top = name.name.partition(".")[0]
+                    local[name.asname or top] = name.name if name.asname else top
+    found |= set(local.values())
+
+    def dotted(node):
+        if isinstance(node, ast.Attribute):
+            above = dotted(node.value)
+            return above and f"{above}.{node.attr}"
+        return local.get(node.id) if isinstance(node, ast.Name) else None
+
+    return found | {
+        name for node in ast.walk(source) if isinstance(node, ast.Attribute) and (name := dotted(node))
+    }
+
+
+def resolves(name):
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def check_every_name_in_its_source_resolves():
+    (root,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    names = set().union(*(named(ast.parse(path.read_text())) for path in Path(root).rglob("*.py")))
+    assert len(names) > 80, len(names)
+    assert {name for name in names if not resolves(name)} <= OTHERS
 
 
 def layer():
