@@ -83,8 +83,8 @@ def plain(size: Size, device: torch.device, seed: int, mask: bool = True) -> tor
     """The model with random weights, bfloat16. Unavailable where transformers is not installed.
 
     Without ``mask`` transformers makes none: attention is causal by its argument, as the eager model's is.
-    Within ``torch.compile`` transformers cannot see that nothing is padded or packed, and hands over a mask,
-    which keeps torch from its flash kernels.
+    Within ``torch.compile`` transformers may not see that nothing is padded or packed, and hands over a mask
+    then, which keeps torch from its flash kernels.
     """
     if importlib.util.find_spec("transformers") is None:
         raise Unavailable("not installed: transformers")
@@ -118,7 +118,7 @@ def trained(model: torch.nn.Module, tokens: Tensor, recipe: Recipe | None, compi
 
     def look() -> Tensor:
         with scope():
-            out = call(tokens, labels=tokens, use_cache=False)
+            out = call(tokens, labels=tokens)
         out.loss.backward()
         logits: Tensor = out.logits
         return logits.detach()
