@@ -362,8 +362,8 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
         like = f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"
-        turned = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
-        hint = "; a kernel is (in, out), contracting_dims=((-1,), (1,)) takes (out, in)" if turned else ""
+        transposed = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
+        hint = "; a kernel is (in, out), contracting_dims=((-1,), (1,)) takes (out, in)" if transposed else ""
         raise ShapeError(operation, "kernel", got, f"{like}{hint}")
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)

@@ -182,7 +182,7 @@ def bind(
     if found is None:
         metas = _metas(operation, names, kinds, scales)
         try:
-            found = plans.plans.put(
+            found = plans.keep(
                 key, TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
             )
         except Fp8kitError as error:

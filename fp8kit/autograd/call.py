@@ -114,7 +114,7 @@ def bound(
     found = plans.plans.get(key)
     if found is None:
         metas = {name: Meta(view.shape, view.dtype) for name, view in views.items()}
-        found = plans.plans.put(key, NativeOp(operation, spec, metas, needs, memory_of(device), kernels))
+        found = plans.keep(key, NativeOp(operation, spec, metas, needs, memory_of(device), kernels))
     return found  # type: ignore[return-value]
 
 

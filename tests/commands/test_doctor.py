@@ -16,12 +16,15 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, cli, devices, formats, quantized_product, slowness
 from fp8kit.arrays import Device
+from fp8kit.autograd import apply
 from fp8kit.backends.cuda import attention, cudnn_plans, launch, support
 from fp8kit.backends.dispatch import CannotTake
 from fp8kit.commands import doctor
+from fp8kit.execution import plans
 from fp8kit.lru import LRU
 from fp8kit.ops import product_emulated
 from fp8kit.ops.attention_spec import AttentionSpec
+from tests.support.gate import GateSpec, gate
 from tests.support.source import ROOT
 
 
@@ -89,6 +92,21 @@ def test_a_gpu_that_is_there_and_not_used(monkeypatch, tmp_path, caplog, hidden,
     messages = [record.message for record in caplog.records]
     assert len(messages) == said
     assert all("has a GPU that is not used (CuPy: it is not installed)" in message for message in messages)
+
+
+def test_specs_made_anew_at_each_call_are_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(plans, "MANY", 4)
+    plans._equal.clear()
+    x, slope = (fk.tensor(np.ones((3, 8), np.float32)[:n], device="cpu") for n in (3, 1))
+    slope, kept = slope.reshape(8), GateSpec(8)
+    for _ in range(6):
+        apply(gate, kept, {"x": x, "slope": slope})
+    assert not caplog.records
+    for _ in range(6):
+        apply(gate, GateSpec(8), {"x": x, "slope": slope})
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "user_gate has made 4 plans for equal specs"
+    ]
 
 
 VERSIONS = {

@@ -448,7 +448,7 @@ def test_what_does_not_fit_a_residual():
     x, kernel, residual = draw(0, 16, 64), draw(1, 64, 48), draw(3, 16, 48)
     wrong = {
         r"dense: residual: got shape \(48, 16\), expected shape \(16, 48\), as y": residual.T,
-        r"linear: residual: got bfloat16, expected float32": residual.astype(jnp.bfloat16),
+        r"dense: residual: got bfloat16, expected float32": residual.astype(jnp.bfloat16),
         r"dense: residual: got 'word', expected an array": "word",
     }
     for message, value in wrong.items():
@@ -500,7 +500,7 @@ def test_a_fused_residual_does_not_come_back(asked):
         ):
             call()
     with pytest.raises(
-        ShapeError, match=r"norm_mlp: fc2: got 48 output features, expected 64, as x, to join"
+        ShapeError, match=r"layernorm_mlp: fc2: got 48 output features, expected 64, as x, to join"
     ):
         fj.layernorm_mlp(
             x, gamma, None, (kernels[0], draw(2, 32, 48)), norm_type="rmsnorm", join_residual=True
