@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from fp8kit.layers.attention_inputs import alibi_slopes
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
+from fp8kit_jax.context_parallel import attend_split, split_axis
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import attention_in_force, next_key, plain_attention
@@ -55,6 +57,8 @@ def dot_product_attention(
     max_seqlen_q: int = 0,
     max_seqlen_kv: int = 0,
     bottom_right_diagonal: bool | None = None,
+    context_parallel_axis: str = "",
+    context_parallel_causal_load_balanced: bool = False,
 ) -> Any:
     """dropout(softmax(scores)) value for each head, scores = scale_factor * query key^T and a bias (Vaswani
     et al. 2017).
@@ -76,6 +80,12 @@ def dot_product_attention(
       and no part in that: both directions over several devices, or both on one. In a ``shard_map`` each
       device drops by itself, with the key it gets: ``jax.random.fold_in(key, jax.lax.axis_index(axis))``
       is one for each.
+    * ``context_parallel_axis``: the mesh axis along which sequences are split, "" is the ``cp_resource`` of
+      the MeshResource in force: see ``context_parallel``. Under ``jax.jit`` with the mesh of
+      ``jax.set_mesh``, and in a ``shard_map``, where each device gives its part. With
+      ``context_parallel_causal_load_balanced`` tokens are in the order of
+      ``reorder_causal_load_balancing`` (DualChunkSwap). "no_mask" and "causal", windows left of the diagonal
+      and ``softmax_offset``; UnsupportedError beside masks, biases, dropout, "thd" and quantised operands.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` the operands of its products are quantised
@@ -90,6 +100,14 @@ def dot_product_attention(
 @on_behalf_of(_OP, q="query", k="key", v="value")
 def attend(name: str, arguments: Mapping[str, Any]) -> Any:
     """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``."""
+    axis = split_axis(arguments)
+    if axis:
+        quantized = attention_in_force(_OP, name) is not None
+        return attend_split(partial(_attend, name), arguments, axis, quantized)
+    return _attend(name, arguments)
+
+
+def _attend(name: str, arguments: Mapping[str, Any]) -> Any:
     call = _resolved(arguments, name)
     inputs = call.inputs
     if call.spec.dropout:

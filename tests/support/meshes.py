@@ -51,6 +51,7 @@ LAYOUTS = {
     "tp": Layout({"tp": 2}, fj.MeshResource(tp_resource="tp")),
     "fsdp and tp": Layout({"fsdp": 2, "tp": 2}, fj.MeshResource(fsdp_resource="fsdp", tp_resource="tp")),
     "dp and tpsp": Layout({"dp": 2, "tp": 2}, fj.MeshResource(dp_resource="dp", tpsp_resource="tp")),
+    "dp and cp": Layout({"dp": 2, "cp": 2}, fj.MeshResource(dp_resource="dp", cp_resource="cp")),
     "shard_map": Layout({"dp": 4}, fj.MeshResource(dp_resource="dp"), manual=True),
 }
 
@@ -101,7 +102,8 @@ def train(model: str, recipe: str, steps: int, layout: Layout | None = None) -> 
             named = nn.get_partition_spec(jax.eval_shape(init))
             own = nn.logical_to_mesh_sharding(named, mesh, rules)
             state = nn.unbox(jax.jit(init, out_shardings=None if layout.manual else own)())
-            rows = NamedSharding(mesh, P(tuple(axis for axis in layout.axes if axis != "tp")))
+            batch = tuple(axis for axis in layout.axes if axis not in ("tp", "cp"))
+            rows = NamedSharding(mesh, P(batch, *(axis for axis in layout.axes if axis == "cp")))
 
             def place(array: Any) -> Any:
                 return jax.make_array_from_callback(array.shape, rows, lambda part: array[part])

@@ -55,6 +55,9 @@ class DotProductAttention(nn.Module):
     "thd_t2hd" and "t3hd" are the same shapes with up to ``max_segments_per_seq`` sequences in each row, as a
     SequenceDescriptor says; tokens of none are 0. ``dtype``: what the
     inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
+    ``context_parallel_axis``, ``context_parallel_causal_load_balanced``: see
+    ``fp8kit_jax.dot_product_attention``, which gathers keys and values whatever
+    ``context_parallel_strategy`` says ("DEFAULT", "ALL_GATHER", "RING").
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
     ``common.FIXED`` have one value.
     """
@@ -140,6 +143,9 @@ class DotProductAttention(nn.Module):
         """The arguments of the function beside the layers; the mask as it came. ShapeError for layers that do
         not fit the fields."""
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
+        choice(
+            op, "context_parallel_strategy", self.context_parallel_strategy, ("DEFAULT", "ALL_GATHER", "RING")
+        )
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
         if len(layers) != count:
@@ -183,6 +189,8 @@ class DotProductAttention(nn.Module):
             "window_size": window,
             "bottom_right_diagonal": corner,
             "softmax_type": self.softmax_type,
+            "context_parallel_axis": self.context_parallel_axis,
+            "context_parallel_causal_load_balanced": self.context_parallel_causal_load_balanced,
         }
 
 

@@ -26,7 +26,6 @@ from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_names, sta
 from fp8kit_jax.scopes import history_of, keys_from, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
 
-_ONE = "attention is not split along the sequence"
 _SCORES = "scores are changed by bias, mask, window and ALiBi"
 
 # fields and arguments of Transformer Engine's modules that there are for their one value: name -> (value, why
@@ -34,9 +33,6 @@ _SCORES = "scores are changed by bias, mask, window and ALiBi"
 FIXED: dict[str, tuple[Any, str]] = {
     "ffn1_ckpt_name": ("ffn1", "what lies between the products does not leave their one call"),
     "enable_sequence_parallel": (False, "rows are split along their first dimension, not along the sequence"),
-    "context_parallel_axis": ("", _ONE),
-    "context_parallel_causal_load_balanced": (False, _ONE),
-    "context_parallel_strategy": ("DEFAULT", _ONE),
     "score_mod": (None, _SCORES),
     "score_mod_bprop": (None, _SCORES),
     "score_mod_tensors": (None, _SCORES),

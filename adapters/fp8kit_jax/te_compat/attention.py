@@ -135,15 +135,11 @@ def fused_attn(
     **score: Any,
 ) -> Any:
     """``flax.DotProductAttention`` as a function: (b, s, heads, d) of queries, keys and values, one to three
-    arrays by ``qkv_layout``. ``seed``: a JAX key. UnsupportedError for context parallelism and for functions
-    that change scores."""
+    arrays by ``qkv_layout``. ``seed``: a JAX key. UnsupportedError for functions that change scores."""
     op = "fused_attn"
     for name, value in score.items():
         if value is not None:
             raise UnsupportedError(op, name, shown(value), f"None: {FIXED['score_mod'][1]}")
-    if context_parallel_axis or context_parallel_causal_load_balanced:
-        got = shown(context_parallel_axis or context_parallel_causal_load_balanced)
-        raise UnsupportedError(op, "context_parallel_axis", got, f"none: {FIXED['context_parallel_axis'][1]}")
     if not isinstance(qkv, tuple | list) or not qkv:
         raise ArgumentError(op, "qkv", shown(qkv), "a tuple of arrays")
     dim, rate = qkv[0].shape[-1], dropout_probability if is_training else 0.0
@@ -160,6 +156,9 @@ def fused_attn(
         scale_factor=scaling_factor,
         window_size=window_size,
         max_segments_per_seq=max_segments_per_seq,
+        context_parallel_causal_load_balanced=context_parallel_causal_load_balanced,
+        context_parallel_axis=context_parallel_axis,
+        context_parallel_strategy=context_parallel_strategy.name,
         softmax_type=softmax_type.value,
     )
     rngs = {"dropout": jax.random.wrap_key_data(seed) if _raw(seed) else seed} if rate else None

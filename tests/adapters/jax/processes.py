@@ -33,6 +33,7 @@ STEPS, HEARTBEAT = 10, 20
 CASES = [
     ("DenseGeneral", "current", "fsdp and tp"),
     ("LayerNormMLP", "high", "shard_map"),
+    ("TransformerLayer", "current", "dp and cp"),
     ("LayerNormMLP", "delayed", "fsdp and tp"),
 ]
 

@@ -4,6 +4,9 @@ worker's."""
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from fp8kit_torch import DelayedScaling, Linear, autocast, convert, keep_extra_s
 from torch import nn
 
 from tests.support.processes import run
+from tests.support.source import ROOT
 
 CASES = ["checkpoint_of_sharded_weights", "checkpoint_of_sharded_codes", "checkpoint_of_parts"]
 
@@ -19,6 +23,29 @@ CASES = ["checkpoint_of_sharded_weights", "checkpoint_of_sharded_codes", "checkp
 @pytest.mark.programs
 def test_checkpoints_of_two_processes_are_read_by_one_and_by_two(tmp_path):
     run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", CASES)
+
+
+@pytest.mark.programs
+def test_the_example_continues_with_another_number_of_ranks(tmp_path):
+    """Losses of one process, but for sums in another order, and codes that these move."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def losses(ranks, tensor, *folder):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        words = [*command, "examples/27_torch_mesh.py", tensor, *folder]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [float(line.split()[-1]) for line in done.stdout.splitlines()]
+
+    whole, folder = tmp_path / "whole", tmp_path / "parts"
+    for each in (whole, folder):
+        each.mkdir()
+    one = losses("1", "1", str(whole)) + losses("1", "1", str(whole))
+    several = losses("2", "2", str(folder)) + losses("2", "1", str(folder))
+    assert len(one) == 20
+    assert one[-1] < 0.1 * one[0]
+    assert several == pytest.approx(one, rel=2e-2)
 
 
 def test_fp8_state_is_a_plain_tensor_in_files():
