@@ -96,8 +96,8 @@ def quantized_model_init(
       before the cast, on the CPU, to start an optimiser's master weights with, and
       ``weight.clear_high_precision_init_val()`` drops them.
 
-    Weights by MX's and NVFP4's blocks are ``MXFP8Tensor`` and ``NVFP4Tensor``, of sizes that are multiples of
-    the block: a layer casts their values anew in each call, fprop's to the same codes.
+    Weights of MXFP8BlockScaling and NVFP4BlockScaling are ``MXFP8Tensor`` and ``NVFP4Tensor``, of sizes that
+    are multiples of the block: a layer casts their values anew in each call, fprop's to the same codes.
 
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
     one weight a product, because it has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as
@@ -119,7 +119,7 @@ def quantized_model_init(
     held = None
     if enabled:
         fp8, quantizer = recipe.quantization, None
-        if fp8.w.granularity.startswith(("mx", "nvfp4")):
+        if recipe.mxfp8() or recipe.nvfp4():
             quantizer = quantizer_of_operand(recipe, "w")
         else:
             want_codes("quantized_model_init", "recipe", fp8)
