@@ -27,6 +27,10 @@ class ExtraState(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExtraState:
+        memo[id(self)] = made = self.as_subclass(Tensor).clone().as_subclass(ExtraState)
+        return made
+
 
 def pack(parts: Mapping[str, Tensor]) -> ExtraState:
     """float32 tensors by name as uint8 (n,) on the CPU; none is (0,)."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import flag
 from fp8kit.errors import ArgumentError
 from fp8kit.ops.dropout_add import add
 from fp8kit_torch import norm
@@ -84,7 +85,7 @@ class Bias(FusibleOperation, ParameterModule):
         check("ops.Bias", CONSTRUCTED, locals())
         super().__init__()
         ranks = tensor_ranks("ops.Bias", "tensor_parallel_group", tensor_parallel_group)
-        ranks = ranks if tensor_parallel else None
+        ranks = ranks if flag("ops.Bias", "tensor_parallel", tensor_parallel) else None
         if ranks is not None and size % ranks.size:
             raise ArgumentError("ops.Bias", "size", size, f"a multiple of the {ranks.size} ranks")
         own = size if ranks is None else size // ranks.size

@@ -162,7 +162,7 @@ class ApplyRotary(AttentionBase):
         for name, value in positions.items():
             if value is not None:
                 inputs[name] = self.constant(name, value, x)
-        if cp_size != 1 or cp_rank != 0:
+        if not (isinstance(cp_size, int) and isinstance(cp_rank, int) and (cp_size, cp_rank) == (1, 0)):
             self._divided(inputs, tensor_format, cp_size, cp_rank)
         heads, dim = x.shape[-2:]
         spec = self.spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved))

@@ -107,8 +107,8 @@ template <int M, int N> struct Sums {
   }
 };
 
-// c += a b^T: rows `row` ... of a by the first rows of b, both of A::columns columns. `multiply` is told which
-// elements these are by an X.
+// c += a b^T: rows `row` ... of a by the first rows of b, both of A::columns columns. An X tells `multiply`
+// which elements these are.
 template <int M, int N, typename A, typename B, typename X = T>
 DEVICE void multiply_rows(Sums<M, N>& c, A a, int row, B b, X elements = X{}) {
   static_assert(A::columns == B::columns && 8 * N <= B::rows && N % 2 == 0, "");

@@ -160,7 +160,7 @@ def test_what_commands_cannot_take_is_one_line(arguments, capsys):
             ["kernels", "check", "add", "--only", "tea"],
             "fp8kit kernels: check: operation: got 'add' with cases 'tea', expected",
         ),
-        (["kernels", "show", "tea"], "fp8kit kernels: name: got 'tea', expected an operation"),
+        (["kernels", "show", "tea"], "fp8kit kernels: name: got 'tea', expected a kernel"),
         (
             ["kernels", "show", "rope", "--ptx", "--variant", "T=tea"],
             "fp8kit kernels: variant: got 'T=tea', expected defines of rope.cu",

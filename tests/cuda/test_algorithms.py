@@ -242,7 +242,7 @@ def test_relatives_are_candidates_of_large_fp8_products(
 def test_deterministic_products_take_the_first() -> None:
     manager = dispatch.get_default_manager()
     for kernel in ("gemm", "fp8_gemm", "block_gemm"):
-        ours = [f"cuda.hopper_{kernel}"] if kernel != "gemm" else []
+        ours = [f"cuda.{own}_{kernel}" for own in ("hopper", "mma")] if kernel != "gemm" else []
         free, _ = manager.ranked(kernel, GPU, SelectionPolicy(), lambda: 90)
         assert [impl.impl_id for impl in free] == [f"cuda.timed_{kernel}", f"cuda.{kernel}", *ours]
         order, left_out = manager.ranked(kernel, GPU, SelectionPolicy(deterministic=True), lambda: 90)

@@ -48,7 +48,7 @@ def test_every_state_travels_once(count: int, launches: list[tuple[Any, ...]]) -
     scales.update_delayed_(*parts, [448.0 + i for i in range(count)], 2, True, False, 0.5, False, 77)
     seen = []
     for (function, room), grid, block, (*rule, table), stream in launches:
-        assert (function, block, *rule, stream) == ("update_delayed", 128, True, False, 0.5, 77)
+        assert (function, block, *rule, stream) == ("update_delayed", 128, True, False, 0.5, False, 77)
         assert len(table) == 40 * int(room)
         assert grid[0] <= int(room)
         assert grid[1] == 3

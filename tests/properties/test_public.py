@@ -41,6 +41,7 @@ ELSEWHERE = {
     "ArrayView.with_strides": "any address by design: the caller answers for its bounds",
     "arrays.DeviceProvider": "a protocol",
     "serialization.Stateful": "a protocol",
+    "serialization.Loadable": "a base class; what has it is tried: modules, optimisers, schedulers",
     "serialization.Part": "a protocol",
     "recipe.Recipe": "an abstract base; its subclasses are tried",
     "autograd.Context": "a bag of attributes that Function hands over; tests/autograd/test_ops.py",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import shown
 from fp8kit_torch.operand_tensor import lag_of
 from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
@@ -227,7 +228,7 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_compat.no_torch_function
 
     @property
     def rowwise_data(self) -> Tensor | None:
@@ -257,7 +258,7 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
 
 
 def _of(values: Tensor, shapes: Sequence[tuple[int, ...]], requires_grad: bool = False) -> Any:
-    made = torch.Tensor._make_subclass(GroupedTensor, values, requires_grad)
+    made = torch_compat.make_subclass(GroupedTensor, values, requires_grad)
     made.tensor_shapes = list(shapes)  # type: ignore[attr-defined]
     return made
 
