@@ -52,7 +52,7 @@ class autocast(_autocast):
         amax_reduction_group: object = None,
         _graph: bool = False,
     ) -> None:
-        self._leaves_scales = flag("autocast", "_graph", _graph)
+        self._leaves_scales = _graph is not False and flag("autocast", "_graph", _graph)
         if torch.compiler.is_compiling():
             if _graph:
                 raise not_compiled("_graph of autocast")
