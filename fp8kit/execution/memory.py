@@ -155,13 +155,14 @@ def _placed(
 
 
 def _lowest(size: int, span: Span, done: Sequence[tuple[int, int, Span]]) -> int:
-    """The lowest offset at which no buffer in ``done`` uses so many bytes in that time."""
+    """The lowest offset, a multiple of ``ALIGNMENT``, at which no buffer in ``done`` uses so many bytes in
+    that time."""
     start, stop = span
     at = 0
     for begin, end, _ in sorted(one for one in done if one[2][0] < stop and start < one[2][1]):
         if at + size <= begin:
             break
-        at = max(at, end)
+        at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
     return at
 
 

@@ -244,7 +244,7 @@ class EmulatedProduct(EmulatedCasts):
         right = self._operand(ws, "w_qt", self._whole_weight(ws) if self.reads_w else None)
         self._multiply(ws, "dgrad", left, right, dx, "nn" if self.oi else "nt")
         del left, right
-        self._free(ws.scratch, "g_q", *self.recasts)
+        self._free_read(ws, "dgrad", "wgrad")
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         self._cast_again(ws, "x_qt")
@@ -256,8 +256,7 @@ class EmulatedProduct(EmulatedCasts):
         addend = out if self.adds and not self.whole_wgrad else None
         self._multiply(ws, "wgrad", a, b, out, "tn", None, addend)
         del left, right, a, b
-        self._free(ws.scratch, "g_qt")
-        self._free(ws.saved, "x_qt")
+        self._free_read(ws, "wgrad", "dgrad")
         if self.whole_wgrad:
             self._part_weights(ws, out)
             del out
@@ -430,6 +429,14 @@ class EmulatedProduct(EmulatedCasts):
             )
         k.rotate_back(sums, other, mask, n, signs, along, rng, stream)
         k.scale_product(other, out, None, None, None, addend, stream)
+
+    def _free_read(self, ws: WorkingSet, gemm: str, other: str) -> None:
+        """Give up what a GEMM of backward has read and the ``other`` one, which may come later, does not."""
+        kept = {self.arrays.get(operand) for operand in GEMMS[other]}
+        own = [operand for operand in GEMMS[gemm] if self.arrays.get(operand) not in kept]
+        self._free(ws.scratch, *own)
+        if gemm == "wgrad":
+            self._free(ws.saved, *own)
 
     def _free(self, views: Any, *operands: str) -> None:
         for operand in operands:

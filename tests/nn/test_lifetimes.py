@@ -14,8 +14,9 @@ from fp8kit.arrays import CPU
 from fp8kit.autograd import tensor
 from fp8kit.buffers import free, free_contents
 from fp8kit.execution import lifetimes, memory, plans
-from fp8kit.execution.memory import ALWAYS, Layout, Region, placed
+from fp8kit.execution.memory import ALIGNMENT, ALWAYS, Layout, Region, placed
 from fp8kit.formats import uint8
+from fp8kit.recipes import NAMED
 from fp8kit.spec import Meta
 
 LAYERS = {
@@ -61,12 +62,31 @@ def test_shared_memory_changes_no_bit(name: str, recipe: str, monkeypatch: pytes
             op._lent_scratch if own else op.backward_scratch for op, own in zip(ops, lent, strict=True)
         ]
         sizes.append(sum(layout.nbytes for layout in layouts))
+        # also behind what lies in lent memory: GEMMs want it of their operands
+        offsets = [at for layout in layouts for _, _, at, *_ in (*layout.parts, *layout._later)]
+        assert not any(at % ALIGNMENT for at in offsets)
     plans.plans.clear()
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             np.testing.assert_array_equal(one, two)
     assert sizes[1] <= sizes[0]
     assert sizes[2] < sizes[1] or (name, recipe) == ("Linear", "high")
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["native or emulated", "exact sums"])
+@pytest.mark.parametrize("name", [name for name, own in NAMED.items() if own.recipe.history is None])
+def test_every_recipe_takes_lent_memory(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dgrad and wgrad both read, or what one makes for itself, is there when it is read."""
+    plain = NAMED[name].recipe.quantization
+    how, found = plain.summed("exact") if exact else plain, []
+    for shared in (1 << 60, 1):
+        monkeypatch.setattr(memory, "SHARED", shared)
+        plans.plans.clear()
+        lifetimes._known.clear()
+        found.append(step("Linear", fk.recipe.DataRecipe(how)))
+    plans.plans.clear()
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_lifetimes_hold_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +128,14 @@ def test_what_lies_in_lent_memory_overlaps_nothing_there() -> None:
         lives, taken = drawn(draw), []
         for at in range(0, 4096, 1024):  # what was saved, until it has been read
             taken.append((at, 1024, (-np.inf, draw.randrange(20))))
+        taken.append((4096, 4, ALWAYS))  # behind which nothing may begin at once
         gradient = Region(1024, [(0, 1024, (draw.randrange(20) - 0.5, np.inf))])
-        regions = [Region(4096, taken), gradient]
+        regions = [Region(8192, taken), gradient]
         places, top = placed(lives, regions)
         smaller += top < placed(lives)[1]
         for (where, at), (size, _) in zip(places, lives, strict=True):
             assert at + size <= (top if where == 0 else regions[where - 1].nbytes)
+            assert at % ALIGNMENT == 0
         own = [(size, t, (i, at)) for i, region in enumerate(regions, 1) for at, size, t in region.taken]
         both = [*lives, *((size, span) for size, span, _ in own)]
         assert not overlapping(both, [*places, *(place for *_, place in own)])

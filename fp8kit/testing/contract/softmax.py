@@ -53,7 +53,7 @@ def softmax_fwd_oracle(a: Any) -> Results:
 
 def softmax_bwd(s: Sampler, m: int, n: int) -> Arguments:
     """Probabilities and a gradient."""
-    y = s.put(_softmax(s.draw((m, n)) * 4.0))
+    y = s.put(_softmax(s.draw((m, n)) * 4.0), s.dtype)
     return {"y": y, "dy": s.normal(m, n), "dx": s.output(m, n)}
 
 
