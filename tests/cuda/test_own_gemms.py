@@ -3,7 +3,6 @@ calls that are recorded, moved and captured, and how Hopper's cuts the result in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,30 +26,25 @@ from fp8kit.testing.contract import Case, cases, get, put
 
 GPU = Device("cuda", 0)
 NAMES = OWN["hopper_gemm.cu"][1]
-# which of them -> how a Hopper GPU sums its products, fast and split
-SUMS = {
-    "hopper": (ACCUMULATIONS["hopper_fast"], ACCUMULATIONS["hopper_split"]),
-    "mma": (ACCUMULATIONS["hopper_mma"], replace(ACCUMULATIONS["hopper_mma"], promote=128)),
-}
+WHICH = ("hopper", "mma")
 LINE, SQUARE = (1, 128), (128, 128)
 PRODUCTS = [case for name in NAMES for case in cases(name)]
 
 
-@pytest.fixture(params=SUMS)
-def own(request: pytest.FixtureRequest) -> str:
-    """Which of them."""
-    if launch.capability(0) != hopper_gemm.CAPABILITY:
-        pytest.skip("one kernel is Hopper's, and so are the sums of the other that are known")
-    return request.param
-
-
 @pytest.fixture
-def kernels(own: str) -> Any:
-    """Every kernel, these products by our own."""
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """Every kernel, these products by our own: the parameter, or both in turn."""
+    own = getattr(request, "param", "hopper")
+    if own == "hopper" and launch.capability(0) != hopper_gemm.CAPABILITY:
+        pytest.skip("the kernel is Hopper's")
     with policy_context(SelectionPolicy(per_op={name: (f"impl:cuda.{own}_{name}",) for name in NAMES})):
         yield dispatch.kernels(GPU)
 
 
+both = pytest.mark.parametrize("kernels", WHICH, indirect=True)
+
+
+@both
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", PRODUCTS, ids=[f"{case.kernel}-{case.name}" for case in PRODUCTS])
 def test_contract(case: Case, kernels: Any) -> None:
@@ -90,9 +84,7 @@ def model_scales(inverse: ArrayView, tile: tuple[int, int] | None, rows: int, k:
 )
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
 @pytest.mark.parametrize("size", [(1, 16, 32), (300, 520, 1040), (1025, 777, 4096)], ids=str)
-def test_every_bit_is_the_models(
-    size: Any, fast: bool, tiles: Any, pair: Any, own: str, kernels: Any
-) -> None:
+def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, kernels: Any) -> None:
     """Sizes that no tile divides; a ring of stages that is used many times over."""
     if fast and tiles is not None:
         return  # blocks have no fast accumulation
@@ -110,12 +102,13 @@ def test_every_bit_is_the_models(
         model_scales(*which)
         for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
     ]
-    how = SUMS[own][0 if fast else 1]
+    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
     codes = a.slice(0, 0, m), b.slice(0, 0, n)
     kernels.model_gemm(*codes, want, *pair, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
     assert_same_bits("out", get(out), get(want))
 
 
+@both
 @pytest.mark.gpu
 def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None:
     (a, scale), (b, _) = operand(640, 1024, E4M3, 1, None), operand(512, 1024, E4M3, 2, None)
@@ -130,6 +123,7 @@ def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None
 # --- recorded, moved, captured ------------------------------------------------------------------------------
 
 
+@both
 @pytest.mark.gpu
 def test_a_recorded_call_is_made_again_elsewhere(kernels: Any) -> None:
     from fp8kit.backends.cuda import recorded
@@ -160,6 +154,7 @@ def test_a_recorded_call_is_made_again_elsewhere(kernels: Any) -> None:
         assert_same_bits(f"call {i}", get(outs[i]), get(want))
 
 
+@both
 @pytest.mark.gpu
 def test_a_captured_call_is_launched_again(kernels: Any) -> None:
     import cupy
@@ -246,4 +241,4 @@ def test_they_are_not_chosen_where_no_policy_names_them() -> None:
     register(registry)
     for name in OWN["hopper_gemm.cu"][1]:
         found = [impl.impl_id for impl in registry.get_implementations(name)]
-        assert found.index(f"cuda.{name}") < min(found.index(f"cuda.{own}_{name}") for own in SUMS)
+        assert found.index(f"cuda.{name}") < min(found.index(f"cuda.{own}_{name}") for own in WHICH)

@@ -342,6 +342,20 @@ class QuantizedGroupedTensor(QuantizedTensor, GroupedTensor):
             self._lag = lag_of(self._parts)
         return found
 
+    def operands(self) -> list[Any]:
+        """The matrices to be read, not written: scales lie at multiples of 16 bytes, as GEMMs want them."""
+        found = self.split_into_quantized_tensors()
+        for name, shapes in self._how.parts:
+            held = self._parts[name]
+            if all(math.prod(shape) * held.element_size() % 16 == 0 for shape in shapes):
+                continue
+            wide = held.new_empty(len(shapes), -(-max(map(math.prod, shapes)) // 16) * 16)
+            for i, (member, shape) in enumerate(zip(found, shapes, strict=True)):
+                member._parts[name] = (
+                    wide[i, : math.prod(shape)].copy_(member._parts[name].view(-1)).view(shape)
+                )
+        return found
+
     def _flat(self, attribute: str) -> Tensor | None:
         """What all matrices have as ``attribute``, one after the other; a view of what is held."""
         found = [getattr(member, attribute) for member in self.split_into_quantized_tensors()]
@@ -414,7 +428,7 @@ class _Members(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.like = tuple(whole.shape)
         if isinstance(whole, QuantizedGroupedTensor):
-            return tuple(whole.split_into_quantized_tensors())
+            return tuple(whole.operands())
         return torch.Tensor.detach(whole).unbind(0)
 
     @staticmethod

@@ -43,7 +43,8 @@ class Decoder(torch.nn.Module):
 
 
 def draw(*shape, device, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    host = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=host, device="cpu").to(device)
 
 
 def generated(decoder, graphed, device, form):
