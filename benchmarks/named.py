@@ -45,10 +45,12 @@ def _made(hidden: int, heads: int, sequence: int, batch: int, device: Any) -> Ca
 
 
 def _times(steps: dict[str, Step], setting: Setting) -> dict[str, float]:
-    """Median seconds of each; of a recipe whose step takes long one step alone, its second."""
+    """Median seconds of each; of a recipe whose step takes long one step alone, its fourth: kernels are
+    compiled in the first, and GEMM algorithms timed in the second."""
     clock = clock_for(setting.device)
     for step in steps.values():
-        step()
+        for _ in range(3):
+            step()
     once = {name: clock.seconds(step, 1)[0] for name, step in steps.items()}
     return medians(interleaved(steps, clock, ROUNDS, CALLS)) if max(once.values()) < LONG else once
 
