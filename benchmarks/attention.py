@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import fp8kit_torch  # noqa: F401  (it says what is missing where torch is not installed)
 import numpy as np
 import torch
 import torch._functorch.config

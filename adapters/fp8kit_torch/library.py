@@ -46,12 +46,12 @@ from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls
 from fp8kit_torch.constants import constant_result, onnx_mode
 from fp8kit_torch.memory import place_of
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, slot_addresses
+from fp8kit_torch.torch_compat import library_of_op
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 # when a state that recorded amaxes is updated; NEITHER: the graph does it itself
 FORWARD, BACKWARD, NEITHER = 1, 2, 0
 OPS: dict[str, tuple[Any, Any]] = {}  # by the operation's name: the forward and the backward op
-_LIBRARY = torch.library.Library("fp8kit", "FRAGMENT")
 
 
 # --- calls as text ------------------------------------------------------------------------------------------
@@ -321,9 +321,10 @@ def _define_record() -> Any:
     """``record_``, past what ``custom_op`` does at each call for ops that gradients pass or that return
     tensors, which is half of its time: a compiled model calls this one twice for every product."""
     schema = torch.library.infer_schema(_record, mutates_args=("history",))
-    _LIBRARY.define(f"record_{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
-    _LIBRARY.impl("record_", torch.compiler.disable(_record), "CompositeExplicitAutograd")
-    torch.library.register_fake("fp8kit::record_", lambda *given: None, lib=_LIBRARY)
+    library = library_of_op("fp8kit", "record_")
+    library.define(f"record_{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
+    library.impl("record_", torch.compiler.disable(_record), "CompositeExplicitAutograd")
+    torch.library.register_fake("fp8kit::record_", lambda *given: None, lib=library)
     return torch.ops.fp8kit.record_.default
 
 

@@ -147,6 +147,11 @@ def global_hooks() -> bool:
     )
 
 
+# A library for the definition of one op, in the place of the one that defined it when this package was
+# imported before.
+library_of_op: Callable[..., Any] = _required(torch._library.custom_ops, "get_library_allowing_overwrite")
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 # For a subclass that decides by ``__torch_dispatch__`` alone.
