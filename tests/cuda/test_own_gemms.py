@@ -33,7 +33,7 @@ PRODUCTS = [case for name in NAMES for case in cases(name)]
 
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> Any:
-    """Every kernel, these products by our own: the parameter, or both in turn."""
+    """Every kernel, these products by our own: Hopper's, or the one that the parameter names."""
     own = getattr(request, "param", "hopper")
     if own == "hopper" and launch.capability(0) != hopper_gemm.CAPABILITY:
         pytest.skip("the kernel is Hopper's")

@@ -349,11 +349,14 @@ class QuantizedGroupedTensor(QuantizedTensor, GroupedTensor):
             held = self._parts[name]
             if all(math.prod(shape) * held.element_size() % 16 == 0 for shape in shapes):
                 continue
-            wide = held.new_empty(len(shapes), -(-max(map(math.prod, shapes)) // 16) * 16)
-            for i, (member, shape) in enumerate(zip(found, shapes, strict=True)):
-                member._parts[name] = (
-                    wide[i, : math.prod(shape)].copy_(member._parts[name].view(-1)).view(shape)
-                )
+            sizes = [math.prod(shape) for shape in shapes]
+            wide, alike = held.new_empty(len(sizes), -(-max(sizes) // 16) * 16), len(set(sizes)) == 1
+            if alike:  # one copy for all
+                wide[:, : sizes[0]].copy_(held.view(len(sizes), -1))
+            for row, size, shape, member in zip(wide, sizes, shapes, found, strict=True):
+                if not alike:
+                    row[:size].copy_(member._parts[name].view(-1))
+                member._parts[name] = row[:size].view(shape)
         return found
 
     def _flat(self, attribute: str) -> Tensor | None:
