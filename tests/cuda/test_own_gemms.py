@@ -13,7 +13,7 @@ from fp8kit import arrays, formats
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, hopper_gemm, launch, mma_gemm, register
+from fp8kit.backends.cuda import OWN, hopper_gemm, launch, mma_gemm, own_gemm, register
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
@@ -221,11 +221,22 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
 def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotTake, match="multiples of 16"):
         plan(planned, 64, 64, 64, a_stride=72)
-    with pytest.raises(BackendError, match="not E5M2 twice"):
-        planned(0, 16, 16, 16, 16, 16, 16, 16, 16, "e5m2", "e5m2", "bf16", "whole", (0, 0), 0)
     monkeypatch.setattr(launch, "capability", lambda index: (10, 0))
     with pytest.raises(CannotTake, match=r"10\.0"):
         plan(planned, 64, 64, 64)
+
+
+def test_what_none_of_them_takes_is_said() -> None:
+    fp8_gemm, block_gemm = own_gemm.contract("a_gemm", lambda product, stream: pytest.fail("was run"))
+    codes, scale = np.zeros((16, 128), np.uint8), np.ones((1, 16), np.float32)
+    a, one = arrays.as_view(codes), arrays.as_view(scale[:, :1])
+    out, bias = arrays.as_view(np.zeros((16, 16), np.float32)), arrays.as_view(np.zeros(16, np.float16))
+    with pytest.raises(BackendError, match=r"a_gemm.*not E5M2 twice"):
+        fp8_gemm(a, a, out, E5M2, E5M2, one, one, None, None, True, None, 0)
+    with pytest.raises(BackendError, match=r"a_gemm.*bias"):
+        fp8_gemm(a, a, out, E4M3, E5M2, one, one, bias, None, True, None, 0)
+    with pytest.raises(BackendError, match=r"\(1, 128\) for at least one operand"):
+        block_gemm(a, a, out, E4M3, E4M3, one, one, SQUARE, SQUARE, None, None, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
-"""FP8 products by a kernel of our own, for Hopper (raw_kernels/hopper_gemm.cu): the contract's ``fp8_gemm``
-and ``block_gemm`` without cuBLASLt.
+"""FP8 products by a kernel of our own, for Hopper (raw_kernels/hopper_gemm.cu), without cuBLASLt.
 
-A call is one launch, which writes M and N of any size at once; bias and addend are added in float32, and
-every element is rounded once. The order of sums does not depend on sizes, tiles or the device: an element is
-what ``fk.Accumulation``'s "hopper_fast" or "hopper_split" says, bit for bit.
+The order of sums does not depend on sizes, tiles or the device: an element is what ``fk.Accumulation``'s
+"hopper_fast" or "hopper_split" says, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,28 +9,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import gemm, launch
+from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
-from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.cuda.own_gemm import Product, contract
 from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.cuda.tensor_maps import CODES, NONE, tensor_map
 from fp8kit.backends.registry import CannotTake
-from fp8kit.errors import BackendError
-from fp8kit.formats import Format
 from fp8kit.lru import memoized
 
 CAPABILITY = (9, 0)
-PROMOTE = 128  # codes of the contraction whose sum is added to a float32 one
 _SOURCE, _THREADS, _SHARED = "hopper_gemm.cu", 384, 227 * 1024
 _DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(4 * CODES + "5P9q16x")  # struct Job, a multiple of 64 bytes
-# scales by blocks: the operands' tiles -> the sources' name
-SCALES = {
-    ((1, 128), (128, 128)): "lines_squares",
-    ((128, 128), (1, 128)): "squares_lines",
-    ((1, 128), (1, 128)): "lines_lines",
-}
 
 
 class Tiling(NamedTuple):
@@ -84,26 +72,23 @@ def _plan(
     out_stride: int,
     a_rows: int,
     b_rows: int,
-    left: str | None,
-    right: str | None,
+    left: str,
+    right: str,
     out: str,
     scales: str,
     steps: tuple[int, int],
     promote: int,
-    tiles: Tiling | None = None,
 ) -> _Plan:
     """``a_rows``, ``b_rows``: of the operands, with their padding; ``left``, ``right``, ``out``: the sources'
     names of their types; ``steps``: strides of scales of rows and squares."""
     if launch.capability(index) != CAPABILITY:
         major, minor = launch.capability(index)
         raise CannotTake("hopper_gemm", "device", f"compute capability {major}.{minor}", "9.0")
-    if left is None or right is None or left == right == "e5m2":
-        raise BackendError("hopper_gemm", "formats", f"{left}, {right}", "E4M3 or E5M2, not E5M2 twice")
     if (a_stride | b_stride | k) % 16:
         raise CannotTake(
             "hopper_gemm", "a, b", f"rows {a_stride} and {b_stride} codes apart", "multiples of 16"
         )
-    at = tiles or tiling(m, n, k, scales, promote, launch.sm_count(index))
+    at = tiling(m, n, k, scales, promote, launch.sm_count(index))
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)  # in tiles of clusters
     if at.rows >= at.columns:
         wide = ceil_div(wide, at.cluster)
@@ -148,114 +133,46 @@ def _box(rows: int, tiles: Tiling, shared: bool) -> int:
     return rows // tiles.cluster if shared else rows
 
 
-def _run(
-    a: ArrayView,
-    b: ArrayView,
-    out: ArrayView,
-    a_format: Format,
-    b_format: Format,
-    a_scale_inv: ArrayView,
-    b_scale_inv: ArrayView,
-    bias: ArrayView | None,
-    addend: ArrayView | None,
-    stream: int,
-    scales: str,
-    steps: tuple[int, int],
-    promote: int,
-    tiles: Tiling | None = None,
-) -> None:
-    (m, n), k = out.shape, a.shape[1]
-    if bias is not None and bias.dtype is not out.dtype:
-        raise BackendError("hopper_gemm", "bias", bias.dtype.name, out.dtype.name)
-    if (a.ptr | b.ptr | a_scale_inv.ptr | b_scale_inv.ptr) % 16:
+def _run(product: Product, stream: int) -> None:
+    """CannotTake on devices that are not of compute capability 9.0, beside the contract's refusals."""
+    a, b, out, scale_invs = product.a, product.b, product.out, (product.a_scale_inv, product.b_scale_inv)
+    if (a.ptr | b.ptr | scale_invs[0].ptr | scale_invs[1].ptr) % 16:
         raise CannotTake("hopper_gemm", "a, b, scales", "addresses", "multiples of 16")
     plan = _plan(
         out.device.index,
-        m,
-        n,
-        k,
+        out.shape[0],
+        out.shape[1],
+        a.shape[1],
         launch.row_stride(a),
         launch.row_stride(b),
         launch.row_stride(out),
         a.shape[0],
         b.shape[0],
-        format_name(a_format),
-        format_name(b_format),
+        product.left,
+        product.right,
         launch.type_name(out.dtype),
-        scales,
-        steps,
-        promote,
-        tiles,
+        product.scales,
+        product.steps,
+        product.promote,
     )
-    a_map, b_map, a_lines, b_lines = plan.maps
+    a_map, b_map, *lines = plan.maps
+    described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
     job = _JOB.pack(
         a.ptr,
         a_map,
         b.ptr,
         b_map,
-        a_scale_inv.ptr if any(a_lines) else 0,
-        a_lines,
-        b_scale_inv.ptr if any(b_lines) else 0,
-        b_lines,
-        a_scale_inv.ptr,
-        b_scale_inv.ptr,
-        address(bias),
-        address(addend),
+        described[0],
+        lines[0],
+        described[1],
+        lines[1],
+        *(scale.ptr for scale in scale_invs),
+        address(product.bias),
+        address(product.addend),
         out.ptr,
         *plan.sizes,
     )
     launch.launch(plan.kernel, plan.blocks, _THREADS, (job,), stream, _SHARED)
 
 
-def fp8_gemm(
-    a: ArrayView,
-    b: ArrayView,
-    out: ArrayView,
-    a_format: Format,
-    b_format: Format,
-    a_scale_inv: ArrayView,
-    b_scale_inv: ArrayView,
-    bias: ArrayView | None,
-    addend: ArrayView | None,
-    fast_accumulate: bool,
-    workspace: ArrayView | None,
-    stream: int,
-) -> None:
-    """See ``backends.protocol``; needs no workspace. CannotTake on devices that are not of compute capability
-    9.0, and for rows or addresses that are not multiples of 16 bytes."""
-    if not (out.size and a.shape[1]):  # nothing to multiply
-        gemm.fp8_gemm(
-            a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, bias, addend, False, workspace, stream
-        )
-        return
-    step = int(a_scale_inv.size > 1 or b_scale_inv.size > 1)
-    promote = 0 if fast_accumulate else PROMOTE
-    operands = a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, bias, addend
-    _run(*operands, stream, "whole", (step, step), promote)
-
-
-def block_gemm(
-    a: ArrayView,
-    b: ArrayView,
-    out: ArrayView,
-    a_format: Format,
-    b_format: Format,
-    a_scale_inv: ArrayView,
-    b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
-    bias: ArrayView | None,
-    addend: ArrayView | None,
-    workspace: ArrayView | None,
-    stream: int,
-) -> None:
-    """See ``backends.protocol``; needs no workspace. Refusals as ``fp8_gemm``'s."""
-    operands = a, b, out, a_format, b_format, a_scale_inv, b_scale_inv
-    if not (out.size and a.shape[1]):
-        gemm.fp8_gemm(*operands, bias, addend, False, workspace, stream)
-        return
-    scales = SCALES.get((a_tile, b_tile))
-    if scales is None:
-        raise BackendError("block_gemm", "tiles", f"{a_tile}, {b_tile}", "(1, 128) for at least one operand")
-    steps = launch.row_stride(a_scale_inv), launch.row_stride(b_scale_inv)
-    _run(*operands, bias, addend, stream, scales, steps, PROMOTE)
+fp8_gemm, block_gemm = contract("hopper_gemm", _run)
