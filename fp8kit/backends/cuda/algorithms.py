@@ -1,7 +1,7 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, when it comes for
-the second time; the answer is kept on disk. That takes 15 ms and more, so a process times few problems, and
+the third time; the answer is kept on disk. That takes 15 ms and more, so a process times few problems, and
 none any more once it has met many: a training whose batches have ever other lengths takes the heuristic's
-first candidate.
+first candidate, and does not wait where one of its lengths comes twice.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
 up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
@@ -30,6 +30,7 @@ WIDE = 2**35
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
+TIMED_AT = 3  # the call of a problem that times it: one that comes twice may be a length met by chance
 _MOST = 32  # problems of a device that a process times; a transformer layer has 12
 _MANY = 256  # problems of a device after which none is timed or looked up: those of 20 lengths of a layer
 _met: dict[int, int] = {}  # device -> problems that could be timed
@@ -41,7 +42,7 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     """Before a call of ``plan``, give it its fastest algorithm where that is known or worth to be found.
     ``run(out)`` launches the product with its operands, writing to the address ``out``.
 
-    Nothing is timed, and the plan stays as it is, at its first call, and while ``stream`` is captured into a
+    Nothing is timed, and the plan stays as it is, at its first calls, and while ``stream`` is captured into a
     graph.
     """
     key, device = plan.key, plan.device
@@ -58,7 +59,7 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
         elif first:
             kept = _recall(plan)
             plan.tuned = kept is not None and plan.take(kept)
-        elif not launch.capturing(stream):
+        elif plan.calls >= TIMED_AT and not launch.capturing(stream):
             if _timed.get(device, 0) < _MOST:
                 _timed[device] = _timed.get(device, 0) + 1
                 # where it was measured what they give
