@@ -54,7 +54,6 @@ class DataRecipe(Recipe):
         self._check_history()
         if not (self.attention is None or isinstance(self.attention, AttentionQuantization)):
             raise self._refuse("attention", "an AttentionQuantization or None")
-        object.__setattr__(self, "key", repr((self.data, self.attention, self.history)))
         self._keep()
 
     def _check_history(self) -> None:
@@ -79,8 +78,13 @@ class DataRecipe(Recipe):
                 got = f"{self.history.growth} beside x, {side}"
                 raise RecipeError(type(self).__name__, "history.growth", got, "None, or x without state")
 
-    def _keep(self) -> tuple[Quantization, AttentionQuantization | None, AmaxHistory | None]:
-        return _DATA.setdefault(self.key, (self.data, self.attention, self.history))
+    def _keep(self) -> None:
+        """Give it the key of its data: their text, which other functions of a history may have as well."""
+        own = self.data, self.attention, self.history
+        key = repr(own)
+        while _DATA.setdefault(key, own) != own:
+            key += " of other functions"
+        object.__setattr__(self, "key", key)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -95,7 +99,7 @@ class DataRecipe(Recipe):
     @property
     def quantization(self) -> Quantization:
         """The data, the same object for equal data."""
-        return self._keep()[0]
+        return _DATA[self.key][0]
 
     @property
     def forward_format(self) -> formats.Format:

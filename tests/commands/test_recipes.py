@@ -185,6 +185,16 @@ def test_errors_by_hand():
     assert found.results["y"].relative_error == pytest.approx(errors.relative_error, rel=1e-6)
 
 
+def test_an_error_of_a_product_whose_terms_cancel():
+    """By E2M1 5 becomes 4, so that 5 + 1 - 6 is -1."""
+    one = np.ones((1, 1), np.float32)
+    x, w = np.float32([[5, 1, 6]]), np.float32([[1, 1, -1]])
+    found = recipe_check.check(NAMED["mxfp4"].recipe, x, w, one, device=CPU)
+    assert found.found["y"] == -1
+    assert found.results["y"][:2] == (np.inf, -np.inf)
+    assert found.plain["y"][:2] == (0, None)
+
+
 def test_the_median_of_rows_by_hand(capsys):
     """A large exact row hides in the error of the whole what the others lose."""
     exact = np.array([[1e6, 1e6], [1.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
