@@ -119,11 +119,10 @@ def errors(exact: HostArray, values: HostArray, most: HostArray | None = None) -
     """The errors of values that stand for exact ones, float64 of one shape; with ``most``, the largest value
     that each might have, the shares too."""
     signal, noise = float(np.sum(exact**2)), float(np.sum((exact - values) ** 2))
-    if noise and not signal:
-        relative, decibel = math.inf, -math.inf
-    else:
-        relative = math.sqrt(noise / signal) if noise else 0.0
-        decibel = 10 * math.log10(signal / noise) if noise else None
+    relative, decibel = 0.0, None
+    if noise:
+        relative = math.sqrt(noise / signal) if signal else math.inf
+        decibel = 10 * math.log10(signal / noise) if signal else -math.inf
     if most is None:
         return Errors(relative, decibel)
     flushed = (exact != 0) & (values == 0)
