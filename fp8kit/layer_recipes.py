@@ -127,8 +127,8 @@ class PerLayer(Recipe):
     A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
     Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
-    ``name``. A layer without a name, which no rule fits, is warned
-    of on the logger "fp8kit", once for each recipe. Raises RecipeError.
+    ``name``. A layer without a name, which no rule fits, is warned of on the logger "fp8kit", once for each
+    recipe. Raises RecipeError.
     """
 
     default: Recipe
@@ -321,9 +321,8 @@ class CustomRecipe(Recipe):
 
     What ``torch.compile`` traces holds the function's answers. Where the function reads the name of a layer
     that has none, the logger "fp8kit" warns, once for each function; ``PerLayer`` says how layers get names.
-    Raises RecipeError, also for an answer that is
-    neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects: in PyTorch those of
-    ``fp8kit_torch`` may be answers too.
+    Raises RecipeError, also for an answer that is neither. Transformer Engine's CustomRecipe, whose function
+    gives quantizer objects: in PyTorch those of ``fp8kit_torch`` may be answers too.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]

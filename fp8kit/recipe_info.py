@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import CPU, Device
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.backends import dispatch
@@ -24,7 +25,7 @@ NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
     codes' values in high precision; "refused". ``why`` it is refused; or what is emulated where the rest is
-    native."""
+    native: sums that are a chip's on every device, attention."""
 
     status: str
     why: str = ""
@@ -50,7 +51,9 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
         return Support(REFUSED, str(error))
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
-    native = Support(NATIVE, _attention_words(recipe.attention, capability))
+    modelled = any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
+    words = "its sums are emulated" * modelled, _attention_words(recipe.attention, capability)
+    native = Support(NATIVE, "; ".join(filter(None, words)))
     if capability is None:
         return native
     have, least = (".".join(map(str, each)) for each in (capability, products.capability))
@@ -145,7 +148,8 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def attention_facts(recipe: Recipe) -> dict[str, Any]:
     """How attention's operands are cast, operand -> ``operand_facts``, and ``rows_per_block``, ``rotation``,
-    ``signs``, ``joint``, as ``AttentionQuantization`` says them; {} where attention is in high precision."""
+    ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how the products run; {}
+    where attention is in high precision."""
     how = recipe.attention
     if how is None:
         return {}
@@ -155,7 +159,8 @@ def attention_facts(recipe: Recipe) -> dict[str, Any]:
     found = {name: operand_facts(used, own) for name, own in operands.items() if own is not None}
     found["p"]["scale"] = f"static, {how.p.static_scale:g}"
     options = {name: getattr(how, name) for name in ("rows_per_block", "rotation", "signs", "joint")}
-    return {"operands": found, **options, "compute": EMULATED}
+    compute = f"{EMULATED}, but where cuDNN's FP8 kernels take them" if how.one_scale_a_tensor else EMULATED
+    return {"operands": found, **options, "compute": compute}
 
 
 def field_values(recipe: Recipe) -> dict[str, str]:

@@ -64,6 +64,8 @@ def test_support_follows_from_the_capability():
     why = recipe_info.support_of(block, (8, 0)).why
     assert why == "FP8 with scales of blocks needs compute capability 8.9, not 8.0"
     assert {recipe_info.support_of(mx, c).status for c in (None, (8, 0), (12, 0))} == {"emulated"}
+    hopper = NAMED["current_hopper"].recipe
+    assert recipe_info.support_of(hopper, (9, 0)) == ("native", "its sums are emulated")
     taken = "attention too where cuDNN's FP8 kernels take it"
     for name, on_hopper in (("current_dpa", taken), ("flash_attention_3", "attention is emulated")):
         found = {c: recipe_info.support_of(NAMED[name].recipe, c) for c in (None, (9, 0), (10, 0))}
@@ -111,6 +113,15 @@ def test_operands_that_are_cast_from_fprops_codes_are_named(capsys):
     small = ("--shape", "16", "32", "32", "--device", "cpu")
     assert f"\n{said}; their errors are against these values\n" in ran(capsys, "check", "quartet_2", *small)
     assert "cast anew" not in ran(capsys, "show", "nvfp4")
+
+
+def test_show_says_where_attentions_products_run(capsys):
+    """One scale a tensor is what cuDNN's kernels know; blocks of rows and rotations they do not."""
+    taken = "products: emulated, but where cuDNN's FP8 kernels take them;"
+    assert [taken in ran(capsys, "show", name) for name in ("current_dpa", "flash_attention_3")] == [
+        True,
+        False,
+    ]
 
 
 def test_show_of_gemms_in_high_precision():
