@@ -165,11 +165,11 @@ def check(
     exact = {"y": wide["x"] @ wide["w"].T, "dx": wide["g"] @ wide["w"], "dw": wide["g"].T @ wide["x"]}
     casts: dict[tuple[str, str], Cast | None] = {}
     for gemm, own in recipe.quantization.gemms.items():
-        for matrix, quantizer in zip(OPERANDS[gemm], (own.a, own.b), strict=True):
+        for matrix, side, quantizer in zip(OPERANDS[gemm], "ab", (own.a, own.b), strict=True):
             place = gemm, matrix
             if own.compute == "dequantized" and matrix != "g":
                 casts[place] = casts["fprop", matrix]
-            elif own.compute == "quantized":
+            elif own.compute == "quantized" and own.plain != side:
                 number, along = _CASTS[place]
                 given = matrices[matrix]
                 fprop = casts["fprop", matrix] if own.recast and matrix != "g" else None

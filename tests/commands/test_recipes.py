@@ -13,7 +13,9 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.blocks import hadamard
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import E4M3
+from fp8kit.layer_recipes import DataRecipe
 from fp8kit.ops.products import product_class
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, sum_slack
@@ -133,6 +135,11 @@ def test_show_of_gemms_in_high_precision():
     assert values["wgrad"]["operands"] == {"g": {}, "x": values["fprop"]["operands"]["x"]}
 
 
+ONE = Quantizer(E4M3, "mx_1x32", scale_rule="te")
+AS_IT_IS = DataRecipe(  # x in fprop, w in dgrad
+    Quantization(Gemm(ONE, ONE, plain="a"), Gemm(ONE, ONE, plain="b"), Gemm(ONE, ONE)), "as it is"
+)
+
 RECIPES = (
     {name: each.recipe for name, each in NAMED.items()}
     | VARIANTS
@@ -141,6 +148,7 @@ RECIPES = (
         for kind in (MXFP8BlockScaling, NVFP4BlockScaling)
         for how in ("dequantized", "high_precision")
     }
+    | {"an operand as it is": AS_IT_IS}
 )
 
 
@@ -204,6 +212,19 @@ def test_an_error_of_a_product_whose_terms_cancel():
     assert found.found["y"] == -1
     assert found.results["y"][:2] == (np.inf, -np.inf)
     assert found.plain["y"][:2] == (0, None)
+
+
+def test_an_operand_that_a_gemm_multiplies_as_it_is():
+    """It is no cast, whatever the quantizer beside it says."""
+    cast = {
+        (gemm, matrix)
+        for gemm, own in recipe_info.gemm_facts(AS_IT_IS).items()
+        for matrix, facts in own["operands"].items()
+        if facts
+    }
+    assert cast == {("fprop", "w"), ("dgrad", "g"), ("wgrad", "g"), ("wgrad", "x")}
+    found = recipe_check.check(AS_IT_IS, draw(0, (M, K)), draw(1, (N, K)), draw(2, (M, N)), device=CPU)
+    assert cast == {place for place, errors in found.operands.items() if errors is not None}
 
 
 def test_the_median_of_rows_by_hand(capsys):
