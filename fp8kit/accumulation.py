@@ -52,8 +52,9 @@ class Accumulation:
     block to block.
 
     The products are taken in ascending order, ``chunk`` at a time. Promoted sums are added in float32, to
-    nearest even, in ascending order. Exact sums are rounded to float32 once, to nearest even. NaN, Inf times
-    0, and Inf - Inf give NaN; other Infs give Inf.
+    nearest even, in ascending order. Exact sums are rounded to float32 once, to nearest even; of blocks with
+    scales each block's is rounded to float64, multiplied by both scales and added in float64, and the total
+    rounded to float32. NaN, Inf times 0, and Inf - Inf give NaN; other Infs give Inf.
 
     ArgumentError for values out of their range.
     """

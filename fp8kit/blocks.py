@@ -7,8 +7,7 @@ for bit; the engines' fused cast (``Kernels.cast_blocks``) is tested against the
 Sources: OCP Microscaling Formats 1.0, section 6.3 (floor); torchao's ``ScaleCalculationMode`` (ceil, even);
 cuBLAS's documentation, "1D Block Quantization" (rceil); NVIDIA, Pretraining Large Language Models with NVFP4,
 arXiv 2509.25149, and Transformer Engine (NVFP4's two levels, the fixed signs); Quartet and Quartet II, below;
-Cook et al. 2025, Four Over
-Six, arXiv 2512.02010, and Transformer Engine (its choice between two scales).
+Cook et al. 2025, Four Over Six, arXiv 2512.02010, and Transformer Engine (its choice between two scales).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, Quantizer
 from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
-from fp8kit.tiles import Rotation, along_of, tiling
+from fp8kit.tiles import Rotation, along_of, tiling, whole_amax
 
 __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
 
@@ -210,22 +210,12 @@ def _by_rule(
         lines = max(rows.shape[1 - along], 1) if quantizer.row_scaled else 1
         amax = arrays.zeros((lines,), formats.float32, where)
         tensor_scale = arrays.empty((lines,), formats.float32, where)
-        if quantizer.row_scaled:
-            rotated = rows
-            if quantizer.hadamard and rows.size:
-                rotated = arrays.empty(rows.shape, formats.float32, where)
-                kernels.rotate(
-                    rows, rotated, None, quantizer.hadamard, quantizer.signs, along, random, stream
-                )
-            lying = (1, rows.shape[1]) if along else (rows.shape[0], 1)
-            if rows.size:
-                kernels.amax(rotated, amax, lying, stream)
-            else:
-                arrays.copy(tensor_scale, arrays.as_view(np.ones(lines, np.float32)))
-        elif not quantizer.hadamard:
-            kernels.amax(rows, amax, tuple(max(n, 1) for n in rows.shape), stream)
-        elif rows.size:
-            kernels.rotate(rows, None, amax, quantizer.hadamard, quantizer.signs, along, random, stream)
+        if rows.size:
+            lines_rotated = quantizer.hadamard and quantizer.row_scaled
+            rotated = arrays.empty(rows.shape, formats.float32, where) if lines_rotated else None
+            whole_amax(kernels, rows, quantizer, along, amax, rotated, random, stream)
+        else:  # an amax of 0
+            arrays.copy(tensor_scale, arrays.as_view(np.ones(lines, np.float32)))
     drawn = state if quantizer.stochastic_bits else random
     results = codes, scale_inv, scale_codes, None, amax, tensor_scale
     kernels.cast_blocks(rows, *results, quantizer, along, 0, drawn, None, stream)

@@ -2,9 +2,8 @@
 
 ``Format`` describes any ExMy of at most 8 bits and derives its limits; ``DType`` is a row of the table that
 holds every foreign code (NumPy, DLPack, XLA, CUDA, NCCL) of an element type. Sources: OCP 8-bit Floating
-Point Specification (E4M3, E5M2), OCP Microscaling Formats 1.0 (E2M1, E2M3,
-E3M2, MXINT8, E8M0), dlpack.h 1.1, XLA's
-xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
+Point Specification (E4M3, E5M2), OCP Microscaling Formats 1.0 (E2M1, E2M3, E3M2, MXINT8, E8M0), dlpack.h 1.1,
+XLA's xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
 """
 
 from __future__ import annotations

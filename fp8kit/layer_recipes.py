@@ -54,7 +54,6 @@ class DataRecipe(Recipe):
         self._check_history()
         if not (self.attention is None or isinstance(self.attention, AttentionQuantization)):
             raise self._refuse("attention", "an AttentionQuantization or None")
-        object.__setattr__(self, "key", repr((self.data, self.attention, self.history)))
         self._keep()
 
     def _check_history(self) -> None:
@@ -79,8 +78,13 @@ class DataRecipe(Recipe):
                 got = f"{self.history.growth} beside x, {side}"
                 raise RecipeError(type(self).__name__, "history.growth", got, "None, or x without state")
 
-    def _keep(self) -> tuple[Quantization, AttentionQuantization | None, AmaxHistory | None]:
-        return _DATA.setdefault(self.key, (self.data, self.attention, self.history))
+    def _keep(self) -> None:
+        """Give it the key of its data: their text, which other functions of a history may have as well."""
+        own = self.data, self.attention, self.history
+        key = repr(own)
+        while _DATA.setdefault(key, own) != own:
+            key += " of other functions"
+        object.__setattr__(self, "key", key)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -95,7 +99,7 @@ class DataRecipe(Recipe):
     @property
     def quantization(self) -> Quantization:
         """The data, the same object for equal data."""
-        return self._keep()[0]
+        return _DATA[self.key][0]
 
     @property
     def forward_format(self) -> formats.Format:
@@ -123,8 +127,8 @@ class PerLayer(Recipe):
     A layer's name is its argument ``name``; ``name_layers(model)`` of ``fk.nn`` and of ``fp8kit_torch`` gives
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
     Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
-    ``name``. A layer without a name, which no rule fits, is warned
-    of on the logger "fp8kit", once for each recipe. Raises RecipeError.
+    ``name``. A layer without a name, which no rule fits, is warned of on the logger "fp8kit", once for each
+    recipe. Raises RecipeError.
     """
 
     default: Recipe
@@ -317,9 +321,8 @@ class CustomRecipe(Recipe):
 
     What ``torch.compile`` traces holds the function's answers. Where the function reads the name of a layer
     that has none, the logger "fp8kit" warns, once for each function; ``PerLayer`` says how layers get names.
-    Raises RecipeError, also for an answer that is
-    neither. Transformer Engine's CustomRecipe, whose function gives quantizer objects: in PyTorch those of
-    ``fp8kit_torch`` may be answers too.
+    Raises RecipeError, also for an answer that is neither. Transformer Engine's CustomRecipe, whose function
+    gives quantizer objects: in PyTorch those of ``fp8kit_torch`` may be answers too.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E2M1, Format, float32
 
@@ -25,6 +25,7 @@ HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
 ScaleCompute = Callable[[HostArray, HostArray, float, Any], HostArray]
 
+_INF = 2.0**128 - 2.0**103  # the least number that float32 rounds to Inf
 _BLOCKS = [(rows, n) for n in (16, 32, 64, 128) for rows in (1, n)]
 # granularity -> (rows, columns) of a tile of elements that share a scale, 0: all of them. Scales of "block"
 # are float32; of "mx" E8M0; of "nvfp4" E4M3, and the tensor, or each row ("nvfp4_row"), has a float32 scale
@@ -77,8 +78,8 @@ class Quantizer:
       scales (``fp8kit.blocks.four_over_six``), of E2M1 to nearest even, without a rotation; "gauss": of MX
       with E2M1, by the block's standard deviation (``fp8kit.blocks.gauss_bytes``); "eden": of NVFP4 with
       E2M1 to nearest even, scales that are corrected and rounded stochastically (``fp8kit.blocks.eden``).
-    * ``epsilon``: the least amax. ``static_scale``: positive and finite in float32, as its inverse; 1 unless
-      the source is "static".
+    * ``epsilon``: the least amax, 0 or more, finite in float32. ``static_scale``: positive and finite in
+      float32, as its inverse; 1 unless the source is "static".
     * ``stochastic_bits``: 0, codes are rounded to nearest; n, stochastically by n random bits, at most 32.
       ``ties``: to nearest "even", or "down", toward zero, of blocks.
     * ``factor``: what x * scale is multiplied by before it becomes a code, and codes are divided by: less
@@ -89,7 +90,7 @@ class Quantizer:
       first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
       Engine, repeated) or "random" (drawn for each call).
 
-    RecipeError for another word, and for a format that is none.
+    RecipeError for another word, a number out of its range, and a format that is none.
     """
 
     format: Format
@@ -119,9 +120,11 @@ class Quantizer:
         for name, known in {**words, "ties": TIES}.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
+        number("Quantizer", "epsilon", self.epsilon, _INF, RecipeError)
+        number("Quantizer", "static_scale", self.static_scale, _INF, RecipeError, above=0.0)
         with np.errstate(all="ignore"):
             inverse = np.float32(1) / np.float32(self.static_scale)
-        if not (self.static_scale > 0 and 0 < inverse < np.inf):
+        if not 0 < inverse < np.inf:
             wanted = "positive, and finite in float32 as its inverse"
             raise RecipeError("Quantizer", "static_scale", shown(self.static_scale), wanted)
         if self.static_scale != 1 and not self.static:
@@ -465,8 +468,7 @@ class AmaxHistory:
 
     def __post_init__(self) -> None:
         for name in ("max_forward", "max_backward"):
-            if not 0 < getattr(self, name) < np.inf:
-                raise RecipeError("AmaxHistory", name, shown(getattr(self, name)), "finite, more than 0")
+            number("AmaxHistory", name, getattr(self, name), kind=RecipeError, above=0.0)
         integer("AmaxHistory", "length", self.length, 1, None, RecipeError)
         integer("AmaxHistory", "margin", self.margin, -32, 32, RecipeError)
         if not callable(self.amax_algo):

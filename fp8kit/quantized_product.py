@@ -221,40 +221,14 @@ def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView |
 
 
 def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
-    """The values of a rotated array, as they lie in memory, before the rotation: float32 times the matrix
-    again, which is its own inverse, and times the signs, rounded to ``kind``."""
+    """The values of a rotated array, as they lie in memory, before the rotation: rotated back in float32 and
+    rounded to ``kind``."""
     rotation, where = tensor.rotation, tensor.device
     assert rotation is not None
-    kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
-    values = tensor._wide(formats.float32)
-    if not values.size:
-        return tensor._wide(kind)
-    rows, along = values.rows(), tensor._along
-    out = arrays.empty(rows.shape, formats.float32, where)
-    kernels.rotate(rows, out, None, rotation.n, "plus", along, None, stream)
-    if rotation.signs != "plus":
-        native = arrays.provider(where).native
-        signs = native(_signs(rotation, rows.shape[along], kernels, where, stream))
-        flips = (signs < 0) * np.uint32(1 << 31)
-        bits = native(out.view(formats.uint32))  # not a product, in which CuPy flushes subnormals
-        bits ^= flips if along else flips.reshape(-1, 1)
-    if kind is formats.float32:
-        return out.reshape(*values.shape)
-    narrow = arrays.empty(values.shape, kind, where)
-    kernels.copy(out, narrow.rows(), stream)
-    return narrow
-
-
-def _signs(rotation: Rotation, count: int, kernels: Any, where: arrays.Device, stream: int) -> ArrayView:
-    """The signs of a rotation along ``count`` indices, float32 (1, count): what is left of ones that are
-    rotated there and back, but for the rounding."""
-    ones = arrays.to(arrays.as_view(np.ones((1, count), np.float32)), where)
-    there, back = (arrays.empty((1, count), formats.float32, where) for _ in range(2))
-    kernels.rotate(ones, there, None, rotation.n, rotation.signs, 1, rotation.rng, stream)
-    kernels.rotate(there, back, None, rotation.n, "plus", 1, None, stream)
-    native = arrays.provider(where).native
-    native(back)[...] = native(back).round()
-    return back
+    values, out = tensor._wide(formats.float32), arrays.empty(tensor._codes.shape, kind, where)
+    how = rotation.n, rotation.signs, tensor._along, rotation.rng, arrays.current_stream(where)
+    dispatch.kernels(where).rotate_back(values.rows(), out.rows(), None, *how)
+    return out
 
 
 def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:

@@ -6,7 +6,8 @@ layer's results but for the sums and the results' own rounding. Of each are repo
 for x (numerator and denominator in float64)
 
 * ``relative_error``: sqrt(sum (x - v)^2 / sum x^2), and ``sqnr_db``, the signal to quantisation noise ratio,
-  10 log10(sum x^2 / sum (x - v)^2), in dB; None where there is no error.
+  10 log10(sum x^2 / sum (x - v)^2), in dB; 0 and None where there is no error, Inf and -Inf where there is
+  one and every x is 0, as where the terms of a product cancel.
 * ``clipped``: the share of elements with |x| > format.max * scale_inv, beyond what float32 rounds of it.
 * ``flushed``: the share of elements that are not 0 and whose value is.
 
@@ -118,8 +119,10 @@ def errors(exact: HostArray, values: HostArray, most: HostArray | None = None) -
     """The errors of values that stand for exact ones, float64 of one shape; with ``most``, the largest value
     that each might have, the shares too."""
     signal, noise = float(np.sum(exact**2)), float(np.sum((exact - values) ** 2))
-    relative = math.sqrt(noise / signal) if noise else 0.0
-    decibel = 10 * math.log10(signal / noise) if noise and signal else None
+    relative, decibel = 0.0, None
+    if noise:
+        relative = math.sqrt(noise / signal) if signal else math.inf
+        decibel = 10 * math.log10(signal / noise) if signal else -math.inf
     if most is None:
         return Errors(relative, decibel)
     flushed = (exact != 0) & (values == 0)
@@ -162,11 +165,11 @@ def check(
     exact = {"y": wide["x"] @ wide["w"].T, "dx": wide["g"] @ wide["w"], "dw": wide["g"].T @ wide["x"]}
     casts: dict[tuple[str, str], Cast | None] = {}
     for gemm, own in recipe.quantization.gemms.items():
-        for matrix, quantizer in zip(OPERANDS[gemm], (own.a, own.b), strict=True):
+        for matrix, side, quantizer in zip(OPERANDS[gemm], "ab", (own.a, own.b), strict=True):
             place = gemm, matrix
             if own.compute == "dequantized" and matrix != "g":
                 casts[place] = casts["fprop", matrix]
-            elif own.compute == "quantized":
+            elif own.compute == "quantized" and own.plain != side:
                 number, along = _CASTS[place]
                 given = matrices[matrix]
                 fprop = casts["fprop", matrix] if own.recast and matrix != "g" else None

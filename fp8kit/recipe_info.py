@@ -8,13 +8,14 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import CPU, Device
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
-from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
+from fp8kit.quantization import OPERANDS, AmaxHistory, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED, Named
 
@@ -24,7 +25,7 @@ NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
     codes' values in high precision; "refused". ``why`` it is refused; or what is emulated where the rest is
-    native."""
+    native: sums that are a chip's on every device, attention."""
 
     status: str
     why: str = ""
@@ -50,7 +51,9 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
         return Support(REFUSED, str(error))
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
-    native = Support(NATIVE, _attention_words(recipe.attention, capability))
+    modelled = any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
+    words = "its sums are emulated" * modelled, _attention_words(recipe.attention, capability)
+    native = Support(NATIVE, "; ".join(filter(None, words)))
     if capability is None:
         return native
     have, least = (".".join(map(str, each)) for each in (capability, products.capability))
@@ -99,13 +102,11 @@ def devices() -> list[Device]:
     return [CPU, *(Device("cuda", index) for index in range(count))]
 
 
-def operand_facts(gemm: Gemm, quantizer: Quantizer) -> dict[str, Any]:
-    """How an operand of a GEMM is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale``
-    (source and rule; "delayed" alone, whose rule is the recipe's ``history``), ``rounding_bits`` (0: to
-    nearest), ``rotation`` (None, or neighbours and signs), ``epsilon``, and, where they are not the defaults,
-    ``ties``, ``factor`` and ``clip_gradient``. An operand that is not cast has none of them."""
-    if gemm.compute == "high_precision":
-        return {}
+def cast_facts(quantizer: Quantizer) -> dict[str, Any]:
+    """How an operand is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale`` (source
+    and rule; "delayed" alone, whose rule is the recipe's ``history``), ``rounding_bits`` (0: to nearest),
+    ``rotation`` (None, or neighbours and signs), ``epsilon``, and, where they are not the defaults,
+    ``ties``, ``factor`` and ``clip_gradient``."""
     rotated = f"hadamard {quantizer.hadamard}, signs {quantizer.signs}" if quantizer.hadamard else None
     return {
         "format": str(quantizer.format),
@@ -125,37 +126,36 @@ def _scale_words(quantizer: Quantizer) -> str:
 
 
 def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """GEMM -> ``compute``, ``accumulation``, ``recast``, and ``operands``: matrix -> ``operand_facts``. Of a
-    GEMM that computes with the values which fprop multiplied ("dequantized") x and w are cast as fprop has
-    them, g is not."""
-    fprop = recipe.quantization.fprop
-    cast = {"x": fprop.a, "w": fprop.b}
+    """GEMM -> ``compute``, ``accumulation``, ``recast``, and ``operands``: matrix -> ``cast_facts``, {} of
+    one that is not cast. Of a GEMM that computes with the values which fprop multiplied ("dequantized") x and
+    w are cast as fprop has them, g is not."""
     found: dict[str, dict[str, Any]] = {}
     for name, gemm in recipe.quantization.gemms.items():
         operands = {}
-        for matrix, quantizer in zip(OPERANDS[name], (gemm.a, gemm.b), strict=True):
+        for matrix, side, quantizer in zip(OPERANDS[name], "ab", (gemm.a, gemm.b), strict=True):
             if gemm.compute == "dequantized":
-                operands[matrix] = operand_facts(fprop, cast[matrix]) if matrix in cast else {}
+                operands[matrix] = found["fprop"]["operands"].get(matrix, {})
             else:
-                operands[matrix] = operand_facts(gemm, quantizer)
+                is_cast = gemm.compute == "quantized" and gemm.plain != side
+                operands[matrix] = cast_facts(quantizer) if is_cast else {}
         how = {"compute": gemm.compute, "accumulation": gemm.accumulation, "recast": gemm.recast}
         found[name] = how | {"operands": operands}
     return found
 
 
 def attention_facts(recipe: Recipe) -> dict[str, Any]:
-    """How attention's operands are cast, operand -> ``operand_facts``, and ``rows_per_block``, ``rotation``,
-    ``signs``, ``joint``, as ``AttentionQuantization`` says them; {} where attention is in high precision."""
+    """How attention's operands are cast, operand -> ``cast_facts``, and ``rows_per_block``, ``rotation``,
+    ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how the products run; {}
+    where attention is in high precision."""
     how = recipe.attention
     if how is None:
         return {}
     operands = {name: getattr(how, name) for name in ("q", "k", "v", "p", "do", "ds", "o", "dqkv")}
-    gemm = recipe.quantization.fprop
-    used = Gemm(gemm.a, gemm.b)
-    found = {name: operand_facts(used, own) for name, own in operands.items() if own is not None}
+    found = {name: cast_facts(own) for name, own in operands.items() if own is not None}
     found["p"]["scale"] = f"static, {how.p.static_scale:g}"
     options = {name: getattr(how, name) for name in ("rows_per_block", "rotation", "signs", "joint")}
-    return {"operands": found, **options, "compute": EMULATED}
+    compute = f"{EMULATED}, but where cuDNN's FP8 kernels take them" if how.one_scale_a_tensor else EMULATED
+    return {"operands": found, **options, "compute": compute}
 
 
 def field_values(recipe: Recipe) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import FormatError
-from fp8kit.quantization import TILES
+from fp8kit.quantization import TILES, Quantizer
 
 
 class Rotation(NamedTuple):
@@ -39,3 +39,31 @@ def tiling(
     rows, columns = (tile or max(whole, 1) for tile, whole in zip(named, shape, strict=True))
     grid = max(1, -(-shape[0] // rows)), max(1, -(-shape[1] // columns))
     return (rows, columns), (1,) if scaling == "tensor" else grid
+
+
+def whole_amax(
+    kernels: Any,
+    x: ArrayView,
+    own: Quantizer,
+    along: int,
+    amax: ArrayView,
+    rotated: ArrayView | None,
+    rng: ArrayView | None,
+    stream: int,
+) -> None:
+    """Raise ``amax`` to what a cast with two levels of scales takes before it: the largest magnitude of x, h
+    (R, C), rotated as the quantizer says; float32 (1,), or where rows have scales one for each line along the
+    contraction. ``rotated``: float32 like x, for lines that are rotated, else None. ``rng``: of random
+    signs."""
+    how = own.hadamard, own.signs, along, rng if own.signs == "random" else None
+    if own.hadamard and not own.row_scaled:
+        kernels.rotate(x, None, amax, *how, stream)
+        return
+    tile = x.shape
+    if own.row_scaled:
+        tile = (1, x.shape[1]) if along else (x.shape[0], 1)
+        if own.hadamard:
+            assert rotated is not None
+            kernels.rotate(x, rotated, None, *how, stream)
+            x = rotated
+    kernels.amax(x, amax, tile, stream)

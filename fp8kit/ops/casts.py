@@ -17,6 +17,7 @@ from fp8kit.ops.partition import Partition, SharedAmaxes
 from fp8kit.ops.product import want
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, WorkingSet
+from fp8kit.tiles import whole_amax
 
 FLT_MAX = formats.float32.max
 
@@ -154,17 +155,8 @@ class Quantize(Operation):
         x, amax, rng = ws.inputs["x"].rows(), ws.scratch.get("amax"), ws.inputs.get("rng")
         if amax is not None:
             arrays.provider(amax.device).fill_zero(amax, ws.stream)
-            signs = own.hadamard, own.signs, s.along, rng if own.signs == "random" else None
-            lying, source = x.shape, x
-            if own.row_scaled:
-                lying = (1, x.shape[1]) if s.along else (x.shape[0], 1)
-            if own.hadamard and own.row_scaled:
-                source = ws.scratch["rotated"].rows()
-                ws.kernels.rotate(x, source, None, *signs, ws.stream)
-            if own.hadamard and not own.row_scaled:
-                ws.kernels.rotate(x, None, amax, *signs, ws.stream)
-            else:
-                ws.kernels.amax(source, amax, lying, ws.stream)
+            rotated = ws.scratch["rotated"].rows() if "rotated" in ws.scratch else None
+            whole_amax(ws.kernels, x, own, s.along, amax, rotated, rng, ws.stream)
         out = [ws.outputs.get(name) for name in ("q", "scale_inv", "scale_codes", "tensor_scale_inv")]
         codes, scale_inv, scale_codes, tensor_scale_inv = out
         assert codes is not None

@@ -13,6 +13,7 @@ from fp8kit.formats import E4M3, E8M0, float32
 from fp8kit.ops.product import Product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, WorkingSet
+from fp8kit.tiles import whole_amax
 
 # operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
 # weight's as PyTorch has it, (out, in)
@@ -191,13 +192,10 @@ class EmulatedCasts(Product):
         if quantizer.two_level:
             amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(cast))
             arrays.provider(amax.device).fill_zero(amax, stream)
-            if quantizer.row_scaled:
-                lying = (1, matrix.shape[1]) if along else (matrix.shape[0], 1)
-                k.amax(self._rotated(ws, name, matrix), amax, lying, stream)
-            elif quantizer.hadamard:
-                k.rotate(matrix, None, amax, quantizer.hadamard, quantizer.signs, along, rng, stream)
-            else:
-                k.amax(matrix, amax, matrix.shape, stream)
+            rotated = None
+            if quantizer.row_scaled and quantizer.hadamard:
+                rotated = ws.scratch[self._name("rotated")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+            whole_amax(k, matrix, quantizer, along, amax, rotated, rng, stream)
             self.share(ws, name if quantizer.row_scaled else cast.source, amax)
         scales = tile_codes = None
         kind = SCALE_FORMATS.get(quantizer.granularity.partition("_")[0])

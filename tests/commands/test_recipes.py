@@ -13,7 +13,9 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.blocks import hadamard
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import E4M3
+from fp8kit.layer_recipes import DataRecipe
 from fp8kit.ops.products import product_class
+from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, sum_slack
@@ -64,6 +66,8 @@ def test_support_follows_from_the_capability():
     why = recipe_info.support_of(block, (8, 0)).why
     assert why == "FP8 with scales of blocks needs compute capability 8.9, not 8.0"
     assert {recipe_info.support_of(mx, c).status for c in (None, (8, 0), (12, 0))} == {"emulated"}
+    hopper = NAMED["current_hopper"].recipe
+    assert recipe_info.support_of(hopper, (9, 0)) == ("native", "its sums are emulated")
     taken = "attention too where cuDNN's FP8 kernels take it"
     for name, on_hopper in (("current_dpa", taken), ("flash_attention_3", "attention is emulated")):
         found = {c: recipe_info.support_of(NAMED[name].recipe, c) for c in (None, (9, 0), (10, 0))}
@@ -113,6 +117,15 @@ def test_operands_that_are_cast_from_fprops_codes_are_named(capsys):
     assert "cast anew" not in ran(capsys, "show", "nvfp4")
 
 
+def test_show_says_where_attentions_products_run(capsys):
+    """One scale a tensor is what cuDNN's kernels know; blocks of rows and rotations they do not."""
+    taken = "products: emulated, but where cuDNN's FP8 kernels take them;"
+    assert [taken in ran(capsys, "show", name) for name in ("current_dpa", "flash_attention_3")] == [
+        True,
+        False,
+    ]
+
+
 def test_show_of_gemms_in_high_precision():
     """What ``backward_override`` does to the operands."""
     high = recipe_info.gemm_facts(MXFP8BlockScaling(backward_override="high_precision"))
@@ -122,6 +135,11 @@ def test_show_of_gemms_in_high_precision():
     assert values["wgrad"]["operands"] == {"g": {}, "x": values["fprop"]["operands"]["x"]}
 
 
+ONE = Quantizer(E4M3, "mx_1x32", scale_rule="te")
+AS_IT_IS = DataRecipe(  # x in fprop, w in dgrad
+    Quantization(Gemm(ONE, ONE, plain="a"), Gemm(ONE, ONE, plain="b"), Gemm(ONE, ONE)), "as it is"
+)
+
 RECIPES = (
     {name: each.recipe for name, each in NAMED.items()}
     | VARIANTS
@@ -130,6 +148,7 @@ RECIPES = (
         for kind in (MXFP8BlockScaling, NVFP4BlockScaling)
         for how in ("dequantized", "high_precision")
     }
+    | {"an operand as it is": AS_IT_IS}
 )
 
 
@@ -183,6 +202,29 @@ def test_errors_by_hand():
     assert found.operands["fprop", "w"] == (0, None, 0, 0)
     assert found.plain["y"] == (0, None, None, None)
     assert found.results["y"].relative_error == pytest.approx(errors.relative_error, rel=1e-6)
+
+
+def test_an_error_of_a_product_whose_terms_cancel():
+    """By E2M1 5 becomes 4, so that 5 + 1 - 6 is -1."""
+    one = np.ones((1, 1), np.float32)
+    x, w = np.float32([[5, 1, 6]]), np.float32([[1, 1, -1]])
+    found = recipe_check.check(NAMED["mxfp4"].recipe, x, w, one, device=CPU)
+    assert found.found["y"] == -1
+    assert found.results["y"][:2] == (np.inf, -np.inf)
+    assert found.plain["y"][:2] == (0, None)
+
+
+def test_an_operand_that_a_gemm_multiplies_as_it_is():
+    """It is no cast, whatever the quantizer beside it says."""
+    cast = {
+        (gemm, matrix)
+        for gemm, own in recipe_info.gemm_facts(AS_IT_IS).items()
+        for matrix, facts in own["operands"].items()
+        if facts
+    }
+    assert cast == {("fprop", "w"), ("dgrad", "g"), ("wgrad", "g"), ("wgrad", "x")}
+    found = recipe_check.check(AS_IT_IS, draw(0, (M, K)), draw(1, (N, K)), draw(2, (M, N)), device=CPU)
+    assert cast == {place for place, errors in found.operands.items() if errors is not None}
 
 
 def test_the_median_of_rows_by_hand(capsys):

@@ -14,7 +14,7 @@ from fp8kit import nn, recipe, slowness
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
-from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED, named
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
@@ -234,6 +234,29 @@ def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -
         "FP8 products are not native by this recipe, because of stochastic_bits 8 of dgrad's output "
         "gradient, not 0: operands are still cast, but all three GEMMs"
     )
+
+
+class _Share:
+    """A rule of amaxes whose text does not say which."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, history: Any) -> Any:
+        return history.max(0) * np.float32(self.share)
+
+    def __repr__(self) -> str:
+        return "share()"
+
+
+def test_the_keys_of_recipes_whose_functions_have_the_same_text() -> None:
+    operand = Quantizer(E4M3, scale_source="delayed")
+    data = Quantization.of(operand, operand, operand)
+    rules = [AmaxHistory(448.0, 448.0, amax_algo=_Share(share)) for share in (0.5, 2.0)]
+    made = [recipe.DataRecipe(data, history=rule) for rule in (*rules, rules[0])]
+    assert made[0].key == made[2].key != made[1].key
+    for each, rule in zip(made, (*rules, rules[0]), strict=True):
+        assert recipe.DataRecipe.of_key(each.key, "again").history is rule
 
 
 def test_scales_of_earlier_steps_without_a_rule_are_refused_by_the_recipes_name() -> None:

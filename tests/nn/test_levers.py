@@ -112,11 +112,17 @@ def test_operands_of_one_layer_draw_bits_of_their_own() -> None:
 
 
 def test_static_scales_that_are_none() -> None:
-    for scale in (0.0, -1.0, np.inf, np.nan, 1e-45):
+    for scale in (0.0, -1.0, np.inf, np.nan, 1e-45, 1e39, "1", True):
         with pytest.raises(RecipeError, match="Quantizer: static_scale"):
             Quantizer(E4M3, scale_source="static", static_scale=scale)
     with pytest.raises(RecipeError, match="expected 1, or scale_source 'static'"):
         Quantizer(E4M3, static_scale=2.0)
+
+
+@pytest.mark.parametrize("least", [-1e-12, np.nan, np.inf, 1e39, "0", True])
+def test_a_least_amax_that_is_none(least: Any) -> None:
+    with pytest.raises(RecipeError, match="Quantizer: epsilon"):
+        Quantizer(E4M3, epsilon=least)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "deepseek_v3"])

@@ -15,7 +15,7 @@ from fp8kit import blocks, codec, packing
 from fp8kit.errors import Fp8kitError
 from fp8kit.quantization import MX_RULES, TILES
 from fp8kit.testing import assert_same_bits
-from tests.support.casts import NAMED, How, any_format, expected, hows
+from tests.support.casts import KINDS, NAMED, any_format, expected, hows
 from tests.support.draws import FLOATS, HIGH, examples, host, seeds, shapes, values
 
 SIGNED = [fmt for fmt in NAMED if fmt.signed and fmt.zero]
@@ -47,9 +47,11 @@ def calm(m, n, seed):
     return (x * (random.random((m, n)) > 0.1)).astype(np.float32)
 
 
-@examples(250)
-@given(shapes(1, 3), st.sampled_from(FLOATS), hows(), seeds, st.booleans())
-def test_a_cast_is_what_its_rules_say(shape, dtype, how, seed, wild):
+@pytest.mark.parametrize("kind", KINDS)
+@examples(60)
+@given(st.data(), shapes(1, 3), st.sampled_from(FLOATS), seeds, st.booleans())
+def test_a_cast_is_what_its_rules_say(kind, data, shape, dtype, seed, wild):
+    how = data.draw(hows(kind))
     x = matrix(shape, dtype, seed, wild)
     rows = x.reshape(-1, x.shape[-1]) if x.size else np.zeros((int(np.prod(shape[:-1])), shape[-1]), dtype)
     q = how.cast(x)
@@ -70,9 +72,11 @@ def test_a_cast_is_what_its_rules_say(shape, dtype, how, seed, wild):
 
 
 @pytest.mark.gpu
-@examples(300)
-@given(shapes(1, 3), st.sampled_from(HIGH), hows(), seeds, st.booleans())
-def test_both_engines_give_the_same_bits(shape, dtype, how, seed, wild):
+@pytest.mark.parametrize("kind", KINDS)
+@examples(60)
+@given(st.data(), shapes(1, 3), st.sampled_from(HIGH), seeds, st.booleans())
+def test_both_engines_give_the_same_bits(kind, data, shape, dtype, seed, wild):
+    how = data.draw(hows(kind))
     if how.format.max > np.finfo(np.float32).max:
         return  # decoded values are float32's
     x = matrix(shape, dtype, seed, wild)
@@ -122,8 +126,8 @@ def test_an_array_is_its_parts(m, n, how, seed):
 def test_both_orientations_of_a_matrix(m, n, how, seed):
     """A cast along the first dimension is the transposed of that of the transposed matrix."""
     x = calm(m, n, seed)
-    q = How(**(vars(how) | {"along": 1})).cast(x)
-    p = How(**(vars(how) | {"along": 0})).cast(np.ascontiguousarray(x.T))
+    q = how.but(along=1).cast(x)
+    p = how.but(along=0).cast(np.ascontiguousarray(x.T))
     for name, want in parts(q).items():
         got = parts(p)[name]
         got = got.T if want is not None and want.ndim == 2 else got
@@ -135,7 +139,7 @@ def test_both_orientations_of_a_matrix(m, n, how, seed):
 @given(SIZES, SIZES, st.sampled_from(SIGNED), hows(bits=0), seeds)
 def test_a_sign_is_kept(m, n, fmt, how, seed):
     """The cast of -x is that of x with other signs."""
-    x, how = calm(m, n, seed), How(**(vars(how) | {"format": fmt}))
+    x, how = calm(m, n, seed), how.but(format=fmt)
     q, p = how.cast(x), how.cast(-x)
     np.testing.assert_array_equal(p.scale_inv, q.scale_inv)
     np.testing.assert_array_equal(host(p.dequantize(rotated=True)), -host(q.dequantize(rotated=True)))
@@ -147,7 +151,7 @@ def test_a_sign_is_kept(m, n, fmt, how, seed):
 @given(SIZES, SIZES, st.sampled_from(SIGNED), hows(bits=0, hadamard=0), seeds)
 def test_what_was_cast_is_cast_to_itself(m, n, fmt, how, seed):
     """Of one level of scales; NVFP4's second level and the scales of its blocks round."""
-    how = How(**(vars(how) | {"format": fmt}))
+    how = how.but(format=fmt)
     if how.kind == "nvfp4":
         return
     q = how.cast(calm(m, n, seed))
@@ -165,7 +169,7 @@ def test_what_was_cast_is_cast_to_itself(m, n, fmt, how, seed):
 @given(SIZES, SIZES, st.sampled_from(SIGNED), hows(hadamard=0), seeds, st.integers(-4, 4))
 def test_powers_of_two_go_into_the_scale(m, n, fmt, how, seed, power):
     """2^k x has the codes of x, and 2^k times its scales."""
-    x, how = calm(m, n, seed), How(**(vars(how) | {"format": fmt}))
+    x, how = calm(m, n, seed), how.but(format=fmt)
     q, p = how.cast(x), how.cast(x * np.float32(2.0**power))
     np.testing.assert_array_equal(p.data, q.data)
     np.testing.assert_array_equal(host(p.dequantize()), host(q.dequantize()) * np.float32(2.0**power))

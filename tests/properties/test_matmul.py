@@ -18,7 +18,7 @@ from fp8kit.formats import E4M3
 from fp8kit.quantization import TILES
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract.model_gemm import model_gemm_oracle
-from tests.support.casts import NAMED, How, any_format, hows
+from tests.support.casts import NAMED, any_format, hows
 from tests.support.draws import attempt, examples, host, seeds, values
 
 FORMATS = [fk.E4M3, fk.E5M2, fk.E2M1, fk.Format("E3M4", 3, 4)]
@@ -81,12 +81,12 @@ def pairs(draw, **fixed):
     alike, along the contraction, or not at all."""
     left, right = draw(hows(**fixed)), draw(hows(**fixed))
     flips = draw(st.booleans()), draw(st.booleans())
-    left = How(**(vars(left) | {"format": draw(NARROW)}))
-    right = How(**(vars(right) | {"format": draw(NARROW)}))
+    left = left.but(format=draw(NARROW))
+    right = right.but(format=draw(NARROW))
     if left.hadamard or right.hadamard:
         same = {"hadamard": left.hadamard or 16, "signs": left.signs, "seed": left.seed}
-        left = How(**(vars(left) | same | {"along": 1 - flips[0]}))
-        right = How(**(vars(right) | same | {"along": int(flips[1])}))
+        left = left.but(**same, along=1 - flips[0])
+        right = right.but(**same, along=int(flips[1]))
     return left, right, flips
 
 
@@ -121,11 +121,11 @@ def test_modelled_sums_have_the_bits_of_fractions(mnk, pair, how, fit, seed):
         return
     (m, n, k), (left, right, flips) = mnk, pair
     if fit:  # blocks of one length, along the contraction
-        left = How(**(vars(left) | {"along": 1 - flips[0]}))
+        left = left.but(along=1 - flips[0])
         length = TILES[left.scaling][1]
         own = [name for name, tile in TILES.items() if tile[1] in (length, 0) or not length]
         scaling = own[seed % len(own)]
-        right = How(**(vars(right) | {"scaling": scaling, "rule": None, "along": int(flips[1])}))
+        right = right.but(scaling=scaling, rule=None, along=int(flips[1]))
     a, b = factor((m, k), left, flips[0], seed), factor((k, n), right, flips[1], seed + 1).T
     got = attempt(lambda: fk.matmul(a, b.T, accumulate=how))
     tiles = [TILES[q.scaling] for q in (a, b)]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 import fp8kit as fk
 from fp8kit import blocks, codec, formats
 from fp8kit.errors import Fp8kitError
-from fp8kit.formats import Format
-from fp8kit.quantization import MX_RULES, ROTATIONS, SIGNS, TILES
+from fp8kit.formats import E2M1, Format
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, TILES
 from fp8kit.testing.contract.dropout import philox
 from fp8kit.testing.contract.rotations import rotated
 
 Array = np.ndarray[Any, Any]
 NAMED = list(formats.FORMATS.values())
 _MOST = np.finfo(np.float32).max
+KINDS = ("tensor", "row", "block", "mx", "nvfp4_1", "nvfp4_row")
 
 
 @st.composite
@@ -60,6 +61,17 @@ class How:
         return self.scaling.partition("_")[0]
 
     @property
+    def row_scaled(self) -> bool:
+        """Whether rows have what a tensor has."""
+        return self.scaling.startswith("nvfp4_row")
+
+    def but(self, **changes: Any) -> How:
+        """The same but for some fields, without the choice between two scales where these do not fit it."""
+        found = replace(self, **changes)
+        fits = found.format == E2M1 and not found.bits and not found.hadamard
+        return replace(found, rule=None) if found.rule in FOUR_OVER_SIX and not fits else found
+
+    @property
     def rng(self) -> Array | None:
         """(seed, offset), where the cast draws."""
         random = self.bits or (self.hadamard and self.signs == "random")
@@ -80,28 +92,33 @@ class How:
         return fk.quantize(x, **self.options)
 
 
-def hows(**fixed: Any) -> st.SearchStrategy[How]:
-    """Casts of all formats, tiles, rules, roundings, rotations and orientations, but for what is fixed."""
+def hows(kind: str = "", **fixed: Any) -> st.SearchStrategy[How]:
+    """Casts of all formats, tiles, rules, roundings, rotations and orientations, but for what is fixed;
+    ``kind``: of ``KINDS``, of tiles whose name begins so."""
+    tiles = [name for name in TILES if name.startswith(kind)]
 
     @st.composite
     def drawn(draw: Any) -> How:
         fmt = draw(st.sampled_from(NAMED))
         if draw(st.booleans()):
             fmt = draw(any_format()) or fmt
-        scaling = draw(st.sampled_from(list(TILES)))
-        own = {"mx": (None, "power_2", *MX_RULES), "nvfp4": (None, "exact")}
+        scaling = draw(st.sampled_from(tiles))
+        own = {"mx": (None, "power_2", *MX_RULES), "nvfp4": (None, "exact", *FOUR_OVER_SIX)}
         rules = own.get(scaling.partition("_")[0], (None, "exact", "power_2"))
+        rule = draw(st.sampled_from(rules))
         given = {
             "format": fmt,
             "scaling": scaling,
-            "rule": draw(st.sampled_from(rules)),
+            "rule": rule,
             "bits": draw(st.sampled_from([0, 0, 1, 3, 8, 32])),
             "along": draw(st.integers(0, 1)),
             "hadamard": draw(st.sampled_from([0, 0, *ROTATIONS])),
             "signs": draw(st.sampled_from(SIGNS)),
             "seed": draw(st.integers(0, 2**40)),
         }
-        return How(**(given | fixed))
+        if rule in FOUR_OVER_SIX:
+            given |= {"format": E2M1, "bits": 0, "hadamard": 0}
+        return How(**given).but(**fixed)
 
     return drawn()
 
@@ -154,9 +171,14 @@ def _expected(x: Array, how: How) -> Expected:
     amax = _amax(wide, tile, by_codes)
     scale_codes = tensor = None
     if how.kind == "nvfp4":
-        whole = np.fmax.reduce(np.abs(wide), axis=None, initial=np.float32(0))
+        lines = how.along if how.row_scaled else None
+        whole = np.fmax.reduce(np.abs(wide), axis=lines, keepdims=True, initial=np.float32(0))
         scale_codes, scale, inverse, tensor = blocks.nvfp4_scales(amax, whole, fmt)
-        tensor = np.array([tensor], np.float32)
+        tensor = np.asarray(tensor, np.float32).reshape(-1)
+        if rule in FOUR_OVER_SIX:
+            scale_codes, scale, inverse = _four_over_six(wide, whole, how)
+            bound = blocks.scale_bound(rule)
+            tensor = np.asarray(blocks.nvfp4_tensor_scale(whole, fmt, bound)[1], np.float32).reshape(-1)
     elif rule in MX_RULES:
         scale_codes = blocks.scale_bytes(amax, fmt, rule)
         scale, inverse = blocks.scales_of_bytes(scale_codes)
@@ -176,3 +198,18 @@ def _expected(x: Array, how: How) -> Expected:
         codes = codec.encode(scaled, fmt)
     values = codec.decode(codes, fmt).astype(np.float32) * spread(inverse, x.shape, tile)
     return Expected(codes, inverse.astype(np.float32), scale_codes, tensor, values)
+
+
+def _four_over_six(x: Array, whole: Array, how: How) -> list[Array]:
+    """Codes of scales, scales and inverses, one a tile, by the choice between two."""
+    lying, high = x if how.along else x.T, TILES[how.scaling][0]
+    down, across = (-(-n // tile) for n, tile in zip(lying.shape, (high, 16), strict=True))
+    padded = np.zeros((down * high, across * 16), np.float32)
+    padded[: lying.shape[0], : lying.shape[1]] = lying
+    parts = padded.reshape(down, high, across, 16).swapaxes(1, 2).reshape(-1, high, 16)
+    if high > 1 and not how.along:  # a square's rows are the matrix's own
+        parts = parts.swapaxes(1, 2)
+    most = np.repeat(whole.reshape(-1), across) if how.row_scaled else whole
+    three = blocks.four_over_six(parts, most, str(how.rule))[:3]
+    grids = (part.reshape(down, across) for part in three)
+    return [np.ascontiguousarray(grid if how.along else grid.T) for grid in grids]
