@@ -108,6 +108,8 @@ class FP8Layer(Layer):
     casts_weights_anew = False
     # what the user calls it
     name: str | None = None
+    # Transformer Engine's name of a part whose whole was given a ``name``, where that is another one
+    debug_name: str | None = None
     # of calls that do not say is_first_microbatch
     microbatch: bool | None = None
     # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
