@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fp8kit import inspection
@@ -22,7 +23,7 @@ def entries(operation: Operation, spec: Any, names: Collection[str]) -> dict[str
         return found
     dtype: DType = float32  # entries do not depend on it, nor on the rows
     for product in operation.products(spec):
-        own = product_of(product, 1, dtype)
+        own = product_of(replace(product, parallel=None), 1, dtype)
         if isinstance(own, WatchedProduct):
             found |= own.entries
     return {name: found[name] for name in names}

@@ -21,6 +21,14 @@ _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout q
     get_rng_state_tracker tp_group tp_size"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
+# child -> what the logs of Transformer Engine's debug features call it
+_DEBUG_NAMES = {
+    "layernorm_qkv": "layernorm_linear_qkv",
+    "qkv": "linear_qkv",
+    "layernorm_query": "layernorm_linear_q",
+    "query_layer": "linear_q",
+    "key_value": "linear_kv",
+}
 _PREPARED: LRU[Any, PreparedCall] = LRU(SHAPES, name="attention calls")  # checked ones
 
 
@@ -175,6 +183,8 @@ class MultiheadAttention(AttentionHeads):
         first = sized(self._first, *(("query",) if cross else rows))
         setattr(self, self._first, kind(hidden_size, **first, **norm))
         self.key_value = make.Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
+        for child in (self._first, *(["key_value"] if cross else [])):
+            getattr(self, child).debug_name = child_name(name, _DEBUG_NAMES[child])
         if split and fuse_qkv_params and not self._interleaved:
             packed: Any = self.key_value if cross else getattr(self, self._first)
             blocks = (1, 1) if cross else (heads // groups, 1, 1)

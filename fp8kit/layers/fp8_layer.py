@@ -108,6 +108,8 @@ class FP8Layer(Layer):
     casts_weights_anew = False
     # what the user calls it
     name: str | None = None
+    # Transformer Engine's name of a part whose whole was given a ``name``, where that is another one
+    debug_name: str | None = None
     # of calls that do not say is_first_microbatch
     microbatch: bool | None = None
     # with recipes that differ from layer to layer: (recipe, the layer's name, its own recipe)
@@ -264,7 +266,7 @@ class FP8Layer(Layer):
         watch = None if inspector is None else inspector.of_layer(self, state)
         operands = self.open_operands(inputs, state, first)
         if watch is not None:
-            operands = operands._replace(fields=(*operands.fields, ("watch", self._watched(watch))))
+            operands = self._shown(operands, watch)
             first = None if watch.changed else first
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
@@ -354,6 +356,15 @@ class FP8Layer(Layer):
         """What this call shows: in a checkpoint's later pass no more than its backward, since the first pass
         has shown the rest."""
         return watch.only(forward=False) if self.recomputation.later() else watch
+
+    def _shown(self, operands: Operands, watch: Watch) -> Operands:
+        """The operands of a call that shows something. What is held in FP8 has its values beside its codes,
+        and no codes where the recipe is changed, since another GEMM may read it then."""
+        held = [*operands.weights, *(["x"] if operands.codes is not None else [])]
+        values = {name: operands.inputs[name].dequantize() for name in held}
+        fields = (*operands.fields, ("watch", self._watched(watch)))
+        operands = operands._replace(inputs={**operands.inputs, **values}, fields=fields)
+        return operands._replace(weights=_NOTHING, codes=None) if watch.changed else operands
 
     def _fp8_of(self, recipe: Recipe) -> Quantization:
         known = self._fp8

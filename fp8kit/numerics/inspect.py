@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import flag
+from fp8kit.collectives import everyone
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.numerics.config import read
 from fp8kit.numerics.dumps import Dumps, on_host
+from fp8kit.numerics.gathering import gathering
 from fp8kit.numerics.log import Inspector
 from fp8kit.numerics.sinks import LogFile, sinks_of
 
@@ -85,6 +87,7 @@ def inspect(
     log_dir: str | os.PathLike[str] | None = None,
     first_step: int = 0,
     keep: bool = True,
+    group: Any = None,
 ) -> Any:
     """A context manager: within it the layers of ``model`` show and do what ``config`` says::
 
@@ -104,10 +107,15 @@ def inspect(
     * ``log_dir``: a folder for the log that Transformer Engine writes; None writes none. Dumped tensors go
       there, too, by default to the working directory.
     * ``first_step``: the number of the first step. ``keep``: whether ``log.rows()`` keeps all rows.
+    * ``group``: ranks, such as ``fk.distributed.init()``, whose tensors are taken together, weights aside;
+      ``log.step()`` is then a call that all of them make. None: this rank's alone.
 
     ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
     that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
     process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
     first call, where several sections choose it.
     """
-    return opened(made(config, layer_names(model), sinks, log_dir, first_step, keep))
+    gather = gathering(group)
+    ranks = everyone() or group
+    rank = 0 if ranks is None else ranks.rank
+    return opened(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, gather=gather))

@@ -58,7 +58,8 @@ class ParallelProduct(Product):
         self.inner = self._made(kind, plain, self.whole_rows, how, "n" if self.column else "k")
         self.part: Any = None
         self.whole_wgrad = self.inner.whole_wgrad
-        if spec.sequence and isinstance(self.inner, QuantizedProduct):
+        # what is looked at is looked at as a whole, in high precision
+        if spec.sequence and isinstance(self.inner, QuantizedProduct) and spec.watch is None:
             part = self._made(kind, plain, self.part_rows, how, "m")
             self.part = part if self._fits(part) else None
         self.fprop_reads_x = self.inner.fprop_reads_x or (self.gathers_x and self.part is None)

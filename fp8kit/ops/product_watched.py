@@ -8,11 +8,12 @@ otherwise write codes alone: the same codes, by one more pass. Next to each of i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import UnsupportedError
 from fp8kit.inspection import BACKWARD, FORWARD, WATCHED, Entry, TensorWatch
 from fp8kit.ops.collect import Collector
 from fp8kit.ops.product import Product, ProductSpec
@@ -24,7 +25,8 @@ _OPERANDS = {"activation": "x", "weight": "w", "gradient": "g"}
 
 class WatchedProduct(Product):
     """Goes before a product's class. ``entries``: what each array holds, by its name among the outputs, or
-    among what backward fills."""
+    among what backward fills. ``alone``: the product that makes wgrad by itself, where that is to be seen and
+    the call adds it to what is there."""
 
     fuses_cast = False
 
@@ -44,6 +46,9 @@ class WatchedProduct(Product):
             self.wgrad_reads_x = True
         if self.twins & {"dgrad", "wgrad"}:
             self.reads_g = True
+        self.alone: Product | None = None
+        if self.adds and self._arrays_of("wgrad"):
+            self.alone = type(self).__bases__[1](replace(spec, watch=None, overwrite_grad=True), *of_the_call)
 
     def _add(self, layer: str, watch: TensorWatch) -> None:
         tensor = watch.tensor
@@ -120,7 +125,15 @@ class WatchedProduct(Product):
         if sizes:
             wider = max(self.dtype, self.grad_dtype, key=lambda dtype: dtype.itemsize)
             own |= {self._shown("again"): Meta((max(sizes),), wider)} | self._weight_buffer()
-        return own
+        return own | (self._alone_buffers() if self.needs_w else {})
+
+    def _alone_buffers(self) -> dict[str, Meta]:
+        """Where wgrad is made by itself."""
+        weights = self.weights.items() if self.alone is not None else ()
+        return {
+            self._shown(f"alone_{name}"): Meta(self._weight_shape(n), self.grad_dtype)
+            for name, (_, n) in weights
+        }
 
     def workspace(self, k: Any) -> int:
         return max(super().workspace(k), *(own.workspace(k) for own in self.collectors.values()), 0)
@@ -141,7 +154,7 @@ class WatchedProduct(Product):
             super().fprop(ws, x, alone, None)
         super().fprop(ws, x, y, addend)
         if self._sees(ws, "weight"):
-            self._look(ws, "weight", self._weight_to_see(ws))
+            self._look(ws, "weight", self._whole_weight(ws))
         twin = None
         if looked_at and "output" in self.twins:
             twin = ws.scratch[self._shown("again")]
@@ -161,9 +174,11 @@ class WatchedProduct(Product):
         self._look(ws, "dgrad", dx, twin)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
+        seen = self._sees(ws, "wgrad")
+        alone = self._alone(ws, g, x) if seen else {}
         super().wgrad(ws, g, x)
-        for i, (weight, (start, n)) in enumerate(self.weights.items() if self._sees(ws, "wgrad") else ()):
-            out, twin = ws.outputs[weight], None
+        for i, (weight, (start, n)) in enumerate(self.weights.items() if seen else ()):
+            out, twin = alone.get(weight, ws.outputs[weight]), None
             if "wgrad" in self.twins:
                 assert g is not None
                 part = g if len(self.weights) == 1 else g.slice(1, start, n)
@@ -172,6 +187,22 @@ class WatchedProduct(Product):
             self._look(ws, "wgrad", out, twin, i)
 
     # --- helpers --------------------------------------------------------------------------------------------
+
+    def _alone(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> dict[str, ArrayView]:
+        """This call's wgrad by itself, by weight, where the call adds it to what is there: made once more, so
+        that what is added has the bits that it has without an inspector."""
+        if self.alone is None:
+            return {}
+        made = {name: ws.scratch[self._shown(f"alone_{name}")] for name in self.weights}
+        self.alone.collectives, self.alone.split = self.collectives, self.split
+        # nothing is freed before the call's own wgrad has read it
+        again = ws._replace(
+            outputs={**ws.outputs, **made},
+            saved=MappingProxyType(ws.saved),
+            scratch=MappingProxyType(ws.scratch),
+        )
+        self.alone.wgrad(again, g, x)
+        return made
 
     def _shown(self, buffer: str) -> str:
         return f"{self.spec.prefix}{WATCHED}{buffer}"
@@ -199,13 +230,6 @@ class WatchedProduct(Product):
                 known = self._amax_known(tensor)
                 amax = None if known is None else ws.outputs[known]
                 self.collectors[name].run(ws, view, out, twin, scale, amax)
-
-    def _weight_to_see(self, ws: WorkingSet) -> ArrayView:
-        whole = self._whole_weight(ws)
-        if not whole.ptr and whole.size:
-            got = "a weight that is held in FP8, of quantized_model_init"
-            raise UnsupportedError("inspect", "weight", got, "a weight in high precision, or other tensors")
-        return whole
 
     def _made_again(self, ws: WorkingSet, like: ArrayView) -> ArrayView:
         """Where a gradient is made once more."""

@@ -165,11 +165,11 @@ def product_of(
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
     if spec.fp8 is not None and issubclass(kind, EmulatedProduct):
         _say_emulated(spec.fp8)
-    if spec.parallel is not None:
-        if spec.watch is not None or spec.input_cached:
-            got = "a rank's part of a weight"
-            raise UnsupportedError("inspect", "layer", got, "a layer without tensor parallelism")
-        return ParallelProduct(kind, spec, rows, dtype, needs_x, needs)
     if spec.watch is not None:
         kind = WATCHED[0](kind)
+    if spec.parallel is not None:
+        if spec.input_cached:
+            wanted = "x in high precision: the ranks share its amax before the cast"
+            raise UnsupportedError("linear", "x", "a tensor in FP8, for a rank's part of a weight", wanted)
+        return ParallelProduct(kind, spec, rows, dtype, needs_x, needs)
     return kind(spec, rows, dtype, needs_x, needs)

@@ -189,7 +189,8 @@ def quantizer_set(
     ``grad`` (Transformer Engine's names), in ``collection``; None: FP8_COLLECTION_NAME, or the former one
     where they are there. ``kept_as``: see ``QuantizerSet``; None is the module's
     ``quantization_checkpoint_name``."""
-    kind, path = type(module).__name__, ".".join(map(str, module.path))
+    # a model that is one layer has no path
+    kind, path = type(module).__name__, ".".join(map(str, module.path)) or module.name or ""
     layer = f"{path}{_ENDINGS.get(postfix, f'.{postfix}')}"
     kept_as = kept_as or getattr(module, "quantization_checkpoint_name", None) or ""
     recipe = recipe_in_force(kind, path) if recipe is None else recipe.for_layer(kind, path)

@@ -1,8 +1,9 @@
 """``nvdlfw_inspect.api``'s names, by which programs use Transformer Engine's debug features: one inspector of
 ``fp8kit_torch.inspect`` for the process, from ``initialize`` to ``end_debug``.
 
-Layers are known by their ``name``, which ``infer_and_assign_layer_names`` gives them, or by ``Layer_N``, in
-the order in which they are first called.
+Layers are known by their ``name``, which ``infer_and_assign_layer_names`` or their constructor gives them, or
+by ``Layer_N``, in the order in which they are first called. Parts of an attention whose constructor got a
+name are called as Transformer Engine calls them then: ``NAME.layernorm_linear_qkv``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Debug:
     def name_of(self, layer: Any) -> str:
         """A layer's name."""
         if layer.name:
-            return str(layer.name)
+            return str(getattr(layer, "debug_name", None) or layer.name)
         return f"Layer_{self.numbers.setdefault(layer, len(self.numbers) + 1)}"
 
     def begun(self, what: str) -> Inspector:
@@ -164,6 +165,7 @@ def _assign(module: torch.nn.Module, path: str) -> None:
     numbered = isinstance(module, torch.nn.ModuleList)
     if isinstance(module, FP8Layer | DotProductAttention):
         module.name = path
+        module.debug_name = None
         _log.info("inspect: a layer is called %s", path)
     for name, child in module.named_children():
         own = getattr(child, "layer_number", None) if numbered else None

@@ -154,6 +154,22 @@ def test_names_of_flax():
         assert {row["layer"] for row in log.rows()} == {"mlp.fc1", "mlp.fc2", "out"}
 
 
+def test_a_model_that_is_one_layer_has_its_own_name():
+    x, layer = jnp.asarray(X), fl.DenseGeneral(OUT, name="head")
+    variables = layer.init(jax.random.key(0), x)
+    recipe = fk.recipe.PerLayer(RECIPES["mxfp8"], (("head", None),))
+    config = section(logged(["max"], ("activation",)) | {"LogFp8TensorStats": SQNR})
+    for chosen, stats in ((RECIPES["mxfp8"], {"max", "sqnr"}), (recipe, {"max"})):
+        with fj.inspect(config) as log:
+            with fj.autocast(enabled=True, recipe=chosen):
+                layer.apply(variables, x)
+            log.step()
+        assert {(row["layer"], row["stat"]) for row in log.rows()} == {("head", stat) for stat in stats}
+
+
+SQNR = {"enabled": True, "tensors": ["activation"], "stats": ["sqnr"]}
+
+
 def test_changes_of_the_recipe():
     """A layer in high precision beside others, also where it has a state: that stays as it is."""
     off = section({"DisableFP8Layer": {"enabled": True}})

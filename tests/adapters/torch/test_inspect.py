@@ -326,6 +326,45 @@ def test_loggers_of_ones_own():
     assert values == [("Layer_1_activation_max", largest, 7), ("Layer_1_activation_max", largest, 20)]
 
 
+# of an attention whose constructor got a name, the parts' names in Transformer Engine's logs
+CONSTRUCTED = {
+    "self_normed": ({}, {"layernorm_linear_qkv", "proj"}),
+    "self": ({"input_layernorm": False}, {"linear_qkv", "proj"}),
+    "cross_normed": ({"attention_type": "cross"}, {"layernorm_linear_q", "linear_kv", "proj"}),
+    "cross": ({"attention_type": "cross", "input_layernorm": False}, {"linear_q", "linear_kv", "proj"}),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRUCTED)
+def test_names_of_a_constructor(kind):
+    """``name=`` gives the parts of an attention other names than ``infer_and_assign_layer_names`` does."""
+    options, parts = CONSTRUCTED[kind]
+    options = {"input_layernorm": True, "attention_dropout": 0.0, "device": "cpu"} | options
+    layer = te.MultiheadAttention(64, 4, name="block.self_attention", **options)
+    x = torch.tensor(X.reshape(8, 4, 64))
+    more = {"encoder_output": x} if "attention_type" in options else {}
+    for inferred in (False, True):
+        found = set()
+
+        class Logger(debug_api.BaseLogger):
+            def log_scalar(self, name, value, iteration, found=found, **kwargs):
+                found.add(name)
+
+        debug_api.initialize(section(logged(["max"], ("activation",))), statistics_logger=Logger())
+        try:
+            if inferred:
+                debug_api.infer_and_assign_layer_names(layer)
+            layer(x, **more)
+            debug_api.step()
+        finally:
+            debug_api.end_debug()
+        if inferred:
+            children = {name for name, _ in layer.named_children() if name != "core_attention"}
+            assert found == {f"model.{name}_activation_max" for name in children}
+        else:
+            assert found == {f"block.self_attention.{part}_activation_max" for part in parts}
+
+
 def test_other_names(capsys, caplog):
     with pytest.raises(ArgumentError, match="before initialize"):
         debug_api.set_tensor_reduction_group(None)
