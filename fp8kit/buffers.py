@@ -101,6 +101,16 @@ def free_contents(views: Mapping[str, ArrayView | None], *names: str) -> None:
                 views[name] = rest.pop(0)
 
 
+def beside(views: Mapping[str, ArrayView], **more: ArrayView) -> Mapping[str, ArrayView]:
+    """``views`` with further buffers, which ``free`` gives up as it does the others; the mapping itself where
+    that is one call's own."""
+    if type(views) in FREED:
+        views.update(more)  # type: ignore[attr-defined]
+        return views
+    found = {**views, **more}
+    return Lasting(found, views.later) if type(views) is Lasting else found
+
+
 def take(views: Mapping[str, ArrayView], names: Iterable[str]) -> Mapping[str, ArrayView]:
     """Move those buffers out of ``views`` into a mapping of their own, so that ``free`` on that drops the
     last reference."""

@@ -168,6 +168,7 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     y.backward(put(problem.dy, device))
     if not found:
         raise Fp8kitError("ledger", "operations", "none that was seen", "the layer's")
+    del y
     most = peak.bytes(step)
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"
     rows = [

@@ -99,7 +99,7 @@ class _Temporaries(Buffers):
     __slots__ = ()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.metas
+        return name in self.metas or super().__contains__(name)
 
 
 FREED.add(_Temporaries)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.activation import ALL
-from fp8kit.buffers import free, free_contents, take
+from fp8kit.backends.activation import ALL, rows_in_dy
+from fp8kit.buffers import beside, free, free_contents, nbytes_of, take
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError
-from fp8kit.formats import float32
+from fp8kit.formats import float32, uint8
 from fp8kit.ops import partition as split
 from fp8kit.ops.activation import (
     ActivationSpec,
@@ -42,6 +43,8 @@ from fp8kit.ops.products import product_class, product_of
 from fp8kit.ops.smooth import LINES, Smoothing, inner_product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Partitions, Plan, Shapes, Signature, Views, WorkingSet, workspace
+
+IN_PLACE = 128 << 20  # bytes of an activation's gradient from which on its codes take part of its memory
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,36 @@ class _Stages:
     def reach(self) -> bool:
         """Whether a gradient is wanted beyond fc2."""
         return self.fc2.needs_x
+
+    @property
+    def fused(self) -> bool:
+        """Whether the activation's gradient writes fc1's output gradient in FP8."""
+        return self.fuses and self.fc1.scales_known and self.fc1.casts_g
+
+    @cached_property
+    def beyond(self) -> int:
+        """Rows that the buffer of the gradient of the activation's output has beside its own, for fc1's
+        output gradient in FP8, most of which lies where that was; 0 where it lies apart."""
+        act, codes = self.between["act"], self.fc1.backward_scratch().get("fc1_g_q")
+        if not self.fused or self.fc1.reads_g or nbytes_of(act) < IN_PLACE:
+            return 0
+        if codes is None or codes.shape != self.between["h"].shape:  # padded
+            return 0
+        rows, width = act.shape
+        row, own = width * act.dtype.itemsize, codes.shape[1]
+        inside = rows_in_dy(rows, row, own)
+        return -(-(rows - inside) * own // row) if inside else 0
+
+    def dact(self, scratch: Views) -> ArrayView:
+        """Where the gradient of the activation's output goes."""
+        return scratch["dact"].slice(0, 0, self.fc2.m) if self.beyond else scratch["dact"]
+
+    def with_codes(self, scratch: Views) -> Views:
+        """The temporaries with fc1's output gradient in FP8 where ``beyond`` says."""
+        dact, (rows, columns) = self.dact(scratch), self.between["h"].shape
+        inside = rows_in_dy(rows, dact.nbytes // rows, columns) * columns
+        at = dact.ptr + dact.nbytes - inside
+        return beside(scratch, fc1_g_q=ArrayView(at, (rows, columns), uint8, dact.device, dact.owner))
 
     @property
     def dh(self) -> str:
@@ -317,8 +350,11 @@ class NormMLP(Products):
             sums = gradient_workspace(kernels, spec.activation, fc1.y_rows, fc1.n)
             (backward["sums"],) = workspace(sums).values()
             backward |= gradient_scratch(spec.activation, fc1.dtype)
-            backward["dact"] = st.between["act"]
-            if (not (st.fuses and fc1.scales_known and fc1.casts_g) or fc1.reads_g) and st.dh == "dh":
+            act = st.between["act"]
+            backward["dact"] = act._replace(shape=(fc2.m + st.beyond, fc2.k))
+            if st.beyond:
+                del backward["fc1_g_q"]
+            if (not st.fused or fc1.reads_g) and st.dh == "dh":
                 backward["dh"] = st.between["h"]
         if st.smoothing is not None and (st.reach or fc2.needs_w):
             backward |= st.smoothing.backward_scratch()
@@ -404,16 +440,19 @@ class NormMLP(Products):
             free(saved, "act")
         if not st.reach:
             return
-        second.dgrad(ws, rows, scratch["dact"])
+        second.dgrad(ws, rows, st.dact(scratch))
         del rows
         # most is held now: the gradient of the activation in high precision and its casts
         free_contents(scratch, "workspace")
         products = fc1.needs_x or fc1.needs_w
         # the activation's gradient writes fc1's output gradient in FP8
-        fused = st.fuses and fc1.scales_known and fc1.casts_g
+        fused = st.fused
+        if st.beyond:
+            scratch = st.with_codes(scratch)
+            ws = ws._replace(scratch=scratch)
         taken_now = fc1.takes_amax("g") and products and st.fuses
         amax, cast = grads["fc1_g_amax"] if taken_now else None, fc1.g_cast(ws) if fused else None
-        dact_h_and_bias = scratch["dact"], saved["h"], kept.get("fc1_bias0")
+        dact_h_and_bias = st.dact(scratch), saved["h"], kept.get("fc1_bias0")
         # written only where it is read
         dh = None if fused and not fc1.reads_g else scratch[st.dh]
         dh_and_dbias = dh, grads.get("fc1_bias0")

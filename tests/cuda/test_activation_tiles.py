@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8kit.arrays import Device
+from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda.activation import _tiles, tiles_of
-from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16
+from fp8kit.backends.activation import rows_in_dy
+from fp8kit.backends.cuda.activation import _spans, _tiles, tiles_of
+from fp8kit.backends.protocol import Cast
+from fp8kit.errors import BackendError
+from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16, float32, uint8
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, get, kernel_test, poisoned, put
 
@@ -31,6 +34,25 @@ def test_blocks_of_several_tiles_write_the_codes_of_the_plain_result(kernel: str
     device = Device("cuda", 0)
     options = {"dtype": bfloat16, "m": SHAPE[0], "n": SHAPE[1], "biased": True, **CASES[kernel]}
     Case(kernel, "large", kernel_test(kernel), options).run(dispatch.kernels(device), device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows", [1040, 8192])
+def test_codes_in_dy_lie_where_dy_has_been_read(rows: int, gated: bool) -> None:
+    columns = 128
+    width = columns * (2 if gated else 1)
+    dy = ArrayView(1 << 20, (rows, columns), bfloat16, CPU)
+    first = rows_in_dy(rows, 2 * columns, width)
+    q = ArrayView(dy.ptr + dy.nbytes - first * width, (rows, width), uint8, CPU)
+    one = ArrayView(0, (1,), float32, CPU)
+    parts = _spans(dy, rows, Cast(E5M2, q, ArrayView(0, (width, rows), uint8, CPU), one, one, None))
+    assert [(start, stop) for start, stop, _ in parts] == [(first, rows), (0, first)]
+    assert first % (64 * _tiles(rows, columns)) == 0 < first
+    taken = [[cast.q.ptr, cast.q.ptr + cast.q.nbytes] for _, _, cast in parts]
+    assert taken == [[dy.ptr + dy.nbytes, q.ptr + q.nbytes], [q.ptr, dy.ptr + dy.nbytes]]
+    assert q.ptr >= dy.ptr + first * 2 * columns  # the rows that are done last are not overwritten
+    with pytest.raises(BackendError, match=r"as rows_in_dy says"):
+        _spans(dy, rows, Cast(E5M2, q.slice(0, 1, rows - 1), None, one, one, None))
 
 
 def _special(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:

@@ -16,6 +16,7 @@ from fp8kit.buffers import Buffers, free, free_contents, streamed, take
 from fp8kit.errors import AutogradError
 from fp8kit.execution import plans
 from fp8kit.nn import layer as nn_layer
+from fp8kit.ops import norm_mlp
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
@@ -37,7 +38,7 @@ RECIPES = {
 
 
 @combinations({"recipe": RECIPES.keys()}, usual=["delayed"])
-def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
+def test_the_peak_of_the_layer_is_below_torchs(recipe, monkeypatch):
     """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
     allocates."""
 
@@ -65,7 +66,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
     step()
     leaf.grad = None
     layer.zero_grad()
-    assert 0.8 * peaks.EAGER < peaks.STANDING + Peak(CPU).bytes(step) <= peaks.EAGER
+    assert 0.8 * peaks.EAGER < peaks.STANDING + Peak(CPU).bytes(step) <= 0.95 * peaks.EAGER
 
 
 # --- the bits -----------------------------------------------------------------------------------------------
@@ -141,6 +142,37 @@ def test_streamed_buffers_change_no_bit(device, recipe, kind, options, monkeypat
     if recipe != "delayed":  # its scales of gradients have been updated between the walks
         assert found[0] == found[1]
         assert found[2] == found[3]
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "shared"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_in_the_place_of_the_gradient_change_no_bit(device, dtype, activation, streams, monkeypatch):
+    """fc1's output gradient in FP8 lies mostly where that of the activation's output was."""
+    rng = np.random.default_rng(3)
+    x, dy = (rng.standard_normal((1040, 32)).astype(formats.dtype(dtype).numpy) for _ in range(2))
+    found, sizes = [], []
+    for least in (1 << 60, 0):
+        monkeypatch.setattr(norm_mlp, "IN_PLACE", least)
+        monkeypatch.setattr("fp8kit.execution.memory.SHARED", 1)
+        if streams:
+            peaks.stream_everything(monkeypatch)
+        plans.plans.clear()
+        nn.manual_seed(5)
+        layer = nn.LayerNormMLP(32, 64, activation=activation, params_dtype=dtype, device=device)
+        leaf = tensor(x, True, device=device)
+        with fk.deterministic(), fk.autocast(recipe=RECIPES["delayed"]):
+            y = layer(leaf)
+            y.backward(tensor(dy, device=device).view)
+        grads = [leaf.grad, *(p.grad for p in layer.parameters())]
+        found.append([y.numpy().tobytes(), *(grad.numpy().tobytes() for grad in grads)])
+        (op,) = [op for op in plans.plans._values.values() if op.operation.name == "norm_mlp"]
+        sizes.append(sum(map(buffers.nbytes_of, op.plan.backward_scratch.values())))
+        assert ("fc1_g_q" in op.plan.backward_scratch) == (least > 0)
+    plans.plans.clear()
+    assert found[0] == found[1]
+    # 512 rows of codes take no memory of their own
+    assert sizes[0] - sizes[1] == 512 * (128 if activation == "swiglu" else 64)
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.activation import known
+from fp8kit.backends.activation import known, rows_in_dy
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import Cast
@@ -125,28 +125,54 @@ def act_bwd(
     rows, width = x.shape
     columns = width // row.parts
     down, right = covered(cast, rows, width)
-    grid, across, tiles = _grid(rows, columns, (down, max(columns, right - (width - columns))), cast)
     if dbias is not None and workspace is None:
         raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
     partial = 0 if dbias is None else address(workspace)
     form = tiles_of(activation, (x, dy), rows, columns, dx, cast, (down, right) != (rows, width))
     function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
-    arguments = (
-        dy.ptr,
-        x.ptr,
-        address(bias),
-        address(dx),
-        partial,
-        rows,
-        columns,
-        across,
-        tiles,
-        *numbers,
-        cast_bytes(cast, amax),
-    )
-    launch.launch(function, grid, _THREADS, arguments, stream)
+    walked = max(columns, right - (width - columns))
+    for start, stop, part in _spans(dy, rows, cast):
+        most = down if stop == rows else stop
+        grid, across, tiles = _grid(rows, columns, (most - start, walked), cast)
+        arguments = (
+            dy.ptr + start * columns * dy.dtype.itemsize,
+            x.ptr + start * width * x.dtype.itemsize,
+            address(bias),
+            address(dx),
+            partial and partial + start // (_TILE_ROWS * tiles) * width * 4,
+            stop - start,
+            columns,
+            across,
+            tiles,
+            *numbers,
+            cast_bytes(part, amax),
+        )
+        launch.launch(function, grid, _THREADS, arguments, stream)
     if dbias is not None:
         sum_partials(partial, _row_blocks(rows, columns), dbias, None, stream)
+
+
+def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, Cast | None]]:
+    """The rows that are done at once, with their cast: where the first of the codes lie in dy's memory, those
+    behind them before them."""
+    q, q_t = (None, None) if cast is None else (cast.q, cast.q_t)
+    if cast is None or q is None or not dy.ptr <= q.ptr < dy.ptr + dy.nbytes:
+        return [(0, rows, cast)]
+    first = rows_in_dy(rows, dy.nbytes // rows, q.strides[0])
+    if q.ptr != dy.ptr + dy.nbytes - first * q.strides[0]:
+        raise BackendError(
+            "act_bwd",
+            "cast.q",
+            f"codes within dy, whose first {first} rows are not its end",
+            "memory apart from dy, or as rows_in_dy says",
+        )
+    found: list[tuple[int, int, Cast | None]] = []
+    for start, stop in ((first, rows), (0, first)):
+        codes = q.slice(0, start, stop - start)
+        turned = None if q_t is None else q_t.slice(1, start, stop - start)
+        own = Cast(cast.format, codes, turned, cast.scale, cast.scale_inv, cast.amax, cast.rule)
+        found.append((start, stop, own))
+    return found
 
 
 def act_bwd_workspace(rows: int, columns: int) -> int:

@@ -51,7 +51,10 @@ class Activations(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax
-        as y there; dx of an activation that is not gated may be the same memory as dy."""
+        as y there; dx of an activation that is not gated may be the same memory as dy.
+
+        Without dx and without padding, cast.q may begin in dy's memory, which is lost then: its first
+        ``backends.activation.rows_in_dy`` rows are dy's last bytes, the others lie behind dy."""
 
     @workspace_of("act_bwd")
     def act_bwd_workspace(self, rows: int, columns: int) -> int:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.activation import ACTIVATIONS, rows_in_dy
 from fp8kit.backends.protocol import Rule
-from fp8kit.formats import E4M3, E5M2
+from fp8kit.formats import E4M3, E5M2, uint8
 from fp8kit.testing.contract import (
     ROUNDOFF,
     Arguments,
@@ -126,16 +127,32 @@ def act_fwd_oracle(a: Any) -> Results:
     return {"y": (y, slack + 4 * gated * ROUNDOFF * np.abs(y))}
 
 
-def act_bwd(s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, **result: Any) -> Arguments:
-    """As ``act_fwd``; dbias where there is a bias."""
+def act_bwd(
+    s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, in_dy: bool = False, **result: Any
+) -> Arguments:
+    """As ``act_fwd``; dbias where there is a bias. ``in_dy``: the codes begin in dy's memory."""
     forward = act_fwd(s, m, n, kind, biased, y=False)
     columns = forward["x"].shape[1]
-    return {
+    dy = _with_room(s, (m, n), columns) if in_dy else s.normal(m, n)
+    made = {
         **forward,
-        "dy": s.normal(m, n),
+        "dy": dy,
         "dbias": s.output(columns) if biased else None,
         **s.result("dx", m, columns, **result),
     }
+    if in_dy and made["cast"] is not None:
+        first = rows_in_dy(m, dy.nbytes // m, columns)
+        at = dy.ptr + dy.nbytes - first * columns
+        made["cast"].q = ArrayView(at, (m, columns), uint8, dy.device, dy.owner)
+    return made
+
+
+def _with_room(s: Sampler, shape: tuple[int, int], columns: int) -> ArrayView:
+    """dy in front of bytes for as many codes as do not lie in it."""
+    values = s.draw(shape).astype(s.dtype.numpy).reshape(-1).view(np.uint8)
+    beyond = (shape[0] - rows_in_dy(shape[0], values.size // shape[0], columns)) * columns
+    whole = s.put(np.concatenate([values, np.zeros(beyond, np.uint8)]))
+    return ArrayView(whole.ptr, shape, s.dtype, whole.device, whole.owner)
 
 
 def act_bwd_oracle(a: Any) -> Results:
@@ -209,11 +226,21 @@ _BWD = {
         **_BIASED,
     ),
 }
+_IN_DY = product(
+    "{kind}-codes-in-dy-{m}x{n}",
+    {"kind": ("gelu", "relu", "swiglu"), "m n": ((1040, 48), (1152, 128))},
+    in_dy=True,
+    dx=False,
+    cast={"fmt": E5M2, "pad": (0, 0)},
+    **_BIASED,
+)
 _NAN = product("{kind}-nan", {"kind": _KINDS}, m=4, n=40, nan=True)
 
 TESTS = (
     KernelTest(
         "act_fwd", act_fwd, act_fwd_oracle, {**typed(_FWD), **_NAN}, {**_BIASED, "y": False, "cast": {}}
     ),
-    KernelTest("act_bwd", act_bwd, act_bwd_oracle, typed(_BWD), {**_BIASED, "dx": False, "cast": {}}),
+    KernelTest(
+        "act_bwd", act_bwd, act_bwd_oracle, typed({**_BWD, **_IN_DY}), {**_BIASED, "dx": False, "cast": {}}
+    ),
 )

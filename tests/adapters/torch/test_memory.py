@@ -40,7 +40,7 @@ def most_of(step):
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
-def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
+def test_the_peak_of_the_layer_is_below_torchs(recipe, monkeypatch):
     """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
     allocates."""
     peaks.hollow(monkeypatch)
@@ -62,7 +62,7 @@ def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
     step()
     for tensor in (x, *layer.parameters()):
         tensor.grad = None
-    assert 0.8 * peaks.EAGER < peaks.STANDING + most_of(step) <= peaks.EAGER
+    assert 0.8 * peaks.EAGER < peaks.STANDING + most_of(step) <= 0.95 * peaks.EAGER
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
