@@ -49,17 +49,23 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
         products = product_class(recipe.quantization)
     except UnsupportedError as error:
         return Support(REFUSED, str(error))
+    if capability is not None:
+        for what, least in ((products.described, products.capability), ("the CUDA engine", _engine())):
+            if capability < least:
+                wanted, have = (".".join(map(str, each)) for each in (least, capability))
+                return Support(REFUSED, f"{what} needs compute capability {wanted}, not {have}")
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
     modelled = any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
     words = "its sums are emulated" * modelled, _attention_words(recipe.attention, capability)
-    native = Support(NATIVE, "; ".join(filter(None, words)))
-    if capability is None:
-        return native
-    have, least = (".".join(map(str, each)) for each in (capability, products.capability))
-    if capability < products.capability:
-        return Support(REFUSED, f"{products.described} needs compute capability {least}, not {have}")
-    return native
+    return Support(NATIVE, "; ".join(filter(None, words)))
+
+
+def _engine() -> tuple[int, int]:
+    """The least compute capability that the CUDA engine takes."""
+    from fp8kit.backends.cuda import MIN_ARCH
+
+    return divmod(MIN_ARCH, 10)
 
 
 def _attention_words(how: AttentionQuantization | None, capability: tuple[int, int] | None) -> str:

@@ -10,8 +10,9 @@ import pytest
 
 from fp8kit import cli, recipe_check, recipe_info
 from fp8kit.arrays import CPU, Device
+from fp8kit.backends.cuda.compile import arch_of
 from fp8kit.blocks import hadamard
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, BackendError, ShapeError
 from fp8kit.formats import E4M3
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.ops.products import product_class
@@ -65,7 +66,12 @@ def test_support_follows_from_the_capability():
     ]
     why = recipe_info.support_of(block, (8, 0)).why
     assert why == "FP8 with scales of blocks needs compute capability 8.9, not 8.0"
-    assert {recipe_info.support_of(mx, c).status for c in (None, (8, 0), (12, 0))} == {"emulated"}
+    assert {recipe_info.support_of(mx, c).status for c in (None, (8, 9), (12, 0))} == {"emulated"}
+    # emulated products have no tensor cores, but the engine's casts have FP8 conversions
+    refused = recipe_info.support_of(mx, (8, 0))
+    assert refused == ("refused", "the CUDA engine needs compute capability 8.9, not 8.0")
+    with pytest.raises(BackendError, match=r"at least 8\.9"):
+        arch_of((8, 0))
     hopper = NAMED["current_hopper"].recipe
     assert recipe_info.support_of(hopper, (9, 0)) == ("native", "its sums are emulated")
     taken = "attention too where cuDNN's FP8 kernels take it"
