@@ -121,7 +121,8 @@ NAMED: dict[str, Named] = {
         DataRecipe(
             Quantization.of(_LINE, replace(_LINE, granularity="block_128x128"), _LINE, "split"), "deepseek_v3"
         ),
-        "DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2; DeepGEMM, utils/math.py",
+        "DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2; DeepGEMM, utils/math.py, where scale_inv is "
+        "amax / 448: here 1 / (448 / amax), whose last bit may be another",
     ),
     "block": Named(Float8BlockScaling(), "Transformer Engine, block scaling; DeepSeek-V3, 3.3.2"),
     "fog": Named(
