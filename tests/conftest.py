@@ -66,10 +66,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def frozen_garbage() -> None:
-    """For a file whose tests ask the garbage collector again and again: what lives before its first test is
-    not looked through each time, most of a second late in a run."""
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_garbage() -> None:
+    """Tests and the library ask the garbage collector again and again: what lives before a file's first test
+    is not looked through each time, most of a second late in a run."""
     gc.collect()
     gc.freeze()
 

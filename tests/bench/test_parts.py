@@ -20,8 +20,6 @@ from fp8kit.bench.sizes import FULL, SMALL, Layer
 from fp8kit.errors import Fp8kitError
 from fp8kit.execution.bound import BoundOp
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 
 

@@ -26,8 +26,6 @@ from fp8kit.bench.sizes import SMALL
 from fp8kit.bench.timing import WallClock
 from fp8kit.testing.compare import assert_close
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 SIZES = {"Linear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 

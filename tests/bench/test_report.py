@@ -12,8 +12,6 @@ from fp8kit.bench import report
 from fp8kit.bench.report import Part, Report, Setting, Unavailable, bad, read, run, table, text, versions
 from fp8kit.bench.sizes import FULL, SMALL, layer_of
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 GOOD = {"workload": "w", "case": "good", "status": "ok", "gpu_ms": 1.25, "error_y": 0.01}
 WRONG = {"workload": "w", "case": "bad", "status": "WRONG: error 1.000", "gpu_ms": 2.0}
 

@@ -17,8 +17,6 @@ from fp8kit.bench.sizes import SMALL
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 LATE = replace(QUICK, deadline=0.0)
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 
 def by_case(rows):
     return {row["case"]: row for row in rows}

@@ -21,8 +21,6 @@ from fp8kit.bench.problem import RECIPES, Modules, Problem, errors, native, verd
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL, Layer
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 SIZES = {"Linear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 OURS = {f"{frontend} {name}" for frontend in ("fp8kit_torch", "fp8kit native") for name in RECIPES}

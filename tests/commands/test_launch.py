@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,20 +24,21 @@ from fp8kit.models.presets import preset
 from fp8kit.models.train import fp8_recipe, train
 from fp8kit.rendezvous import Store
 from fp8kit.settings import Place
+from tests.support import failing_rank
 from tests.support.source import ROOT
 from tests.support.stops import Stop, Stopped
 
-SECONDS = 60  # within which a rank that fails ends all
+# seconds within which a rank that fails ends all: rank 0 waits for it first, then says so; the launcher gives
+# the others GRACE and then a few seconds to each of two signals. As long again, where others use the machine
+SECONDS = 2 * (failing_rank.TIMEOUT + launch.GRACE + 2 * 3)
 
 
 def run(device, *words):
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     env |= {"FP8KIT_DEVICE": "cpu"} if device == "cpu" else {}
-    begin = time.monotonic()
     words = [sys.executable, "-m", "fp8kit", *words]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    return done, time.monotonic() - begin
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
@@ -54,14 +56,16 @@ FAILURES = {
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_rank_that_fails_ends_all_with_a_message(how, device):
     status, said = FAILURES[how]
-    done, seconds = run(device, "launch", "-n", "2", "-m", "tests.support.failing_rank", how)
+    done = run(device, "launch", "-n", "2", "-m", "tests.support.failing_rank", how)
+    ended = time.monotonic()
     assert done.returncode == status, done.stderr
     for text_ in said:
         assert text_ in done.stderr, done.stderr
     assert sorted(done.stdout.splitlines()) == (
         [] if status else ["rank 0 has done it", "rank 1 has done it"]
     )
-    assert seconds < SECONDS
+    if status:  # when imports are done: how long those take is the machine's affair
+        assert ended - float(re.search(r"fails at (\S+)", done.stderr)[1]) < SECONDS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,7 +79,7 @@ def test_training_of_two_ranks_is_that_of_one_and_continues_its_file(device, tmp
     with pytest.raises(Stopped):
         train(size, corpus, recipe, "FP8", where, 0, Stop(3), keep, 1)
     words = ["train", "--preset", "tiny", "--ranks", "2", "--out", str(tmp_path)]
-    done, _ = run(device, *words, "--resume", *(["--device", device] if device == "cpu" else []))
+    done = run(device, *words, "--resume", *(["--device", device] if device == "cpu" else []))
     assert done.returncode == 0, done.stderr
     assert "seed 0, 2 ranks" in done.stdout
     with (tmp_path / "loss.csv").open() as file:
@@ -90,7 +94,7 @@ def test_training_of_two_ranks_is_that_of_one_and_continues_its_file(device, tmp
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_example_learns_the_same_on_ranks_that_share_rows_or_weights(device):
     def losses(*words):
-        done, _ = run(device, *words)
+        done = run(device, *words)
         assert done.returncode == 0, done.stderr
         return [float(line.split()[-1]) for line in done.stdout.splitlines()]
 

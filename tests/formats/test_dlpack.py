@@ -14,8 +14,6 @@ from fp8kit import arrays, dlpack, formats
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.errors import BackendError, FormatError
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 TORCH = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",

@@ -24,8 +24,6 @@ from fp8kit.spec import Meta
 from tests.support import peaks
 from tests.support.combinations import combinations
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 RECIPES = {
     "high": None,
     "delayed": fk.recipe.DelayedScaling(amax_history_len=2),

@@ -1,5 +1,5 @@
 """What one of two ranks does in ``tests/commands/test_launch.py``: a row-parallel layer; ``how`` the second
-rank fails: "shapes", "dies", "hangs", "raises", "not"."""
+rank fails: "shapes", "dies", "hangs", "raises", "not". It says when it does, by the machine's clock."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ import fp8kit as fk
 from fp8kit import distributed, nn
 from fp8kit.testing.compare import assert_same_bits
 
+TIMEOUT = 8.0  # seconds that a rank waits for the other one
+HANGS = 600  # seconds, longer than any test runs: somebody has to end it
+
 
 def main(how: str) -> None:
-    ranks = distributed.init(timeout=8.0)
+    ranks = distributed.init(timeout=TIMEOUT)
     layer = nn.Linear(16, 16, tp_group=ranks, parallel_mode="row", name="fc2", device=ranks.device)
     distributed.broadcast_parameters(layer, ranks)
     rows = 16
     for step in range(3):
         if ranks.rank == 1 and step == 1:
+            if how != "not":
+                print(f"fails at {time.monotonic()}", file=sys.stderr, flush=True)
             if how == "shapes":
                 rows = 32
             elif how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "hangs":
-                time.sleep(120)
+                time.sleep(HANGS)
             elif how == "raises":
                 raise KeyError("mine")
         layer(fk.tensor(np.ones((rows, 8), np.float32), device=ranks.device))

@@ -31,12 +31,7 @@ def alone(model, recipe, steps):
 
 @combinations(
     {"model": MODELS.keys(), "recipe": RECIPES.keys(), "layout": LAYOUTS.keys()},
-    usual=[
-        "DenseGeneral-block-fsdp",
-        "LayerNormMLP-current-tp",
-        "LayerNormMLP-delayed-shard_map",
-        "TransformerLayer-delayed-fsdp and tp",
-    ],
+    usual=["DenseGeneral-block-shard_map", "LayerNormMLP-current-tp", "DenseGeneral-delayed-fsdp and tp"],
 )
 def test_a_hundred_steps(model, recipe, layout):
     want, one = alone(model, recipe, STEPS)

@@ -235,9 +235,7 @@ def test_what_is_used_alone(used):
     assert not np.asarray(dkernel).any()
 
 
-@combinations(
-    {"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-both", "current-tensor"]
-)
+@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-both"])
 def test_over_devices(recipe, axes):
     """By the tensor axis dx is a sum over devices, which x and norm(x) join once. Nothing is gathered."""
     x, gamma, k1, k2, b1, b2, sets = arguments(recipe)
@@ -320,7 +318,10 @@ def test_every_device_of_a_split_by_hand_adds_its_own():
     near(jax.jit(local)(x, kernel, bias, residual), fj.dense(x, kernel) + 2 * (bias + residual), BITS)
 
 
-@combinations({"recipe": RECIPES.keys(), "features": [(48,), (3, 16)], "mapped": ["x", "residual", "both"]})
+@combinations(
+    {"recipe": RECIPES.keys(), "features": [(48,), (3, 16)], "mapped": ["x", "residual", "both"]},
+    usual=["delayed-(3, 16)-residual", "high-(48,)-x", "current-(48,)-both"],
+)
 def test_a_batch_of_products(recipe, features, mapped):
     """Each element's own: y alone, for which both may become further rows, and with the gradients."""
     x, kernel, bias, residual, sets = operands(recipe, *features)
@@ -343,13 +344,19 @@ def test_a_batch_of_products(recipe, features, mapped):
         jax.tree.map(lambda a, b: near(a, b, BITS), jax.vmap(function, axes)(*given), want)
 
 
-@combinations({"recipe": ["high", "delayed", "current"], "function": [mlp, joining]})
+@combinations(
+    {"recipe": ["high", "delayed", "current"], "function": [mlp, joining]},
+    usual=["current-mlp", "delayed-joining"],
+)
 def test_over_an_explicit_mesh(recipe, function):
     specs = [("data",), (), JOINED, ("tensor",), (None, "tensor"), (), ()]
     check_explicit(function, arguments(recipe), specs)
 
 
-@combinations({"recipe": ["high", "delayed", "current"], "function": [mlp, joining]})
+@combinations(
+    {"recipe": ["high", "delayed", "current"], "function": [mlp, joining]},
+    usual=["current-mlp", "delayed-joining"],
+)
 def test_under_shard_map(recipe, function):
     """Rows over 8 devices; with current scaling the MLP runs in stages, which share their amaxes."""
     x, *shared = arguments(recipe)

@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional
 
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 from tests.support.torch_norms import LlamaLikeRMSNorm
 
 D, HEADS, WIDE = 32, 2, 48
@@ -75,9 +76,7 @@ def graphs_of(recipe):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "recipe", [DelayedScaling(), Float8CurrentScaling()], ids=lambda one: type(one).__name__
-)
+@combinations({"recipe": {"delayed": DelayedScaling(), "current": Float8CurrentScaling()}}, usual=["delayed"])
 def test_what_is_in_the_graphs(recipe):
     """Every product and norm is called once in each direction; delayed scaling has its record beside each
     product. No copy is made for them: what is left beside them the compiler fuses."""

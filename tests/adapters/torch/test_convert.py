@@ -18,6 +18,7 @@ from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
 from fp8kit.layer_recipes import PerLayer
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
+from tests.support.combinations import combinations
 from tests.support.torch_norms import GemmaLikeRMSNorm, LlamaLikeRMSNorm
 
 D, H = 32, 48
@@ -405,8 +406,9 @@ def test_checkpoints_of_either_load_into_the_other():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=lambda one: type(one).__name__
+@combinations(
+    {"recipe": {"high": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}},
+    usual=["delayed"],
 )
 def test_converted_models_compile_in_one_graph(recipe):
     net, x = convert(model(), lambda module, name: name != "odd"), torch.randn(4, D)

@@ -21,8 +21,6 @@ from fp8kit.recipe import DelayedScaling
 
 from .twins import RECIPES, WIDTH, batches, same, same_state, torch_step, twins
 
-pytestmark = pytest.mark.usefixtures("frozen_garbage")
-
 RECIPE = RECIPES["delayed"]
 
 
