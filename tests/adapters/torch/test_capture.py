@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fp8kit as fk
-from fp8kit.errors import ArgumentError
+from fp8kit import recipe
+from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.numerics import capture
 from fp8kit.testing import assert_same_bits
 
@@ -33,6 +34,28 @@ def test_the_operands_of_the_native_layer():
     for name, own in wanted.gemms.items():
         for operand, array in own._asdict().items():
             assert_same_bits(f"{name} {operand}", getattr(got.gemms[name], operand), array)
+
+
+def test_main_grad_stays_as_it_was():
+    torch.manual_seed(0)
+    layer = te.Linear(16, 32, bias=False, fuse_wgrad_accumulation=True, device="cpu")
+    layer.weight.main_grad = torch.full((32, 16), 3.0)
+    layer.weight.grad_added_to_main_grad = False
+    x = torch.randn(8, 16)
+    (found,) = te.capture(layer, x, lambda y: y.square().sum()).gemms.values()
+    assert_same_bits("weight", found.weight, layer.weight.detach().numpy())
+    assert torch.equal(layer.weight.main_grad, torch.full((32, 16), 3.0))
+    assert layer.weight.grad_added_to_main_grad is False
+    assert layer.weight.grad is None
+
+
+def test_weights_that_are_held_in_fp8_are_refused():
+    with te.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        layer = te.Linear(16, 16, device="cpu")
+    with pytest.raises(
+        UnsupportedError, match="weight: got a weight that is held in FP8, expected the model in"
+    ):
+        te.capture(layer, torch.randn(4, 16))
 
 
 def test_refusals():
