@@ -1,18 +1,17 @@
 """Attention of new tokens over all of their sequences, whose earlier keys and values lie in a cache of pages:
 one step of inference.
 
-A mutating operation: it writes the new keys and values into the cache. It has no gradient. The caches are
-read into padded batches, which is what the attention kernels take. Source of the pages: Kwon et al.,
-PagedAttention, 2023.
+A mutating operation: it writes the new keys and values into the cache. It has no gradient. Source of the
+pages: Kwon et al., PagedAttention, 2023.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView, Shape, contiguous_strides
+from fp8kit.arrays import ArrayView, contiguous_strides
 from fp8kit.errors import AutogradError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.ops.attention_checks import check_extras, check_inputs
@@ -34,15 +33,6 @@ from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 _NAME = "cached_attention"
-
-
-class _Call(NamedTuple):
-    """``dense``: the new tokens as the kernels see them; ``k``, ``v``: shapes of the padded batches that the
-    caches are read into."""
-
-    dense: Dense
-    k: Shape
-    v: Shape
 
 
 class CachedAttention(Operation):
@@ -72,7 +62,8 @@ class CachedAttention(Operation):
     def infer(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> Signature:
         return self._inferred(spec, metas, needs)[0]
 
-    def _inferred(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> tuple[Signature, _Call]:
+    def _inferred(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> tuple[Signature, Dense]:
+        """What ``infer`` answers, and the new tokens as the kernels see them."""
         check(spec)
         if needs:
             got, wanted = "an array that requires a gradient", "inference: eval(), or no_grad()"
@@ -97,38 +88,31 @@ class CachedAttention(Operation):
         if any(other != tokens for other in leading.values()):
             raise ShapeError(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each")
         dense = dense_of(new, metas)
-        # keys and values come out of the cache so
-        dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))
         check_extras(spec, metas, dense, kind)
         if metas.get("cu_seqlens_kv_padded") is not None:
             wanted = "None: the cache knows where keys lie"
             raise ShapeError(_NAME, "cu_seqlens_kv_padded", "an array", wanted)
         batch = lse_shape(dense)[0]
         _check_cache(spec, metas, batch, kind)
-        length = batch, spec.max_seqlen_kv
-        if dense.spec.qkv_format == "sbhd":
-            length = spec.max_seqlen_kv, batch
-        k, v = ((*length, spec.num_gqa_groups, dim) for dim in (spec.head_dim, spec.head_dim_v))
         outputs = {"o": Meta((*tokens, spec.num_heads * spec.head_dim_v), kind)}
-        return Signature(outputs), _Call(dense, k, v)
+        return Signature(outputs), dense
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        signature, call = self._inferred(spec, metas, needs)
+        signature, dense = self._inferred(spec, metas, needs)
         if not attends(spec, metas):
             return Plan(spec, signature, kernels)
-        dense, kind, q = call.dense, signature.outputs["o"].dtype, call.dense.parts["q"]
-        strides = q.strides, contiguous_strides(call.k), contiguous_strides(call.v)
-        settings = None, kind, dense.spec, False, False, strides
-        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, *settings)
+        kind, q = signature.outputs["o"].dtype, dense.parts["q"]
+        caches = [want(_NAME, f"{name}_cache", metas).shape for name in "kv"]
+        strides = q.strides, *map(contiguous_strides, caches)
+        settings = spec.max_seqlen_kv, kind, dense.spec, strides
+        nbytes = kernels.paged_attention_workspace(q.shape, *caches, *settings)
         scratch = {
             "workspace": Meta((nbytes,), formats.uint8),
             "lse": Meta(lse_shape(dense), formats.float32),
-            "k": Meta(call.k, kind),
-            "v": Meta(call.v, kind),
         }
         if spec.packed:
             scratch |= {f"dense_{q.input}": Meta(dense.shapes[q.input], kind), "dense_o": Meta(dense.o, kind)}
-        return Plan(spec, signature, kernels, scratch, extra=call)
+        return Plan(spec, signature, kernels, scratch, extra=dense)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         """Write the new keys and values into the caches, and attend over all of the sequences' positions.
@@ -138,19 +122,18 @@ class CachedAttention(Operation):
         check_lengths(_NAME, spec, inputs, ("q",))
         if plan.extra is None:
             return
-        dense = plan.extra.dense
+        dense: Dense = plan.extra
         pages, fresh, totals = (inputs[name] for name in ("pages", "cu_seqlens_q", "cu_seqlens_kv"))
         starts = places_of(inputs, "q")[1] if spec.packed else None
         for name in "kv":
             new, cache = _new(spec, dense.parts[name], inputs), inputs[f"{name}_cache"]
             k.cache_append_(new, cache, pages, fresh, totals, starts, spec.qkv_format, ws.stream)
-            k.cache_gather(cache, scratch[name], pages, totals, dense.spec.qkv_format, ws.stream)
         part = dense.parts["q"]
         q = part.of(unpacked(spec, ws, inputs[part.input], part.input))
         o = scratch["dense_o"] if spec.packed else ws.outputs["o"]
         settings = extras_of(spec, inputs), dense.spec, scratch["workspace"]
-        o_and_lse = heads_apart(o, dense), scratch["lse"]
-        k.attention_fwd(q, scratch["k"], scratch["v"], *o_and_lse, *settings, ws.stream)
+        arrays = q, inputs["k_cache"], inputs["v_cache"], heads_apart(o, dense), scratch["lse"]
+        k.paged_attention_fwd(*arrays, pages, spec.max_seqlen_kv, *settings, ws.stream)
         pack(spec, ws, o, "o")
 
 

@@ -1,4 +1,4 @@
-// functions: attention_softmax (attention_fwd, packed_attention_fwd)
+// functions: attention_softmax (attention_fwd, packed_attention_fwd, paged_attention_fwd)
 // functions: attention_softmax_bwd (attention_bwd, packed_attention_bwd)
 // functions: attention_dbias (attention_bwd, packed_attention_bwd, quantized_attention_bwd)
 // functions: attention_doffset_partial (attention_bwd, packed_attention_bwd, quantized_attention_bwd)

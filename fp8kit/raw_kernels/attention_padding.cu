@@ -1,10 +1,10 @@
 // functions: attention_clean (attention_fwd, attention_bwd, packed_attention_fwd, packed_attention_bwd)
 // functions: attention_zero_padding (attention_fwd, attention_bwd, packed_attention_fwd,
-//   packed_attention_bwd, fp8_attention_fwd, fp8_attention_bwd)
+//   packed_attention_bwd, paged_attention_fwd, fp8_attention_fwd, fp8_attention_bwd)
 // functions: attention_lse_padding (attention_fwd, attention_bwd, packed_attention_fwd,
-//   packed_attention_bwd, fp8_attention_fwd, fp8_attention_bwd)
+//   packed_attention_bwd, paged_attention_fwd, fp8_attention_fwd, fp8_attention_bwd)
 // functions: attention_lengths (attention_fwd, attention_bwd, packed_attention_fwd,
-//   packed_attention_bwd, fp8_attention_fwd, fp8_attention_bwd)
+//   packed_attention_bwd, paged_attention_fwd, fp8_attention_fwd, fp8_attention_bwd)
 // variants: T=f32,bf16,f16
 //
 // What stands round the matrix products and cuDNN's attention where lengths differ. A product multiplies

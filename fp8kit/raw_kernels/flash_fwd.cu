@@ -1,28 +1,58 @@
 // Attention without its scores in memory: a block takes some rows of q past all tiles of k and v, keeping for
 // each row the greatest score so far, the sum of exponentials and the output, which are corrected whenever
 // a greater score comes (Dao et al., FlashAttention, 2022; FlashAttention-2, 2023).
+// With PAGED k and v are caches of pages, whose places a block looks up as it loads them.
 //
-// functions: flash_fwd (attention_fwd, packed_attention_fwd)
-// variants: T=bf16,f16; D=64; DV=64; KIND=0,1,2
-// variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2
-// variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2
-// variants: T=bf16,f16; D=256; DV=256; KIND=0,1,2
+// functions: flash_fwd (attention_fwd, packed_attention_fwd, paged_attention_fwd)
+// variants: T=bf16,f16; D=64; DV=64; KIND=0,1,2; PAGED=0
+// variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2; PAGED=0
+// variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2; PAGED=0
+// variants: T=bf16,f16; D=256; DV=256; KIND=0,1,2; PAGED=0
+// variants: T=bf16,f16; D=64; DV=64; KIND=0,2; PAGED=1
+// variants: T=bf16,f16; D=128; DV=128; KIND=0,2; PAGED=1
+// variants: T=bf16,f16; D=192; DV=128; KIND=0,2; PAGED=1
+// variants: T=bf16,f16; D=256; DV=256; KIND=0,2; PAGED=1
 // spills: 96 bytes, of what is read once a tile: accumulators fill the registers
 #include "flash.cuh"
 
-constexpr int M = DV <= 128 ? 2 : 1;         // 16-row tiles of a warp
+constexpr int M = DV <= 128 && !PAGED ? 2 : 1;  // 16-row tiles of a warp; of a cache few queries read
 constexpr int BLOCK_ROWS = WARPS * 16 * M;   // queries of a block
 constexpr int COLUMNS = D <= 128 && !GENERAL ? 64 : 32;  // keys at a time
 typedef Tile<BLOCK_ROWS, D> Queries;
 typedef Tile<COLUMNS, D> Keys;
 typedef Tile<COLUMNS, DV> Values;
 
+// Where a sequence's positions lie in a cache of `count` pages of `size` positions: batch b's page p is
+// table[b * width + p]. The batches of k and v are the pages then.
+struct Pages {
+  const i32* table;
+  i64 count, width, size;
+
+  // The page of a batch's position, -1 where the table names none that there is.
+  __device__ __forceinline__ int of(int batch, int position) const {
+    const int at = position / (int)size;
+    const i64 page = at < width ? table[batch * width + at] : -1;
+    return page < 0 || page >= count ? -1 : (int)page;
+  }
+};
+
 struct Forward {
   Array q, k, v, o;
   float* lse;
   i64 repeat, dim, dim_v, tiles;  // query heads to a key head; true features; blocks to a head
   Rules rules;
+  Pages pages;
 };
+
+// A row of a tile, by the eight threads whose it is; zeros, and nothing is read, where it does not exist.
+template <typename TILE> DEVICE void load_row(TILE to, int row, const T* from, bool exists, int columns) {
+#pragma unroll
+  for (int panel = 0; panel < TILE::columns / 64; ++panel) {
+    const int chunk = 8 * panel + threadIdx.x % 8;
+    const bool there = exists && 8 * chunk < columns;
+    copy_async(to.at(row, chunk), there ? from + 8 * chunk : from, there);
+  }
+}
 
 // The grid is one-dimensional: tiles of rows, the last first since causal masks leave them the most to do;
 // then heads; then batches. Dynamic shared memory: a tile of q, two of k and of v, and what dropout keeps.
@@ -59,6 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_fwd(Forward job) {
   const int end = tiles_of(span.last_column(min(span.rows, row0 + BLOCK_ROWS)), COLUMNS);
   auto load_columns = [&](int tile) {
     const int j = tile * COLUMNS;
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int step = 0; step < COLUMNS; step += THREADS / 8) {
+        const int row = step + threadIdx.x / 8;
+        const int page = j + row < span.columns ? job.pages.of(batch, j + row) : -1;
+        const int place = (j + row) % (int)job.pages.size;
+        load_row(keys(tile), row, job.k.rows(max(page, 0), group, place), page >= 0, job.dim);
+        load_row(values(tile), row, job.v.rows(max(page, 0), group, place), page >= 0, job.dim_v);
+      }
+      return;
+    }
     load_tile<THREADS>(keys(tile), k + j * job.k.row, job.k.row, span.columns - j, job.dim);
     load_tile<THREADS>(values(tile), v + j * job.v.row, job.v.row, span.columns - j, job.dim_v);
   };

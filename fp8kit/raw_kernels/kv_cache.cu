@@ -1,4 +1,5 @@
-// functions: cache_append, cache_gather
+// functions: cache_append
+// functions: cache_gather (cache_gather, paged_attention_fwd)
 // variants: W=u16,u32,u64,uint4
 //
 // A cache of keys or values in `count` pages of `size` positions. Sequence b's position p lies at

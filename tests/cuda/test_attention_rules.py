@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, contiguous_strides
 from fp8kit.backends.cuda import (
     attention,
     attention_rules,
@@ -19,6 +19,7 @@ from fp8kit.backends.cuda import (
     cudnn_sdpa,
     flash,
     packed_attention,
+    paged_attention,
     unfused,
 )
 from fp8kit.backends.cuda._rows import ceil_div
@@ -254,18 +255,61 @@ def test_flash_reads_the_problem_as_its_sources_declare_it(monkeypatch: pytest.M
     for found, tiles in zip(words[1:], (0, 1, 1), strict=True):
         assert found[:39] == [*arrays(4, 0, 1, 2, 3, 5, 6, 7), 256, 512, 2, 4, 64, 64, tiles]
     rules = attention_rules.pack(about, extras)
-    assert all(call[3][0].endswith(rules) for call in calls)
+    assert all(call[3][0].endswith(rules) for call in calls[1:])
+    assert calls[0][3][0].endswith(rules + bytes(32))  # no pages
     names = ["flash_fwd", "flash_bwd_dot", "flash_bwd_keys", "flash_bwd_queries"]
     assert [call[0][0] for call in calls] == names
     assert [call[1] for call in calls] == [2 * 8, ceil_div(2 * 8 * 40, 8), 2 * 2, 2 * 8]
-    assert all(call[0][1] == {"T": "bf16", "D": "64", "DV": "64", "KIND": "1"} for call in calls)
+    defines = {"T": "bf16", "D": "64", "DV": "64", "KIND": "1"}
+    assert [call[0][1] for call in calls] == [defines | {"PAGED": "0"}, *[defines] * 3]
     for name, struct, fields in (
-        ("flash_fwd.cu", "Forward", "q k v o lse repeat dim dim_v tiles rules"),
+        ("flash_fwd.cu", "Forward", "q k v o lse repeat dim dim_v tiles rules pages"),
         ("flash_bwd.cu", "Backward", "d_o q k v o dq dk dv lse dot batches repeat dim dim_v tiles rules"),
     ):
         body = manifest.text(name).partition(f"struct {struct} {{")[2].partition("};")[0]
         declared = ",".join(line.partition("//")[0].strip(" ;") for line in body.splitlines())
         assert " ".join(part.split()[-1].strip("*") for part in declared.split(",") if part) == fields
+
+
+def test_flash_reads_pages_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache's pages take the place of batches, whatever the order of q's dimensions; no page is copied."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(flash.launch, "kernel", lambda *names, **defines: (names[1], defines))
+    monkeypatch.setattr(flash.launch, "launch", lambda *call: calls.append(call))
+
+    def view(ptr: int, *shape: int, dtype: formats.DType = formats.bfloat16) -> ArrayView:
+        return ArrayView(ptr, shape, dtype, CUDA)
+
+    q, o = view(16, 5, 3, 8, 64), view(32, 5, 3, 8, 64)
+    caches = view(48, 11, 7, 2, 64), view(64, 11, 7, 2, 64)
+    lse, table = (view(256, 3, 8, 5, dtype=formats.float32), view(512, 3, 6, dtype=formats.int32))
+    lengths = view(1024, 4, dtype=formats.int32)
+    about = Rules(padded=True, window=(-1, 0), bottom_right=True)
+    given = AttentionExtras(lengths, lengths), about, None, 0
+    paged_attention.paged_attention_fwd(q, *caches, o, lse, table, 40, *given)
+    ((kernel, grid, _, (job,), _, shared),) = calls
+    words = np.frombuffer(job, np.int64).tolist()
+    queries, pages = [512, 64, 1536], [7 * 128, 64, 128]
+    assert words[:21] == [16, *queries, 48, *pages, 64, *pages, 32, *queries, 256, 4, 64, 64, 1]
+    assert words[-4:] == [512, 11, 6, 7]
+    assert kernel == ("flash_fwd", {"T": "bf16", "D": "64", "DV": "64", "KIND": "0", "PAGED": "1"})
+    assert (grid, shared) == (3 * 8, 2 * (64 * 64 + 2 * 64 * 128))
+    body = manifest.text("flash_fwd.cu").partition("struct Pages {")[2].partition("};")[0]
+    assert [line.strip() for line in body.splitlines() if line.endswith(";")][:2] == [
+        "const i32* table;",
+        "i64 count, width, size;",
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129])
+def test_many_new_tokens_of_long_sequences_are_cudnns(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "is_cudnns", lambda *asked: True)
+    monkeypatch.setattr(attention, "attention_workspace", lambda *asked: 1000)
+    shapes = (2, rows, 8, 64), (40, 16, 2, 64), (40, 16, 2, 64)
+    about = Rules(padded=True, qkv_format="bshd")
+    strides = tuple(map(contiguous_strides, shapes))
+    nbytes = paged_attention.paged_attention_workspace(*shapes, 300, formats.bfloat16, about, strides)
+    assert nbytes == (0 if rows <= 128 else 2 * (2 * 300 * 2 * 64 * 2) + 1000)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ _LONGEST = 2**28  # positions, and sums of them and of windows, count in 32 bits
 _DOT_THREADS, _DOT_ROWS = 256, 8  # a row a warp
 # of flash.cuh's structures: an array; what follows the arrays forward, and backward
 _ARRAY, _FORWARD, _BACKWARD = Packer("P3q"), Packer("P4q"), Packer("2P5q")
+_PAGES = Packer("P3q")
+_NO_PAGES = _PAGES.pack(0, 0, 0, 0)
 
 
 class Shape(NamedTuple):
@@ -67,11 +69,12 @@ def why_not(problem: Problem, dbias: bool = False) -> str | None:
 
 
 @functools.lru_cache(256)
-def shape(dim: int, dim_v: int, dtype: str, kind: int) -> Shape:
-    """The kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``."""
+def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False) -> Shape:
+    """The kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``. ``paged``: forward's over
+    a cache of pages."""
     d, d_v = next(pair for pair in _COMPILED if dim <= pair[0] and dim_v <= pair[1])
     narrow = d <= 128
-    rows, columns = 16 * _WARPS * (2 if d_v <= 128 else 1), 64 if narrow and kind < 2 else 32
+    rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 64 if narrow and kind < 2 else 32
     step, stages = columns, 2 if narrow else 1
     defines = {"T": launch.type_name(DTYPES[dtype]), "D": str(d), "DV": str(d_v), "KIND": str(kind)}
     forward = _ITEM * (rows * d + 2 * columns * (d + d_v))
@@ -79,12 +82,14 @@ def shape(dim: int, dim_v: int, dtype: str, kind: int) -> Shape:
     return Shape(d, d_v, rows, columns, forward, backward, defines)
 
 
-def _shape(problem: Problem) -> Shape:
+def _shape(problem: Problem, paged: bool = False) -> Shape:
     general = problem.masked or problem.bias != "no_bias" or problem.softmax_type != "vanilla"
     with np.errstate(all="ignore"):
         positive = np.float32(problem.scale) > 0
     kind = int(problem.dropout > 0) if positive and not general else 2
-    return shape(problem.dim, problem.dim_v, problem.dtype, kind)
+    if paged and kind:  # dropout in inference is rare: one kernel for all but the plain rules
+        kind = 2
+    return shape(problem.dim, problem.dim_v, problem.dtype, kind, paged)
 
 
 @memoized("flash attention: workspaces")
@@ -111,16 +116,23 @@ def forward(
     workspace: ArrayView | None,
     stream: int,
     lying: Lying | None = None,
+    pages: ArrayView | None = None,
 ) -> None:
-    """``protocol.attention_fwd``, or with ``lying`` ``packed_attention_fwd``."""
-    about = _shape(problem)
+    """``protocol.attention_fwd``; with ``lying`` ``packed_attention_fwd``; with ``pages``
+    ``paged_attention_fwd``, k and v being the caches."""
+    about, paged = _shape(problem, pages is not None), _NO_PAGES
     tiles = ceil_div(problem.rows, about.rows)
-    job = _arrays(problem, q, k, v, o) + _FORWARD.pack(
-        lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles
-    )
-    kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **about.defines)
+    if pages is None:
+        arrays = _arrays(problem.qkv_format, q, k, v, o)
+    else:  # a cache's pages take the place of batches
+        first, last = _arrays(problem.qkv_format, q), _arrays(problem.qkv_format, o)
+        arrays = first + _arrays("bshd", k, v) + last
+        paged = _PAGES.pack(pages.ptr, k.shape[0], pages.shape[1], k.shape[1])
+    job = arrays + _FORWARD.pack(lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles)
+    defines = about.defines | {"PAGED": str(int(pages is not None))}
+    kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **defines)
     grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras, lying)
-    launch.launch(kernel, grid, 32 * _WARPS, (job + rules,), stream, about.forward)
+    launch.launch(kernel, grid, 32 * _WARPS, (job + rules + paged,), stream, about.forward)
 
 
 def backward(
@@ -146,7 +158,7 @@ def backward(
         got = None if workspace is None else f"{workspace.nbytes} bytes"
         raise BackendError("attention", "workspace", got, f"{layout['end']} bytes")
     start = 0 if workspace is None else workspace.ptr
-    arrays = _arrays(problem, d_o, q, k, v, o, dq, dk, dv)
+    arrays = _arrays(problem.qkv_format, d_o, q, k, v, o, dq, dk, dv)
     rules = attention_rules.pack(problem, extras, lying)
 
     def run(function: str, tiles: int, blocks: int, threads: int, shared: int) -> None:
@@ -166,11 +178,11 @@ def backward(
         unfused.offset_gradient(problem, d_o, o, lse, doffset, extras, start + layout["doffset"], stream)
 
 
-def _arrays(problem: Problem, *views: ArrayView) -> Structure:
+def _arrays(qkv_format: str, *views: ArrayView) -> Structure:
     """``Array`` structures of flash.cuh. BackendError where one cannot be read 16 bytes at a time."""
     packed, places = Structure(), 0
     for view in views:
-        batch, head, row, _ = bhsd(problem.qkv_format, view)
+        batch, head, row, _ = bhsd(qkv_format, view)
         places |= view.ptr | _ITEM * (batch | head | row)
         packed += _ARRAY.pack(view.ptr, batch, head, row)
     if places % _VECTOR:

@@ -59,6 +59,7 @@ from fp8kit.backends.protocol.model_gemm import ModelledProducts
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
 from fp8kit.backends.protocol.packed_attention import Lying, PackedAttentions
+from fp8kit.backends.protocol.paged_attention import PagedAttentions
 from fp8kit.backends.protocol.permute import Permutations
 from fp8kit.backends.protocol.quantize import Quantization
 from fp8kit.backends.protocol.quantized_attention import QuantizedAttentions
@@ -117,6 +118,7 @@ class Kernels(
     Fp8Attentions,
     Sequences,
     Caches,
+    PagedAttentions,
     Ropes,
     Embeddings,
     Permutations,
