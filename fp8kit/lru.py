@@ -57,8 +57,10 @@ class LRU(Generic[K, V]):
             self.misses += 1
             return None
         self._hits += 1
-        if key in self._values:  # another thread may have retired it meanwhile
+        try:
             self._values.move_to_end(key)
+        except KeyError:  # another thread has retired it meanwhile
+            pass
         return found
 
     def put(self, key: K, value: V) -> V:
