@@ -13,7 +13,7 @@ ContextVar, but it reads, and guards, what a property gives whose getter is a bu
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from types import TracebackType
@@ -56,8 +56,9 @@ _Touched = tuple[type[ForwardState], Recipe, dict[int, ForwardState]]
 class _Entered:
     """One autocast that was entered. ``stack``: it, and what is around it, from the outermost one on.
     ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be updated:
-    by the identity of a recipe, whose hash takes time, (recipe, states by their identity). ``traced``: the
-    stack of the compiled function's own autocasts that are around it, None where none is."""
+    by the identity of a recipe, whose hash takes time, (class of the states, recipe, states by their
+    identity). ``traced``: the stack of the compiled function's own autocasts that are around it, None where
+    none is."""
 
     __slots__ = ("above", "active", "ended", "root", "stack", "touched", "traced", "value")
     above: _Entered | None
@@ -75,7 +76,7 @@ class _Entered:
             if around is not None:
                 root = around if not around.ended else above.live_root() or root
         self.root: _Entered | None = root
-        self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
+        self.touched: dict[tuple[type[ForwardState], int], _Touched] = {}
         _INNERMOST.set(self)
         self.traced: list[tuple[autocast | resumed, AutocastState]] | None = None
         before = _thread.stack
@@ -197,7 +198,7 @@ def leave_all() -> None:
     while (found := _innermost()) is not None:
         found.ended = True
         _left(found)
-        for _, states in found.touched.values():
+        for _, _, states in found.touched.values():
             _drop(states)
 
 
@@ -223,12 +224,12 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
         key = type(state), id(recipe)
         known = root.touched.get(key)
         if known is None:
-            known = root.touched[key] = recipe, {}
-        known[1][id(state)] = state
+            known = root.touched[key] = type(state), recipe, {}
+        known[2][id(state)] = state
     return found.stack[-1][0]
 
 
-def _by_value(touched: list[_Touched]) -> list[_Touched]:
+def _by_value(touched: Iterable[_Touched]) -> list[_Touched]:
     """Those of equal recipes together."""
     groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
     for own, recipe, states in touched:
@@ -242,7 +243,7 @@ def commit_touched() -> None:
     root = None if found is None else found.live_root()
     if root is not None:
         left, root.touched = root.touched, {}
-        for frontend, recipe, states in _by_value([(own, r, s) for (own, _), (r, s) in left.items()]):
+        for frontend, recipe, states in _by_value(left.values()):
             frontend.commit_forward(recipe, list(states.values()))
 
 
@@ -280,9 +281,10 @@ class autocast(ContextDecorator):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        flags: dict[str, Any] = {"enabled": enabled, "calibrating": calibrating, "check_finite": checking}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
+        names, flags = ("enabled", "calibrating", "check_finite"), (enabled, calibrating, checking)
+        flag: Any
+        for name, flag in zip(names, flags, strict=True):
+            if flag is not True and flag is not False:
                 got, more = (
                     (f"a {type(flag).__name__}", "; recipe= takes it")
                     if isinstance(flag, Recipe)
@@ -339,7 +341,7 @@ class autocast(ContextDecorator):
             _left(own)
         if not own.touched:
             return
-        left = [(frontend, recipe, states) for (frontend, _), (recipe, states) in own.touched.items()]
+        left = [*own.touched.values()]
         own.touched = {}
         if len(left) > 1:
             left = _by_value(left)

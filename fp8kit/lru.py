@@ -52,13 +52,13 @@ class LRU(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The value of a key, None where there is none."""
-        found = self._values.get(key)
-        if found is None:
+        try:
+            found = self._values[key]
+            self._values.move_to_end(key)
+        except KeyError:  # there is none, or another thread has retired it meanwhile
             self.misses += 1
             return None
         self._hits += 1
-        if key in self._values:  # another thread may have retired it meanwhile
-            self._values.move_to_end(key)
         return found
 
     def put(self, key: K, value: V) -> V:

@@ -10,12 +10,12 @@ history; the update of all states by one ``AmaxHistory`` is one kernel call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8kit import arrays
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.collectives import EVERYONE, Collectives
 from fp8kit.errors import CheckpointError, RecipeError
@@ -89,6 +89,21 @@ def _check_numbers(name: str, field: str, values: HostArray) -> None:
         raise CheckpointError(f"{name}: got {values[at]} at {where}, expected {wanted}")
 
 
+class Placed(NamedTuple):
+    """Where a state lies, for its update: its arrays in the order of ``FIELDS``, and what says in a key which
+    arrays these are."""
+
+    device: Device
+    arrays: tuple[ArrayView, ArrayView, ArrayView]
+    place: tuple[int, int, int, Shape]
+
+
+def placed(scale: ArrayView, scale_inv: ArrayView, history: ArrayView) -> Placed:
+    """``Placed`` of a state's arrays."""
+    place = scale.ptr, scale_inv.ptr, history.ptr, history.shape
+    return Placed(scale.device, (scale, scale_inv, history), place)
+
+
 class ScalingState:
     """Scales and amax history of ``slots`` tensors on ``device``.
 
@@ -98,7 +113,7 @@ class ScalingState:
     None for all processes.
     """
 
-    __slots__ = ("amaxes", "device", "group", "scales", "slots", "views")
+    __slots__ = ("amaxes", "device", "group", "placed", "scales", "slots", "views")
 
     def __init__(self, slots: int, history_len: int, device: Device) -> None:
         self.group: Collectives | None = None
@@ -109,6 +124,7 @@ class ScalingState:
 
     def _take(self, scale: ArrayView, scale_inv: ArrayView, history: ArrayView) -> None:
         self.views: dict[str, ArrayView] = dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
+        self.placed = placed(scale, scale_inv, history)
         flat = history.reshape(history.size)
         self.scales = tuple(scale.slice(0, i, 1) for i in range(self.slots))
         self.amaxes = tuple(flat.slice(0, i, 1) for i in range(self.slots))
@@ -221,44 +237,41 @@ def update(
     fp8_max = history.max_forward if forward else history.max_backward
     if history.on_host:  # all answers first: a callable that raises leaves every state as it was
         for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
-            for field, array in updated.items():
-                arrays.copy(state.views[field], arrays.as_view(array))
+            for view, array in zip(state.placed.arrays, updated, strict=True):
+                arrays.copy(view, arrays.as_view(array))
         return
-    parts: dict[Device, list[tuple[ArrayView, ...]]] = {}
-    for state in states:
-        own = tuple(state.views.values())
-        parts.setdefault(own[0].device, []).append(own)
-    for device, there in parts.items():
+    found = [state.placed for state in states]
+    for device in dict.fromkeys([own.device for own in found]):
+        there = [own for own in found if own.device == device]
         on = 0 if device.kind == "cpu" else (stream or arrays.current_stream)(device)
         kernels = dispatch.kernels(device)
-        # many cost their look-up more than they save
-        recorded = replay.direct(kernels) if len(there) <= _FEW else None
         rule = history.rules[forward]
         call = (kernels, there, fp8_max, rule, on)
+        # many cost their look-up more than they save
+        recorded = replay.direct(kernels) if len(there) <= _FEW else None
         if recorded is None:
             _update_delayed(*call)
         else:
-            places = [(scale.ptr, inverse.ptr, rows.ptr, rows.shape) for scale, inverse, rows in there]
-            key = ("update_delayed_", on, fp8_max, *rule, *places)
+            key = ("update_delayed_", on, fp8_max, *rule, *[own.place for own in there])
             recorded.run(key, _update_delayed, *call)
 
 
 def _update_delayed(
     kernels: Any,
-    there: Sequence[tuple[ArrayView, ...]],
+    there: Sequence[Placed],
     fp8_max: float,
     rule: tuple[int, bool, bool, float | None, bool],
     stream: int,
 ) -> None:
-    """The kernel call for the (scale, scale_inv, amax_history) of all states of a device."""
-    scales, inverses, histories = zip(*there, strict=True)
+    """The kernel call for all states of a device."""
+    scales, inverses, histories = zip(*[own.arrays for own in there], strict=True)
     kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rule, stream)
 
 
-def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
+def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> list[HostArray]:
     """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were
     not used."""
-    scale, scale_inv, history = (state.views[field].numpy().copy() for field in FIELDS)
+    scale, scale_inv, history = (view.numpy().copy() for view in state.placed.arrays)
     algo, used = rule.amax_algo, history[0] != 0
     if callable(algo):
         amax = _answer(rule, "amax_compute_algo", algo(history.copy()), scale.shape)
@@ -277,7 +290,7 @@ def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> 
     rolled = np.roll(history, -1, 0)  # row 0 becomes the last
     rolled[0] = 0
     history[:, used] = rolled[:, used]
-    return dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
+    return [scale, scale_inv, history]
 
 
 def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:

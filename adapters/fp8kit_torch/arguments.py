@@ -135,7 +135,8 @@ def want_input(
     Fp8kitError kinds otherwise."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         tensor(operation, argument, value)
-    value = arrived(value)
+    if type(value) is not Tensor:
+        value = arrived(value)
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(
             operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"

@@ -92,7 +92,7 @@ class autocast(_autocast):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_compiling() and not self.tracing:
+        if not self.tracing:
             if self._leaves_scales and self._open:
                 self._entry().touched = {}
             super().__exit__(kind, error, trace)

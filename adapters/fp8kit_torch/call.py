@@ -122,8 +122,7 @@ class _Node(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         # first of all, so that a pass that fails later knows which recorded amaxes to drop
         if op.grad_amaxes:
-            for token in state.tokens:
-                finish_backward(*token)
+            finish_backward(state.tokens)
         into = _NOWHERE if main is None else main.buffers(op.needs)
         # drop the graph's references, so that each buffer is freed after its last use; a retained graph keeps
         # them for another pass

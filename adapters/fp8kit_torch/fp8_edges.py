@@ -83,6 +83,6 @@ class _Gradient(torch.autograd.Function):
         binding, state = NO_STATE, ctx.state
         if state is not None:
             if ctx.token is not None:
-                finish_backward(*ctx.token)
+                finish_backward([ctx.token])
             binding = _bound(state.scale, None if ctx.token is None else state.amax_history, _GRAD_INPUT)
         return OperandTensor.cast(grad, ctx.fp8, binding), None, None, None

@@ -272,8 +272,7 @@ class _Graphed:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
         history: Any = self.scope[2].history
-        for states in self._states:
-            finish_backward(history, states["scaling_bwd"])
+        finish_backward([(history, states["scaling_bwd"], None) for states in self._states])
 
 
 __all__ = ["make_graphed_callables"]

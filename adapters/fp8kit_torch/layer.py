@@ -86,6 +86,8 @@ class TorchLayer(Layer, torch.nn.Module):
     rng_tracker: Callable[[], Any] | None = None  # the constructor's get_rng_state_tracker
     rng_tracker_name: str | None = None
     delay_wgrad_compute = False
+    is_grad_enabled = staticmethod(torch.is_grad_enabled)
+    is_compiling = staticmethod(torch.compiler.is_compiling)
 
     def take_further(self, arguments: SimpleNamespace) -> None:
         given, kind = vars(arguments), type(self)
@@ -191,14 +193,8 @@ class TorchLayer(Layer, torch.nn.Module):
         tracker = self.rng_tracker
         return checkpoint(function, use_reentrant=False, get_rng_state_tracker=tracker, **arguments)
 
-    def is_grad_enabled(self) -> bool:
-        return torch.is_grad_enabled()
-
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
-
-    def is_compiling(self) -> bool:
-        return torch.compiler.is_compiling()
 
     def extra_repr(self) -> str:
         """Sizes, and what is not as usual (``reprs``)."""

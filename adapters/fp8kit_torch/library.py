@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import Device
 from fp8kit.autocast import current, touch_forward
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import (
@@ -38,7 +38,7 @@ from fp8kit.formats import float32
 from fp8kit.lru import memoized
 from fp8kit.ops.registry import OPERATIONS, each_operation
 from fp8kit.quantization import AmaxHistory
-from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
+from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, Placed, backward_slots, forward_slots, placed
 from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch.arguments import not_compiled
@@ -311,7 +311,7 @@ def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
     if own is None:
         raise ArgumentError("record_", "handle", int(handle), "a state of a module that is alive")
     if when == BACKWARD:
-        states.finish_backward(decode(recipe), own)
+        states.finish_backward([(decode(recipe), own, None)])
     elif (scope := current()) is not None:
         rule: Any = _rule(recipe)
         touch_forward(own, scope.recipe if scope.recipe.history == rule.history else rule, True)
@@ -350,8 +350,7 @@ def _rule(history: str) -> _Rule:
 class _Parts(NamedTuple):
     """A state by its tensors, as ``fp8kit.scaling.update`` takes it."""
 
-    views: dict[str, ArrayView]
-    device: Device
+    placed: Placed
     amax_history: Tensor
     group: None = None
 
@@ -368,8 +367,7 @@ def update_(
     ``AmaxHistory`` of that text."""
     own = []
     for parts in zip(scales, inverses, histories, strict=True):
-        views = dict(zip(states.FIELDS, map(as_view, parts), strict=True))
-        own.append(_Parts(views, views["scale"].device, parts[2]))
+        own.append(_Parts(placed(*map(as_view, parts)), parts[2]))
     states.update(decode(recipe), own, forward)
 
 

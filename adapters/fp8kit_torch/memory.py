@@ -46,6 +46,7 @@ class TorchMemory:
     """
 
     address: Callable[[Tensor], int] = staticmethod(Tensor.data_ptr)
+    release: Callable[[Arena, int], None] = staticmethod(scratch.release)
 
     def __init__(self, device: torch.device, compiled: bool = False) -> None:
         self.device, self.where, self.compiled = place_of(device), device, compiled
@@ -80,9 +81,6 @@ class TorchMemory:
             owner = self.block(nbytes)
             return Arena(nbytes, owner.data_ptr(), owner, self.device, False)
         return scratch.arena(nbytes, self.device, stream)
-
-    def release(self, arena: Arena, stream: int) -> None:
-        scratch.release(arena, stream)
 
     def zeros(self, count: int) -> Tensor:
         """float32 (count,), zeros: for amaxes."""

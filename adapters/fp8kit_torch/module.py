@@ -28,14 +28,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
-from fp8kit_torch.autocast import (
-    history_text,
-    keeps_weights,
-    needs_rng,
-    recipe_parts,
-    reduction_group,
-    touch_traced,
-)
+from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_parts, touch_traced
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
@@ -100,7 +93,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             self._held or self.fuse_wgrad_accumulation or not torch.is_grad_enabled()
         ):
             tensors |= self.waiting_weights()
-        tensors = self.autocast_inputs(tensors)
+        if torch_compat.any_autocast():
+            tensors = self.autocast_inputs(tensors)
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
             return Operands(tensors, None, (), weights, codes)
         main = self._main_grads(first, tensors["x"].dtype)
@@ -394,8 +388,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 held=(*found.held, kept.scales, row),
             )
         if record:
-            forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
-            touch_forward(forward, recipe, training)
+            scope = touch_forward(forward, recipe, training)
+            forward.group = self.fp8_meta["scaling_bwd"].group = scope.amax_reduction_group
         return found
 
     # --- delayed scaling ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.collectives import Collectives
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import Recipe
-from fp8kit.scaling import FIELDS
+from fp8kit.scaling import FIELDS, Placed, placed
 from fp8kit_torch import torch_compat
 from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
@@ -33,7 +33,9 @@ _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
 # backward pass, by its number -> rules of states, and the states that recorded in it
-_RECORDED: dict[int, dict[int, tuple[AmaxHistory, dict[int, ScalingState]]]] = {}
+_RECORDED: dict[int, dict[int, tuple[AmaxHistory, dict[ScalingState, None]]]] = {}
+# a state that backward records into, its rule, and the number of the pass: None for the one that runs then
+Token = tuple[AmaxHistory, "ScalingState", int | None]
 
 
 class ScalingState:
@@ -64,7 +66,7 @@ class ScalingState:
         self.number = number
         self.handle = torch.tensor(number, device="cpu")
         self.group: Any = None
-        self._seen: Any = (None, None, None, {})
+        self._seen: Any = (None, None, None, None)
         _LIVE[number] = self
 
     @classmethod
@@ -87,17 +89,22 @@ class ScalingState:
 
     @property
     def views(self) -> dict[str, ArrayView]:
-        """The tensors as views by their names, made once for the same tensors."""
-        scale, scale_inv, history, views = self._seen
+        """The tensors as views by their names."""
+        return dict(zip(FIELDS, self.placed.arrays, strict=True))
+
+    @property
+    def placed(self) -> Placed:
+        """Where the tensors lie, found once for the same tensors."""
+        scale, scale_inv, history, found = self._seen
         if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
-            views = dict(zip(FIELDS, map(as_view, self.parts), strict=True))
-            self._seen = (*self.parts, views)
-        return views  # type: ignore[no-any-return]
+            found = placed(*map(as_view, self.parts))
+            self._seen = (*self.parts, found)
+        return found  # type: ignore[no-any-return]
 
     @property
     def device(self) -> Device:
         """Where the state lies."""
-        return self.views["scale"].device
+        return self.placed.device
 
     @property
     def history_len(self) -> int:
@@ -130,11 +137,12 @@ class ScalingState:
 def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
-    several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
-    for state in states:
-        several = several or (state.group is not None and isinstance(state.group, Collectives))
-    if several and history is not None and history.reduce:
-        _reduce(states)
+    if history is not None and history.reduce:
+        several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
+        for state in states:
+            several = several or (state.group is not None and isinstance(state.group, Collectives))
+        if several:
+            _reduce(states)
     scaling.update(history, states, forward, _stream)
 
 
@@ -185,14 +193,14 @@ class _BackwardEnd(int):
         groups = _RECORDED[self]
         for key in [*groups]:
             history, states = groups[key]
-            update(history, [*states.values()], False)
+            update(history, [*states], False)
             del groups[key]
         del _RECORDED[self]
 
     def __del__(self) -> None:
         groups = _RECORDED.pop(self, None)
         for _, states in groups.values() if groups else ():
-            for state in states.values():
+            for state in states:
                 if state.scale.is_cuda:
                     # what failed may still be running, on any stream
                     torch.cuda.synchronize(state.scale.device)
@@ -204,20 +212,22 @@ def open_backward() -> int:
     within one, by any of its threads: there is one for each device."""
     number = torch_compat.current_backward()
     if number not in _RECORDED:
-        own: dict[int, tuple[AmaxHistory, dict[int, ScalingState]]] = {}
+        own: dict[int, tuple[AmaxHistory, dict[ScalingState, None]]] = {}
         if _RECORDED.setdefault(number, own) is own:  # one thread's
             torch_compat.at_backwards_end(_BackwardEnd(number))
     return number
 
 
-def finish_backward(history: AmaxHistory, state: ScalingState, number: int | None = None) -> None:
-    """Update ``state`` when a backward pass has ended: the one that runs now, or the one of that ``number``
-    around it, as ``open_backward`` gave it."""
-    if _HELD:
+def finish_backward(tokens: Sequence[Token]) -> None:
+    """Update the states of ``tokens``, all of one pass, when a backward pass has ended: the one that runs
+    now, or the one of their number around it, as ``open_backward`` gave it."""
+    if _HELD or not tokens:
         return
+    number = tokens[0][2]
     groups = _RECORDED[open_backward() if number is None else number]
-    found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
-    found[1][id(state)] = state
+    for history, state, _ in tokens:
+        found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
+        found[1][state] = None
 
 
 class StateBinding(NamedTuple):
@@ -232,7 +242,7 @@ class StateBinding(NamedTuple):
     amaxes: Mapping[str, int] = MappingProxyType({})
     backward_scales: Mapping[str, int] = MappingProxyType({})
     backward_amaxes: Mapping[str, int] = MappingProxyType({})
-    tokens: tuple[tuple[AmaxHistory, ScalingState, int | None], ...] = ()
+    tokens: tuple[Token, ...] = ()
     held: tuple[Tensor, ...] = ()
 
     def of_gemm(self, prefix: str, rename: bool = False) -> StateBinding:

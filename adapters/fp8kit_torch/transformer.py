@@ -17,7 +17,6 @@ from fp8kit_torch.torch_compat import any_autocast, global_hooks
 # bytes of x from which on a layer runs operation by operation: the GPU's work then takes longer than the
 # calls, and each operation frees its memory as soon as it can
 LARGE = 16 << 20
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
@@ -53,23 +52,25 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             return False
         own = attention._modules
         here = self.frontend
-        parts = (
-            (attention, here.MultiheadAttention),
+        products = (
             (own["layernorm_qkv"], here.LayerNormLinear),
-            (own["core_attention"], here.DotProductAttention),
             (own["proj"], here.Linear),
             (mlp, here.LayerNormMLP),
         )
-        for part, kind in parts:
+        others = (attention, here.MultiheadAttention), (own["core_attention"], here.DotProductAttention)
+        for part, kind in (*products, *others):
             # somebody else's code: another class, a forward set on the object or its class, compile()
-            if type(part) is not kind or "forward" in (there := vars(part)) or "forward" in vars(kind):
+            if type(part) is not kind or "forward" in vars(part) or "forward" in vars(kind):
                 return False
             if part._compiled_call_impl is not None:
                 return False
-            if any(map(there.__getitem__, _HOOKS)):
+            if part._forward_hooks or part._forward_pre_hooks:
                 return False
-            if there.get("microbatch") is not None:  # casts that micro-batches share are taken by each part
+            if part._backward_hooks or part._backward_pre_hooks:
                 return False
-            if there.get("_held") is not None or there.get("fuse_wgrad_accumulation"):
+        for part, _ in products:
+            if part.microbatch is not None:  # casts that micro-batches share are taken by each part
+                return False
+            if part._held is not None or part.fuse_wgrad_accumulation:
                 return False
         return True

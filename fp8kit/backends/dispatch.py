@@ -14,7 +14,7 @@ from fp8kit import arrays, settings
 from fp8kit.arguments import choice
 from fp8kit.arrays import Device
 from fp8kit.backends.manager import OpManager, say_once
-from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
+from fp8kit.backends.policy import SelectionPolicy, Switch, get_policy
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
 from fp8kit.devices import lacking, say_unused
@@ -80,7 +80,7 @@ def kernels(device: Device) -> Any:
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
-    policy = _CURRENT.get() or get_policy()
+    policy = get_policy()
     found = policy.chosen.get(device)
     return _chosen(device, policy) if found is None else found
 

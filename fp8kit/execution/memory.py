@@ -194,6 +194,12 @@ class Arena:
         return Buffers(found, layout.streamed, memory.view) if layout.streamed else found
 
 
+class _Own(threading.local):
+    """A thread's own arenas, None where it takes those of all threads."""
+
+    arenas: dict[tuple[Device, int], Arena] | None = None
+
+
 class Scratch:
     """Memory for the temporaries of one operation at a time, one arena for each stream of a device.
 
@@ -211,12 +217,12 @@ class Scratch:
     def __init__(self, allocate: Callable[[int, Device], tuple[int, object]]) -> None:
         self.allocate = allocate
         self._shared: dict[tuple[Device, int], Arena] = {}
-        self._own = threading.local()
+        self._own = _Own()
 
     @property
     def arenas(self) -> dict[tuple[Device, int], Arena]:
         """The arenas that no call uses now."""
-        own: dict[tuple[Device, int], Arena] | None = getattr(self._own, "arenas", None)
+        own = self._own.arenas
         return self._shared if own is None else own
 
     def arena(self, nbytes: int, device: Device, stream: int) -> Arena:
@@ -242,7 +248,7 @@ class Scratch:
     def separate(self) -> Iterator[dict[tuple[Device, int], Arena]]:
         """A block in which this thread starts without arenas. The arenas that it makes are in the dictionary;
         a captured graph must keep them."""
-        before, self._own.arenas = getattr(self._own, "arenas", None), {}
+        before, self._own.arenas = self._own.arenas, {}
         try:
             yield self._own.arenas
         finally:

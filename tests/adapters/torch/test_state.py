@@ -286,7 +286,8 @@ def test_a_pass_has_a_thread_for_each_device(monkeypatch):
     monkeypatch.setattr(torch_compat, "at_backwards_end", queued.append)
     monkeypatch.setattr(state, "update", lambda history, states, forward: updated.append(states))
     states = [state.ScalingState(2, 1, "cpu") for _ in range(4)]
-    threads = [threading.Thread(target=state.finish_backward, args=(RECIPE.history, own)) for own in states]
+    tokens = [(RECIPE.history, own, None) for own in states]
+    threads = [threading.Thread(target=state.finish_backward, args=([token],)) for token in tokens]
     for thread in threads:
         thread.start()
     for thread in threads:
