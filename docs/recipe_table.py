@@ -19,7 +19,13 @@ from fp8kit.recipes import NAMED
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN, END = "<!-- recipes -->", "<!-- /recipes -->"
 # a column's head -> compute capability, None for a CPU
-DEVICES = {"CPU": None, "Ada 8.9": (8, 9), "Hopper 9.0": (9, 0), "Blackwell 10.0": (10, 0)}
+DEVICES = {
+    "CPU": None,
+    "Ampere 8.0": (8, 0),
+    "Ada 8.9": (8, 9),
+    "Hopper 9.0": (9, 0),
+    "Blackwell 10.0": (10, 0),
+}
 
 
 def jax_says(recipe: Any) -> str:

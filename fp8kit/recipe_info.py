@@ -24,8 +24,8 @@ NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 
 class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
-    codes' values in high precision; "refused". ``why`` it is refused; or what is emulated where the rest is
-    native: sums that are a chip's on every device, attention."""
+    codes' values in high precision; "refused". ``why`` it is refused; or how it is emulated; or what is
+    emulated where the rest is native: sums that are a chip's on every device, attention."""
 
     status: str
     why: str = ""
@@ -56,6 +56,8 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
                 return Support(REFUSED, f"{what} needs compute capability {wanted}, not {have}")
     if issubclass(products, EmulatedProduct):
         return Support(EMULATED)
+    if capability is not None and capability < products.tensor_cores:
+        return Support(EMULATED, "codes become float16 in the product")
     modelled = any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
     words = "its sums are emulated" * modelled, _attention_words(recipe.attention, capability)
     return Support(NATIVE, "; ".join(filter(None, words)))

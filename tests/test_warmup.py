@@ -124,7 +124,7 @@ def test_draws_no_random_number_and_leaves_no_scales():
     ("given", "said"),
     [
         ({"hidden": 0}, "hidden: got 0"),
-        ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_89, sm_90a,"),
+        ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_80, "),
         ({"threads": 0}, "threads: got 0"),
         ({"dtype": "uint8"}, "dtype: got uint8"),
         ({"recipe": "delayed"}, "expected a Recipe or None"),

@@ -30,9 +30,10 @@ def _place() -> Device:
 
 
 def missing_for(recipe: Recipe) -> str:
-    """Why the products of a recipe cannot run, "" where they can."""
+    """Why the products of a recipe cannot run as fast as FP8 does, "" where they can: on a GPU without FP8
+    tensor cores they run, slowly."""
     kind = product_class(recipe.quantization)
-    return _missing(kind.kernels, kind.capability)
+    return _missing(kind.kernels, kind.tensor_cores)
 
 
 def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
@@ -60,7 +61,7 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
 
 
 def want_fp8(operation: str, spec: Any, device: torch.device) -> None:
-    """BackendError where the tensor cores of a CUDA device do not carry out a spec's products."""
+    """BackendError where a CUDA device does not carry out a spec's products."""
     products = [value for value in getattr(spec, "__dict__", {}).values() if isinstance(value, ProductSpec)]
     asked = [product_class(product.fp8) for product in products if product.fp8 is not None]
     if device.type == "cuda" and asked:

@@ -55,7 +55,7 @@ class EmulatedProduct(EmulatedCasts):
         *("cast_blocks", "gemm", "rotate", "rotate_back", "amax", "scale_from_amax", "quantize"),
         *("dequantize", "scale_product"),
     )
-    capability = (0, 0)
+    capability = tensor_cores = (0, 0)
     described = "emulated products"
 
     def __init__(self, spec: ProductSpec, *how: Any) -> None:

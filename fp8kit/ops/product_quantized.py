@@ -37,11 +37,14 @@ class QuantizedProduct(Product):
     """``Product`` on codes and scales.
 
     ``kernels``: of the contract, that it is made of, the cast first. ``capability``: the least compute
-    capability of a CUDA device that has them; ``described``: what such a device is said to compute.
+    capability of a CUDA device that has them; ``tensor_cores``: the least of one whose tensor cores multiply
+    codes, where before a kernel of ours multiplies them as float16; ``described``: what a device is said to
+    compute.
     """
 
     kernels: ClassVar[tuple[str, ...]]
-    capability: ClassVar[tuple[int, int]] = (8, 9)
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+    tensor_cores: ClassVar[tuple[int, int]] = (8, 9)
     described: ClassVar[str] = "FP8"
 
     def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:

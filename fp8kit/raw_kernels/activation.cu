@@ -86,9 +86,13 @@ constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
 
 // x held between -far and far; NaN passes through.
 DEVICE float within(float x, float far) {
+#if __CUDA_ARCH__ >= 860
   float y;
   asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(far));
   return y;
+#else
+  return x != x ? x : fminf(fmaxf(x, -far), far);
+#endif
 }
 
 template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x clamped to FAR

@@ -1,12 +1,14 @@
 // FP8 and its narrower relatives: encoding and decoding.
-// E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later): nearest
-// even, |v| beyond the largest finite value and Inf become it, NaN becomes 0x7F. Any other format, stochastic
+// E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later), or give the
+// same codes: nearest even, |v| beyond the largest finite value and Inf become it, NaN 0x7F. Any other format, stochastic
 // rounding and non-saturating casts go through exact integer arithmetic on the float's bits.
 #pragma once
 #include "common.cuh"
 
 // The two formats as types, so that -DFORMAT=e4m3 chooses one. In the PTX instruction the first
-// source fills the upper byte.
+// source fills the upper byte. Older chips have no such instruction, and compute the same codes: so does
+// -DBY_BITS, by which a newer one shows that they are the same.
+#if __CUDA_ARCH__ >= 890 && !defined(BY_BITS)
 struct e4m3 {
   static constexpr float MAX = 448.0f;
   static __device__ __forceinline__ u16 pair(float low, float high) {
@@ -34,6 +36,43 @@ struct e5m2 {
     return pair;
   }
 };
+#else
+// The code of x: |x| in steps of its binade, of which the subnormals share the lowest normal one's, counted
+// from 0. A code beyond the largest finite one becomes that.
+template <int MANTISSA_BITS, int LOWEST, u32 MAX_CODE> DEVICE u32 code_of(float x) {
+  const u32 bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) return 0x7F;
+  const int exponent = max((int)(magnitude >> 23) - 127, LOWEST);
+  const float steps_of_one = __uint_as_float((u32)(127 + MANTISSA_BITS - exponent) << 23);
+  const u32 steps = (u32)__float2int_rn(__uint_as_float(magnitude) * steps_of_one);
+  const u32 code = steps + ((u32)(exponent - LOWEST) << MANTISSA_BITS);
+  return min(code, MAX_CODE) | (bits >> 24 & 0x80);
+}
+
+struct e4m3 {
+  static constexpr float MAX = 448.0f;
+  static __device__ __forceinline__ u16 pair(float low, float high) {
+    return (u16)(code_of<3, -6, 0x7E>(low) | code_of<3, -6, 0x7E>(high) << 8);
+  }
+  static __device__ __forceinline__ u32 half(u32 code) {
+    const u32 magnitude = code & 0x7F;
+    if (magnitude == 0x7F) return 0x7FFF;
+    // as a float16 its exponent is 8 too small: also that of a subnormal, which is none in float16
+    const f16 exact = from_float<f16>(to_float(f16{(u16)(magnitude << 7)}) * 256.0f);
+    return exact.bits | (code & 0x80) << 8;
+  }
+  static __device__ __forceinline__ u32 halves(u16 codes) { return half(codes & 0xFF) | half(codes >> 8) << 16; }
+};
+
+struct e5m2 {
+  static constexpr float MAX = 57344.0f;
+  static __device__ __forceinline__ u16 pair(float low, float high) {
+    return (u16)(code_of<2, -14, 0x7B>(low) | code_of<2, -14, 0x7B>(high) << 8);
+  }
+  static __device__ __forceinline__ u32 half(u32 code) { return (code & 0x7F) > 0x7C ? 0x7FFF : code << 8; }
+  static __device__ __forceinline__ u32 halves(u16 codes) { return half(codes & 0xFF) | half(codes >> 8) << 16; }
+};
+#endif
 
 template <typename F> DEVICE u8 encode(float x) { return (u8)F::pair(x, 0.0f); }
 

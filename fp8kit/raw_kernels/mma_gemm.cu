@@ -1,4 +1,4 @@
-// FP8 products on any chip with FP8 tensor cores (mma.sync, compute capability 8.9 and later):
+// FP8 products on any chip with 16-bit tensor cores (mma.sync, compute capability 8.0 and later):
 // out = (a scales) (b scales)^T + bias + addend, a (m, k), b (n, k), rows of k codes.
 //
 // functions: mma_gemm (fp8_gemm, block_gemm)
@@ -14,8 +14,10 @@
 // into a ring of three places in shared memory, two ahead of the products, and each warp multiplies its part
 // of the rows with its part of the columns. Simpler than hopper_gemm.cu, and slower on a Hopper GPU.
 //
-// Sums: those of the chip's FP8 instruction. PROMOTE: after how many codes such a sum is added to a float32
-// one; 0: never. With SCALES of blocks the sum of 128 codes is scaled before it is added.
+// Sums: those of the chip's FP8 instruction; before 8.9, which has none, of its float16 one. PROMOTE: after
+// how many codes such a sum is added to a float32 one; 0: never. With SCALES of blocks the sum of 128 codes
+// is scaled before it is added.
+#include "fp8.cuh"
 #include "tiles.cuh"
 
 constexpr int BN = 128, DEPTH = 128, STAGES = 3, THREADS = 256;
@@ -45,9 +47,20 @@ struct Codes {};  // in the place of an element type
 
 // 32 codes of the contraction. Fragments of codes lie as those of 16-bit elements, two to an element.
 DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, Codes) {
+#if __CUDA_ARCH__ >= 890 && !defined(BY_BITS)
   asm("mma.sync.aligned.m16n8k32.row.col.f32." TEXT(LEFT) "." TEXT(RIGHT) ".f32 {%0,%1,%2,%3}, "
       "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else  // no FP8 instruction: codes become float16, exactly, and 16 are multiplied at once; a lane's first
+       // halves of 4 codes are the first 8 of 16, its second halves the others, in a and b alike
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const u32 upper = a[2 * part], lower = a[2 * part + 1], b = part ? b1 : b0;
+    const u32 rows[4] = {LEFT::halves((u16)upper), LEFT::halves((u16)lower), LEFT::halves((u16)(upper >> 16)),
+                         LEFT::halves((u16)(lower >> 16))};
+    multiply(c, rows, RIGHT::halves((u16)b), RIGHT::halves((u16)(b >> 16)), f16());
+  }
+#endif
 }
 
 // --- scales of blocks --------------------------------------------------------------------------------------

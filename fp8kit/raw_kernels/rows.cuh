@@ -127,12 +127,21 @@ DEVICE void wait_for_copies(u32 under_way) {
 // --- amax --------------------------------------------------------------------------------------------------
 
 // max(most, |x|) of both halves of a word, NaN dropped; the signs of `most` mean nothing.
+#if __CUDA_ARCH__ >= 860
 DEVICE void pair_amax(u32& most, u32 x, bf16) {
   asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x));
 }
 DEVICE void pair_amax(u32& most, u32 x, f16) {
   asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x));
 }
+#else
+DEVICE void pair_amax(u32& most, u32 x, bf16) {
+  asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x & 0x7FFF7FFF));
+}
+DEVICE void pair_amax(u32& most, u32 x, f16) {
+  asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x & 0x7FFF7FFF));
+}
+#endif
 
 // The running maximum of |x|, where NaN is dropped. Of 16-bit types two values at a time.
 template <typename X, bool PAIRS = sizeof(X) == 2> struct Peak {

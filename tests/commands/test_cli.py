@@ -137,15 +137,15 @@ def test_what_commands_cannot_take_is_one_line(arguments, capsys):
         ),
         (["warmup", "--activation", "gell"], "fp8kit warmup: activation: got 'gell', expected one of gelu,"),
         (["warmup", "--activation", "gell"], "; did you mean gelu?"),
-        (["warmup", "--arch", "sm_90"], "fp8kit warmup: arch: got 'sm_90', expected one of sm_89, sm_90a,"),
-        (["warmup", "--arch", "foo"], "fp8kit warmup: arch: got 'foo', expected one of sm_89, sm_90a,"),
+        (["warmup", "--arch", "sm_90"], "fp8kit warmup: arch: got 'sm_90', expected one of sm_80, "),
+        (["warmup", "--arch", "foo"], "fp8kit warmup: arch: got 'foo', expected one of sm_80, "),
         (
             ["kernels", "compile", "rope", "--arch", "foo"],
-            "fp8kit kernels: --arch: got 'foo', expected one of sm_89, sm_90a,",
+            "fp8kit kernels: --arch: got 'foo', expected one of sm_80, ",
         ),
         (
             ["kernels", "show", "rope", "--ptx", "--arch", "sm_1"],
-            "fp8kit kernels: --arch: got 'sm_1', expected one of sm_89, sm_90a,",
+            "fp8kit kernels: --arch: got 'sm_1', expected one of sm_80, ",
         ),
         (
             ["kernels", "show", "rope", "--variant", "T=f16"],

@@ -54,24 +54,24 @@ def test_support_follows_from_the_capability():
     block, mx = Float8BlockScaling(), MXFP8BlockScaling()
     assert [recipe_info.support_of(DelayedScaling(), c).status for c in (None, (8, 0), (8, 9), (10, 0))] == [
         "native",
-        "refused",
+        "emulated",
         "native",
         "native",
     ]
     assert [recipe_info.support_of(block, c).status for c in (None, (8, 0), (8, 9), (10, 0))] == [
         "native",
-        "refused",
+        "emulated",
         "native",
         "native",
     ]
-    why = recipe_info.support_of(block, (8, 0)).why
-    assert why == "FP8 with scales of blocks needs compute capability 8.9, not 8.0"
+    why = recipe_info.support_of(block, (7, 5)).why
+    assert why == "FP8 with scales of blocks needs compute capability 8.0, not 7.5"
     assert {recipe_info.support_of(mx, c).status for c in (None, (8, 9), (12, 0))} == {"emulated"}
-    # emulated products have no tensor cores, but the engine's casts have FP8 conversions
-    refused = recipe_info.support_of(mx, (8, 0))
-    assert refused == ("refused", "the CUDA engine needs compute capability 8.9, not 8.0")
-    with pytest.raises(BackendError, match=r"at least 8\.9"):
-        arch_of((8, 0))
+    # emulated products need no FP8 tensor cores, but the engine needs bfloat16
+    refused = recipe_info.support_of(mx, (7, 5))
+    assert refused == ("refused", "the CUDA engine needs compute capability 8.0, not 7.5")
+    with pytest.raises(BackendError, match=r"at least 8\.0"):
+        arch_of((7, 5))
     hopper = NAMED["current_hopper"].recipe
     assert recipe_info.support_of(hopper, (9, 0)) == ("native", "its sums are emulated")
     taken = "attention too where cuDNN's FP8 kernels take it"

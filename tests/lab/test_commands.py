@@ -180,7 +180,7 @@ SAID = {
         "rope",
         "--arch",
         "sm_1",
-    ): "--arch: got 'sm_1', expected one of sm_89, sm_90a, .*, what NVRTC here compiles for",
+    ): "--arch: got 'sm_1', expected one of sm_80, .*, what NVRTC here compiles for",
 }
 
 

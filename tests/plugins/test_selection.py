@@ -197,7 +197,7 @@ def test_min_arch_and_availability(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     )
     monkeypatch.setattr(provider, "arch", lambda device: 75, raising=False)
     assert ids(device=Device("cuda")) == []
-    assert why(device=Device("cuda"))["cuda.add"] == "needs compute capability 8.9, cuda:0 has 7.5"
+    assert why(device=Device("cuda"))["cuda.add"] == "needs compute capability 8.0, cuda:0 has 7.5"
     monkeypatch.setattr(provider, "count", lambda: 0, raising=False)
     with pytest.raises(BackendError, match="device: cuda:0 is not usable, 0 cuda devices are"):
         dispatch.candidates("add", Device("cuda"))

@@ -23,7 +23,8 @@ from fp8kit.raw_kernels import manifest
 from tests.support.combinations import covering
 from tests.support.effort import FACTOR
 
-ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a", "sm_80")
+OLDEST_SPILLS = 16  # bytes
 STATIC_SHARED = 48 * 1024
 KEPT = 14 * 24 * 3600  # seconds after its last use
 
@@ -56,15 +57,16 @@ LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}
 
 def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]]:
     """What is compiled of a source for each architecture."""
-    first, second, third = ARCHITECTURES
+    first, second, third, oldest = ARCHITECTURES
     rest = [variant for variant in source.variants if LIKE_OTHERS.isdisjoint(variant)]
     if FACTOR or rest == [()]:
-        return {first: source.variants, second: rest, third: rest}
+        return {first: source.variants, second: rest, third: rest, oldest: rest}
     some = covering(rest)
     return {
         first: source.variants,
         second: some,
         third: covering(rest, [variant for variant in rest if variant not in some]),
+        oldest: some,
     }
 
 
@@ -75,7 +77,7 @@ def usual(source: manifest.Source, arch: str) -> Sequence[manifest.Defines]:
         rest = [variant for variant in source.variants if LIKE_OTHERS.isdisjoint(variant)]
         return covering(source.variants if source.name == "convert.cu" else rest)[:1]
     place = [other.name for other in manifest.sources()].index(source.name)
-    return variants_of(source)[arch][:1] if place % 8 == others.index(arch) else ()
+    return variants_of(source)[arch][:1] if place % 12 == others.index(arch) else ()
 
 
 VARIANTS = [
@@ -98,10 +100,12 @@ def test_compiles_without_spills(source: manifest.Source, variant: manifest.Defi
     note_use(kernel.path)
     assert set(kernel.resources) == set(source.functions)
     assert "warning" not in kernel.log.lower(), kernel.log
+    # chips without an instruction for it need more registers
+    allowed = max(source.spills, OLDEST_SPILLS if arch == ARCHITECTURES[-1] else 0)
     for function, used in kernel.resources.items():
         spilled = max(used.stack, used.spill_stores)  # loads count each place that reads it again
-        assert spilled <= source.spills, f"{function} uses {used}, {source.name} allows {source.spills} bytes"
-        assert used.spill_loads == 0 or source.spills, f"{function} uses {used}"
+        assert spilled <= allowed, f"{function} uses {used}, {source.name} allows {allowed} bytes"
+        assert used.spill_loads == 0 or allowed, f"{function} uses {used}"
         assert used.shared <= STATIC_SHARED, f"{function} uses {used}"
 
 

@@ -18,7 +18,8 @@ from fp8kit.backends.protocol import KERNELS, SPECS
 if TYPE_CHECKING:
     from fp8kit.backends.registry import OpRegistry
 
-MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
+MIN_ARCH = 80  # bfloat16 starts with Ampere
+FP8_ARCH = 89  # FP8 tensor cores, which cuBLASLt's FP8 products are for, with Ada
 
 
 # A source whose kernels do what a library does elsewhere: the module that launches them, and the kernels of
@@ -57,7 +58,8 @@ def register(registry: OpRegistry) -> None:
     from fp8kit.backends.registry import PRIORITY, Kind, OpImpl
 
     def impl(name: str, impl_id: str, function: Callable[..., Any], **more: Any) -> OpImpl:
-        more |= {"vendor": "cuda", "min_arch": MIN_ARCH, "devices": frozenset({"cuda"})}
+        more |= {"vendor": "cuda", "devices": frozenset({"cuda"})}
+        more.setdefault("min_arch", FP8_ARCH if name == "fp8_gemm" else MIN_ARCH)
         return OpImpl(name, f"cuda.{impl_id}", Kind.VENDOR, function, **more)
 
     for name in KERNELS:
@@ -69,7 +71,7 @@ def register(registry: OpRegistry) -> None:
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
     for source, (module, names) in OWN.items():  # not chosen, unless a policy names them
         for name in names:
-            function, priority = implementation(name, source), PRIORITY[Kind.VENDOR] - 1
-            registry.register_impl(
-                impl(name, f"{module.partition('_')[0]}_{name}", function, priority=priority)
-            )
+            own = importlib.import_module(f"{__name__}.{module}")
+            more = {"priority": PRIORITY[Kind.VENDOR] - 1, "min_arch": own.LEAST_ARCH}
+            impl_id = f"{module.partition('_')[0]}_{name}"
+            registry.register_impl(impl(name, impl_id, implementation(name, source), **more))

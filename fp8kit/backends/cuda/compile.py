@@ -31,7 +31,7 @@ OPTIONS = (
     "-no-cache",
     "--ptxas-options=-v",
 )
-_LOWEST = 89
+_LOWEST = 80
 _SPECIFIC = 90  # from here on the architecture-specific ("a") target is taken
 
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -62,11 +62,11 @@ class CompiledKernel:
 
 def arch_of(capability: tuple[int, int]) -> str:
     """NVRTC's target for a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a".
-    BackendError below 8.9."""
+    BackendError below 8.0."""
     number = capability[0] * 10 + capability[1]
     if number < _LOWEST:
         got = f"compute capability {capability[0]}.{capability[1]}"
-        raise BackendError("compile", "device", got, "at least 8.9 (FP8 conversions)")
+        raise BackendError("compile", "device", got, "at least 8.0 (bfloat16)")
     return f"sm_{number}a" if number >= _SPECIFIC else f"sm_{number}"
 
 

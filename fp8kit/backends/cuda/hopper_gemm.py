@@ -17,7 +17,7 @@ from fp8kit.backends.cuda.tensor_maps import CODES, NONE, tensor_map
 from fp8kit.backends.registry import CannotTake
 from fp8kit.lru import memoized
 
-CAPABILITY = (9, 0)
+CAPABILITY, LEAST_ARCH = (9, 0), 90
 _SOURCE, _THREADS, _SHARED = "hopper_gemm.cu", 384, 227 * 1024
 _DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(4 * CODES + "5P9q16x")  # struct Job, a multiple of 64 bytes

@@ -27,7 +27,7 @@ def report() -> list[Row]:
     """Every component with its state. Never raises, and starts no more than it must to ask for versions."""
     rows = [_ask(name, question, cure) for name, question, cure in _QUESTIONS]
     for i in range(provider.count()):
-        rows.append(_ask(f"device cuda:{i}", functools.partial(_device, i), "needs compute capability 8.9"))
+        rows.append(_ask(f"device cuda:{i}", functools.partial(_device, i), "needs compute capability 8.0"))
     return rows
 
 
