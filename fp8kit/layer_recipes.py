@@ -231,8 +231,8 @@ def _say_unnamed(recipe: Recipe, kind: str, why: str, known_by: object) -> None:
     if known_by not in _UNNAMED:
         _UNNAMED[known_by] = None
         log.warning(
-            "%s has no name, so %s: name_layers(model) of fk.nn, fp8kit_torch or fp8kit_jax.nnx names "
-            "layers, or the argument name does (%s)",
+            "%s has no name, so %s (%s): give it name=..., or call name_layers(model) of fk.nn, "
+            "fp8kit_torch or fp8kit_jax.nnx",
             kind,
             why,
             recipe.short_name(),
@@ -268,7 +268,7 @@ class _Asking(QuantizerRole):
     @property
     def name(self) -> str:
         qfactory = self.recipe.qfactory
-        why = f"{getattr(qfactory, '__name__', 'the function')} of CustomRecipe finds none in role.name"
+        why = f"{getattr(qfactory, '__name__', 'the function')} of CustomRecipe reads an empty role.name"
         # a function that is written in a loop is made anew each time, of one code
         _say_unnamed(self.recipe, self.module, why, getattr(qfactory, "__code__", qfactory))
         return ""

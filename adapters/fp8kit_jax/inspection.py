@@ -19,7 +19,7 @@ import jax
 from fp8kit import inspection
 from fp8kit.errors import ArgumentError
 from fp8kit.inspection import Entry, Watch
-from fp8kit.numerics.inspect import made, opened
+from fp8kit.numerics.inspect import Block, made
 from fp8kit.quantization import Quantization
 from fp8kit_jax.program import Program
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of
@@ -65,7 +65,7 @@ def inspect(
         switched=_switch,
         wait=_wait,
     )
-    return opened(inspector)
+    return Block(inspector)
 
 
 def _wait() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from fp8kit.errors import ArgumentError
-from fp8kit.numerics.inspect import Names, layer_names, made, opened
+from fp8kit.numerics.inspect import Block, Names, layer_names, made
 from fp8kit.numerics.log import Inspector, Records
 
 
@@ -87,19 +87,16 @@ def gathering(group: Any) -> Any:
     return gather
 
 
-class _Block:
+class _Block(Block):
     """The block of an inspector, which ``torch.compile`` breaks a graph for, and does not look into."""
-
-    def __init__(self, inspector: Inspector) -> None:
-        self._block = opened(inspector)
 
     @torch.compiler.disable
     def __enter__(self) -> Inspector:
-        return self._block.__enter__()
+        return super().__enter__()
 
     @torch.compiler.disable
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._block.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
 
 
 class _Eager:

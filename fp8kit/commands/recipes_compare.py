@@ -84,7 +84,8 @@ def _compare(options: argparse.Namespace) -> int:
         whole = {**about, "gemms": sizes, "recipes": best, "rows": [own.as_dict() for own in found]}
         print(json.dumps(whole, indent=2))
         return 0
-    print(f"{options.dump}: {len(dump.gemms)} GEMMs, against float64, on {device}\n")
+    count = "1 GEMM" if len(dump.gemms) == 1 else f"{len(dump.gemms)} GEMMs"
+    print(f"{options.dump}: {count}, against float64, on {device}\n")
     lines = []
     last = ""
     for own in found:

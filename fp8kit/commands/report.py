@@ -29,11 +29,14 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fp8kit.errors import meant
+    from fp8kit.errors import ArgumentError, meant
     from fp8kit.numerics import report
     from fp8kit.numerics.run_folder import read
     from fp8kit.recipes import NAMED
 
+    if options.folder.is_dir() and not (options.folder / "run.json").exists():
+        got = f"'{options.folder}', without run.json"
+        raise ArgumentError("report", "RUN", got, "a folder that fk.numerics.run_folder.write made")
     run = read(options.folder)
     out = options.output or options.folder / "report.html"
     text = report.page(report.digest(run, options.reference)).encode()

@@ -50,12 +50,16 @@ class Dump:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: arrays "LAYER/activation", "LAYER/weight" and "LAYER/gradient". Errors as
-        ``fk.save``."""
+        ``fk.save``; ArgumentError for Inf and NaN, which ``load`` refuses."""
         state = {
             f"{layer}/{name}": array
             for layer, own in self.gemms.items()
             for name, array in own._asdict().items()
         }
+        for name, array in state.items():
+            if not np.isfinite(array.astype(np.float32)).all():
+                wanted = "finite numbers, of a batch and a model that give no others"
+                raise ArgumentError("capture", name, "Inf or NaN", wanted)
         order = {f"order.{i}": layer for i, layer in enumerate(self.gemms)}
         serialization.save(path, state, {"kind": KIND, **order})
 

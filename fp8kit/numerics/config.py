@@ -14,11 +14,12 @@ What is misspelt is an ArgumentError, which is a ValueError.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ class Steps:
     def hold(self, step: int) -> bool:
         """Whether a step is among them."""
         return step % self.freq == 0 and any(first <= step <= last for first, last in self.intervals)
+
+    def meet(self, other: Steps) -> bool:
+        """Whether one of the intervals has steps in common with one of the others', whatever ``freq``."""
+        pairs = itertools.product(self.intervals, other.intervals)
+        return any(max(a[0], b[0]) <= min(a[1], b[1]) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -175,13 +181,15 @@ def read(config: Any) -> Config:
     of. ArgumentError for what is none, and where there is no such file."""
     if isinstance(config, Config):
         return config
+    file = ""
     if isinstance(config, str | os.PathLike):
-        config = _loaded(Path(config))
+        file, config = f"{os.fspath(config)}: ", _loaded(Path(config))
     if config is None or config == {}:
         log.warning("inspect: config: it is empty, so nothing is watched and nothing changed")
         return Config(())
     if not isinstance(config, Mapping):
-        raise ArgumentError(_ASKED, "config", shown(config), "a mapping of sections, or a YAML file's path")
+        wanted = "a mapping of sections, or a YAML file's path"
+        raise ArgumentError(_ASKED, "config", f"{file}{shown(config)}", wanted)
     sections = [_section(str(name), own) for name, own in config.items()]
     return Config(tuple(section for section in sections if section is not None))
 
@@ -198,9 +206,31 @@ def _loaded(path: Path) -> Any:
     except ImportError:
         raise ArgumentError(_ASKED, "config", f"{path}, without PyYAML", install("inspect")) from None
     try:
+        twice = _twice(yaml.compose(text, yaml.SafeLoader))
+        if twice is not None:
+            got = f"{path}: {twice.value!r} again in line {twice.start_mark.line + 1}"
+            raise ArgumentError(_ASKED, "config", got, "a mapping that has each key once")
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ArgumentError(_ASKED, "config", f"{path}: {error}", "a YAML file") from None
+
+
+def _twice(root: Any) -> Any:
+    """The node of a key that its mapping has had before, in a YAML document; None where there is none."""
+    nodes, known = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in known:  # an alias may name what it is in
+            continue
+        known.add(id(node))
+        inside = node.value if isinstance(node.value, list) else []  # of a scalar a text
+        keys = set()
+        for key in (part[0] for part in inside if isinstance(part, tuple)):
+            if key.value in keys:
+                return key
+            keys |= {key.value} if isinstance(key.value, str) else set()
+        nodes += (part[1] if isinstance(part, tuple) else part for part in inside)
+    return None
 
 
 def _mapping(where: str, value: Any) -> Mapping[str, Any]:
@@ -235,6 +265,7 @@ def _section(name: str, value: Any) -> Section | None:
     logged: list[Logged] = []
     dumped: list[Dumped] = []
     effects: list[Effect] = []
+    features: list[tuple[str, tuple[Effect, ...]]] = []
     for feature, written, options in _features(name, own):
         where = f"{name}.{written}"
         if not flag(_ASKED, f"{where}.enabled", options.get("enabled", True)):
@@ -246,10 +277,22 @@ def _section(name: str, value: Any) -> Section | None:
         elif feature == "DumpTensors":
             dumped += _dumped(where, rest)
         else:
-            effects += _effects(where, feature, rest)
+            more = tuple(_effects(where, feature, rest))
+            for other, earlier in features:
+                _want_apart(name, f"{other} and {written}", earlier, more)
+            features.append((written, more))
+            effects += more
     if not (logged or dumped or effects):
         log.warning("inspect: config: the section %s has no feature that is enabled", name)
     return Section(name, layers, tuple(logged), tuple(dumped), tuple(effects))
+
+
+def _want_apart(name: str, said: str, one: Iterable[Effect], other: Iterable[Effect]) -> None:
+    """ArgumentError where two features change the same GEMM in two ways in the same steps."""
+    for a, b in itertools.product(one, other):
+        if a.gemm == b.gemm and a.kind != b.kind and a.steps.meet(b.steps):
+            got = f"{said} of {a.gemm} in the same steps"
+            raise ArgumentError(_ASKED, name, got, "one of them, or other steps for each")
 
 
 def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -302,6 +345,9 @@ def _numbers(where: str, value: Any) -> frozenset[int] | None:
 def _steps(where: str, own: Mapping[str, Any]) -> Steps:
     freq = integer(_ASKED, f"{where}.freq", own.get("freq", 1), 1)
     given = own.get("start_end_list")
+    unused = [name for name in ("start_step", "end_step") if own.get(name) is not None]
+    if given is not None and unused:  # as Transformer Engine does
+        log.warning("inspect: %s: start_end_list counts, and not %s", where, " and ".join(unused))
     if given is None:
         first, last = own.get("start_step"), own.get("end_step")
         given = [(0 if first is None else first, -1 if last is None else last)]
@@ -375,18 +421,20 @@ def _dumped(where: str, own: Mapping[str, Any]) -> Iterator[Dumped]:
 
 
 def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effect]:
-    steps, gemms = _steps(where, own), tuple(OPERANDS)
+    gemms = tuple(OPERANDS)
     if feature == "DisableQuantizationLayer":
         for gemm in gemms:
-            yield Effect("high_precision", gemm, (), steps)
+            yield Effect("high_precision", gemm, (), _steps(where, own))
         return
     fake = feature == "FakeQuant"
     nested = "gemms_struct" in own
+    kind = "fake" if fake else "current"
+    effects: list[Effect] = []
     for item in _items(where, own, "gemm", gemms):
         gemm = item["gemm"]
         if feature == "DisableQuantizationGEMM":
             _known(where, item, ("gemm", *_STEPS))
-            yield Effect("high_precision", gemm, (), steps)
+            yield Effect("high_precision", gemm, (), _steps(where, item))
             continue
         found = []
         for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", _READ):
@@ -395,7 +443,16 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
             if fake:
                 form = choice(_ASKED, f"{where}.quant_format", part.get("quant_format"), FAKE_FORMATS)
             found.append((part["tensor"], form))
-        yield Effect("fake" if fake else "current", gemm, tuple(found), steps)
+        effects.append(Effect(kind, gemm, tuple(found), _steps(where, item)))
+    # one that stands in a list with others may read none: it is in high precision then
+    for group in [[effect] for effect in effects] if nested else [effects]:
+        reads = [tensor in operands_of(each.gemm) for each in group for tensor, _ in each.tensors]
+        if group and not any(reads):
+            gemm = group[0].gemm
+            got = f"{', '.join(tensor for tensor, _ in group[0].tensors)} of {gemm}"
+            wanted = f"what {gemm} reads: {', '.join(operands_of(gemm))}"
+            raise ArgumentError(_ASKED, f"{where}.tensors", got, wanted)
+    yield from effects
 
 
 def operands_of(gemm: str) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,21 @@ def save_numpy(arrays: Mapping[str, Any], path: Path) -> None:
     np.savez(path, **host)
 
 
-@contextmanager
-def opened(inspector: Inspector) -> Iterator[Inspector]:
+class Block(AbstractContextManager[Inspector, None]):
     """The block of an inspector."""
-    inspector.open()
-    try:
-        yield inspector
-    except BaseException:
-        inspector.close(failed=True)
-        raise
-    inspector.close()
+
+    def __init__(self, inspector: Inspector) -> None:
+        self._inspector = inspector
+
+    def __enter__(self) -> Inspector:
+        self._inspector.open()
+        return self._inspector
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._inspector.close(failed=kind is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: it is log's, within `with inspect(...) as log:`")
 
 
 def made(
@@ -118,4 +123,4 @@ def inspect(
     gather = gathering(group)
     ranks = everyone() or group
     rank = 0 if ranks is None else ranks.rank
-    return opened(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, gather=gather))
+    return Block(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, gather=gather))

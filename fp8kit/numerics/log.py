@@ -88,12 +88,12 @@ class _Ended(NamedTuple):
 @lru_cache(maxsize=4096)
 def _needs(
     logged: tuple[Logged, ...], quantization: Quantization | None, transposed: bool
-) -> tuple[tuple[tuple[str, Needs], ...], tuple[str, ...]]:
-    """(tensor, needs) of what is logged of a product with these rules, and what there is none of."""
+) -> tuple[tuple[tuple[str, Needs], ...], str]:
+    """(tensor, needs) of what is logged of a product with these rules; in words what there is none of."""
     by_tensor: dict[str, list[Any]] = {}
     for own in logged:
         by_tensor.setdefault(own.tensor, []).extend(own.names())
-    found, missing = [], []
+    found, missing = [], dict[str, list[str]]()
     for tensor, stats in by_tensor.items():
         operand, there = Operand(tensor, quantization, transposed and tensor == "weight"), []
         for stat in stats:
@@ -101,10 +101,10 @@ def _needs(
                 request([stat], operand)
                 there.append(stat)
             except ArgumentError as error:
-                missing.append(f"{tensor} {stat}: {error}")
+                missing.setdefault(f"of {tensor}, expected {error.wanted}", []).append(str(stat))
         if there:
             found.append((tensor, request(there, operand)))
-    return tuple(found), tuple(missing)
+    return tuple(found), "; ".join(f"{', '.join(stats)} {why}" for why, stats in missing.items())
 
 
 class Inspector:
@@ -325,10 +325,9 @@ class Inspector:
             return None
         own = changed(base, effects) if effects else base
         found, missing = _needs(logged, own, transposed)
-        for what in missing:
-            if (name, what) not in self._said:
-                self._said.add((name, what))
-                log.warning("inspect: %s: left out: %s", name, what)
+        if missing and (section.name, missing) not in self._said:
+            self._said.add((section.name, missing))
+            log.warning("inspect: section %s: left out, first in layer %s: %s", section.name, name, missing)
         return _Asked(found, dumped, own, bool(effects) and own is not base)
 
     def place(self, memory: Any, nbytes: int) -> ArrayView:

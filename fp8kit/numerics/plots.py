@@ -24,10 +24,12 @@ from fp8kit.numerics.run_folder import (
     HostArray,
     Key,
     Series,
+    check_loss,
     check_row,
     curves_of,
     kind_of,
     layer_order,
+    plain,
     series_of,
 )
 from fp8kit.recipes import NAMED
@@ -134,7 +136,15 @@ def losses(rows: Rows, reference: str | None = None) -> Any:
     """Training losses by kind of run, and below the gap to the ``reference``, both as running means with the
     band over seeds (``fp8kit.numerics.losses.RULE``). None: the first kind in a high precision, else the
     first. ArgumentError for a reference that is not there, and for no losses."""
-    curves = curves_of(rows)
+    checked = list(rows)
+    for row in checked:
+        wanted = "a mapping"
+        if isinstance(row, Mapping):
+            wanted = check_loss({name: plain(value) for name, value in row.items()}) or ""
+        if wanted:
+            wanted = f"rows with step, loss and series: {wanted}"
+            raise ArgumentError("losses", "rows", repr(row)[:120], wanted)
+    curves = curves_of(checked)
     groups = loss_curves.grouped(curves)
     name = loss_curves.reference_of(groups, reference)
     if name is None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8kit.arguments import shown
+from fp8kit.errors import ArgumentError
 from fp8kit.numerics.operands import prefixes, quantizer_of
 from fp8kit.numerics.run_folder import HostArray, Key, Series, layer_order
 from fp8kit.recipes import TE_RECIPES
@@ -67,7 +70,11 @@ _STATES = ("broken", "beyond", "moving", "holds")
 
 def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
     """A verdict for each tensor of each layer that a limit is for, the first to break first. ``recipe``: of
-    the run, a name of ``fp8kit.recipes.NAMED``."""
+    the run, a name of ``fp8kit.recipes.NAMED``. ArgumentError for a ``log`` that is none."""
+    given: Any = log
+    if not isinstance(given, Mapping):
+        wanted = "statistics by Key: the statistics of run_folder.read(RUN), or run_folder.series_of(rows)"
+        raise ArgumentError("rank", "log", shown(given), wanted)
     best: dict[tuple[str, str], tuple[tuple[float, ...], Verdict]] = {}
     for logged, series in log.items():
         key = logged._replace(stat=own_name(logged.stat, recipe))

@@ -95,7 +95,7 @@ def read(path: str | Path) -> RunFolder:
     if not folder.is_dir():
         raise ArgumentError("report", "RUN", f"'{folder}'", "a folder with run.json and two .jsonl files")
     about = _about(folder / "run.json")
-    losses = list(_lines(folder / "losses.jsonl", _check_loss))
+    losses = list(_lines(folder / "losses.jsonl", check_loss))
     statistics = series_of(_lines(folder / "statistics.jsonl", check_row))
     return RunFolder(folder, about, curves_of(losses), statistics)
 
@@ -172,14 +172,14 @@ def _loss_rows(name: str, losses: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(own, Iterable) or isinstance(own, str):
             raise ArgumentError("run_folder.write", name, shown(own), "numbers or {step: loss}")
         for step, loss in own.items() if isinstance(own, Mapping) else enumerate(own):
-            row = {"step": _plain(step), "loss": _plain(loss), "series": series}
-            wanted = _check_loss(row)
+            row = {"step": plain(step), "loss": plain(loss), "series": series}
+            wanted = check_loss(row)
             if wanted is not None:
                 raise ArgumentError("run_folder.write", name, shown(row), wanted)
             yield row | {"validation": True} if name == "validation" else row
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A number of NumPy as Python's own."""
     return value.item() if isinstance(value, np.generic) else value
 
@@ -317,7 +317,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and (type(value) is float or abs(value) < 2**63)
 
 
-def _check_loss(row: Any) -> str | None:
+def check_loss(row: Any) -> str | None:
     """What a line of losses.jsonl should have been, None for one that is right."""
     if not isinstance(row, dict):
         return "a JSON object"

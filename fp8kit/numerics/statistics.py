@@ -194,7 +194,7 @@ def _rules(recipe: Any) -> Quantization | None:
         return recipe.quantization
     if recipe is None or isinstance(recipe, Quantization):
         return recipe
-    wanted = "a recipe that is the same for all layers, its name, its quantization or None"
+    wanted = "a recipe that is the same for all layers, its name, any recipe's quantization or None"
     raise ArgumentError("statistics", "recipe", shown(recipe), wanted)
 
 

@@ -147,14 +147,22 @@ def _say_emulated(quantization: Quantization) -> None:
             )
 
 
+_OPERANDS = {"x": "input", "w": "weight", "g": "output gradient"}
+
+
 def _said(why: UnsupportedError) -> str:
     """A refusal of ``_native`` for people: which value of which operand, and what is native."""
     gemm, _, rest = (why.argument or "").partition(".")
     side, _, field = rest.partition(".")
     native = str(why.wanted).partition(":")[0]
+    if rest == "plain":
+        side = str(why.got).strip("'")
+        return (
+            f"{_OPERANDS[OPERANDS[gemm]['ab'.index(side)]]} of {gemm}, which is not cast while the other is"
+        )
     if side not in ("a", "b"):
         return f"{why.argument} ({why.got}), not {native}"
-    operand = {"x": "input", "w": "weight", "g": "output gradient"}[OPERANDS[gemm]["ab".index(side)]]
+    operand = _OPERANDS[OPERANDS[gemm]["ab".index(side)]]
     return f"{field} {why.got} of {gemm}'s {operand}, not {native}".lstrip()
 
 

@@ -59,7 +59,7 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
     for _ in range(2):
         results(make(), how)
     (said,) = caplog.messages
-    assert said.startswith("Linear has no name, so no rule of PerLayer fits it: name_layers(model)")
+    assert said.startswith("Linear has no name, so no rule of PerLayer fits it (per_layer(")
 
 
 def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,8 +76,8 @@ def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCap
     for _ in range(2):
         results(make(), recipe.CustomRecipe(by_name))
     (said,) = caplog.messages
-    start = "Linear has no name, so by_name of CustomRecipe finds none in role.name: name_layers(model)"
-    assert said.startswith(start)
+    start = "Linear has no name, so by_name of CustomRecipe reads an empty role.name (custom(by_name)): "
+    assert said.startswith(start + "give it name=..., or call name_layers(model)")
 
 
 def test_the_first_and_the_last_layers() -> None:
@@ -234,6 +234,12 @@ def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -
         "FP8 products are not native by this recipe, because of stochastic_bits 8 of dgrad's output "
         "gradient, not 0: operands are still cast, but all three GEMMs"
     )
+    caplog.clear()
+    cast = Quantizer(fk.E4M3)
+    one = Gemm(cast, cast, "split", plain="b")  # as FakeQuant has it, of the activation alone
+    results(make("a"), recipe.DataRecipe(Quantization(one, Gemm(cast, cast), Gemm(cast, cast)), "one"))
+    (said,) = caplog.messages
+    assert "because of weight of fprop, which is not cast while the other is: operands" in said
 
 
 class _Share:

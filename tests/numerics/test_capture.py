@@ -122,6 +122,16 @@ def test_what_cannot_be_captured():
         capture(fk.nn.Sequential(twice, twice), batch("cpu"), loss)
 
 
+def test_what_cannot_be_read_is_not_written(tmp_path):
+    (layer, own), *_ = capture(model_of("cpu"), batch("cpu"), loss).gemms.items()
+    gradient = own.gradient.copy()
+    gradient[0, 0] = np.nan
+    path = tmp_path / "operands.safetensors"
+    with pytest.raises(ArgumentError, match=f"{layer}/gradient: got Inf or NaN, expected finite numbers"):
+        Dump({layer: own._replace(gradient=gradient)}).save(path)
+    assert not path.exists()
+
+
 def test_comparisons_are_the_checks_and_sorted():
     dump = capture(model_of("cpu"), batch("cpu"), loss)
     recipes = {name: NAMED[name].recipe for name in ("nvfp4", "mxfp8", "current")}
@@ -212,5 +222,7 @@ def test_the_command(tmp_path, capsys):
     assert found["gemms"]["0.fc2"] == {"rows": 48, "used": 48, "weight": [64, 128]}
     assert {row["layer"] for row in found["rows"]} == {"0.fc1", "0.fc2"}
     assert [own["recipe"] for own in found["recipes"]] == ["mxfp8", "nvfp4"]
+    assert cli.main([*line, "--layers", "0.fc1"]) == 0
+    assert f"{path}: 1 GEMM, against float64" in capsys.readouterr().out
     assert cli.main([*line, "--layers", "nothing"]) == 2
     assert "a pattern of some of 0.fc1, 0.fc2, 1" in capsys.readouterr().err

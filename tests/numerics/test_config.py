@@ -98,6 +98,37 @@ WRONG = {
     "gemm": (section({"DisableFP8GEMM": {"gemms": ["forward"]}}), "fprop"),
     "format": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}), "FP8E4M3"),
     "result": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),
+    "unread": (
+        section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["gradient"], "quant_format": "FP8E4M3"}}),
+        "FakeQuant.tensors: got gradient of fprop, expected what fprop reads: activation, weight",
+    ),
+    "unread of one": (
+        section(
+            {
+                "PerTensorScaling": {
+                    "gemms_struct": [
+                        {"gemm": "fprop", "tensors": ["weight"]},
+                        {"gemm": "dgrad", "tensors": ["activation"]},
+                    ]
+                }
+            }
+        ),
+        "got activation of dgrad, expected what dgrad reads: gradient, weight",
+    ),
+    "two changes": (
+        section(
+            {
+                "FakeQuant": {
+                    "gemms": ["dgrad"],
+                    "tensors": ["weight"],
+                    "quant_format": "FP8E4M3",
+                    "end_step": 4,
+                },
+                "DisableFP8Layer": {"start_step": 4},
+            }
+        ),
+        "section: got FakeQuant and DisableFP8Layer of dgrad in the same steps",
+    ),
     "dump": (section({"DumpTensors": {"tensors": ["weight"]}}), "high_precision_tensor or"),
 }
 
@@ -109,8 +140,45 @@ def test_what_is_wrong_is_refused(name, tmp_path):
         path = tmp_path / "config.yaml"
         path.write_text(config)
         config = path
+        wanted = rf"{path.name}: 'text', expected {wanted}"
     with pytest.raises(ArgumentError, match=wanted):
         read(config)
+
+
+def test_changes_of_one_gemm_in_different_steps():
+    fake = {
+        "tensors": ["weight"],
+        "quant_format": "FP8E4M3",
+        "gemms_struct": [{"gemm": "fprop", "end_step": 3}],
+    }
+    (own,) = read(section({"FakeQuant": fake, "DisableFP8Layer": {"start_step": 4}})).sections
+    assert [(each.kind, each.steps) for each in own.effects if each.gemm == "fprop"] == [
+        ("fake", Steps(1, ((0, 3),))),
+        ("high_precision", Steps(1, ((4, math.inf),))),
+    ]
+
+
+def test_steps_that_do_not_count_beside_a_list_are_said(caplog):
+    (own,) = read(section(logged(["max"], ["weight"], start_end_list=[[0, 1]], start_step=2))).sections
+    assert own.logged[0].steps == Steps(1, ((0, 1),))
+    assert caplog.messages == ["inspect: section.LogTensorStats: start_end_list counts, and not start_step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a: {b: 1}\na: 2\n", 2), ("a:\n- {c: &d [1], e: *d}\n- b: 1\n  c: 2\n  b: 3\n", 5)]
+)
+def test_a_key_that_a_file_has_twice_is_refused(text, line, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=rf"config.yaml: '[ab]' again in line {line}, expected"):
+        read(path)
+
+
+def test_a_file_that_names_itself_within_itself_has_an_end(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("&a {enabled: *a}")
+    with pytest.raises(ArgumentError, match="enabled: got"):
+        read(path)
 
 
 def test_a_wrong_statistic_is_named_with_its_section():

@@ -223,9 +223,19 @@ def test_layers_that_are_missing_are_said_when_the_first_step_ends(caplog):
 
 
 def test_what_there_is_none_of_is_said(caplog):
-    rows, _ = inspected(section(logged(["max", "underflows%"], ("activation",)), OUT_LAYER))
-    assert [row["stat"] for row in rows] == ["max"]
-    assert "out: left out: activation underflows%" in caplog.text
+    """Once for a section, whatever layers it has."""
+    stats = logged(["max", "underflows%", "mse"], ("activation", "weight"))
+    rows, _ = inspected(section(stats, {"exact_layer_names": ["mlp.fc2", "out"]}))
+    assert {row["stat"] for row in rows} == {"max"}
+    (said,) = caplog.messages
+    first = "section section: left out, first in layer mlp.fc2: underflows%, mse of activation, expected a"
+    assert first in said
+    assert "; underflows%, mse of weight, expected a recipe's name in front of it" in said
+
+
+def test_the_log_is_what_the_block_gives():
+    with pytest.raises(AttributeError, match="rows: it is log's, within `with inspect"):
+        fk.inspect(Native(), section(logged(["max"]))).rows()
 
 
 # --- changes ----------------------------------------------------------------------------------------------

@@ -102,6 +102,11 @@ def test_losses_have_a_gap_below() -> None:
         (lambda: plots.over_time(rows(), "sqnr", "layers.3.fc1"), "layer: got 'layers.3.fc1'"),
         (lambda: plots.exponents(rows(), LAYERS[0], step=-1), "step: got -1, expected at least 0"),
         (lambda: plots.exponents(rows(), LAYERS[0], recipe="mxfp9"), "recipe: got 'mxfp9'.*did you mean"),
+        (
+            lambda: plots.losses([3.1, 3.0]),
+            "rows: got 3.1, expected rows with step, loss and series: a mapping",
+        ),
+        (lambda: plots.losses([{"step": 1, "loss": 2.0}]), 'series: "series": the name of a run'),
         (lambda: plots.losses([]), "rows: got no training loss"),
     ],
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import E2M1, E4M3, E5M2
-from fp8kit.numerics import tensor_statistics
+from fp8kit.numerics import run_folder, tensor_statistics
 from fp8kit.numerics.operands import prefixes, quantizer_of, range_of
 from fp8kit.numerics.ranking import LOST, limit_of, own_name, rank, slope_of
 from fp8kit.numerics.run_folder import Key, Series, series_of
@@ -86,6 +88,13 @@ def test_the_runs_own_recipe_may_stand_before_a_name() -> None:
     assert own_name("fp8_current_scaling_sqnr", "current") == "sqnr"
     assert own_name("fp8_current_scaling_sqnr", "delayed") == "fp8_current_scaling_sqnr"
     assert own_name("sqnr", None) == "sqnr"
+
+
+def test_a_folder_is_no_log(tmp_path: Path) -> None:
+    run = run_folder.read(run_folder.write(tmp_path, recipe="mxfp8", losses={}, device="cpu"))
+    assert rank(run.statistics, "mxfp8") == []
+    with pytest.raises(ArgumentError, match=r"log: got .*the statistics of run_folder.read\(RUN\)"):
+        rank(run, "mxfp8")  # type: ignore[arg-type]
 
 
 def test_noise_is_no_trend() -> None:

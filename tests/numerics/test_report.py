@@ -222,6 +222,8 @@ def test_the_command_refuses_in_one_line(
     assert refused(str(nowhere)) == (2, f"fp8kit report: RUN: got '{nowhere}', {wanted}\n")
     run = tmp_path / "run"
     run.mkdir()
+    status, said = refused(str(run))
+    assert (status, said.split(", expected")[0]) == (2, f"fp8kit report: RUN: got '{run}', without run.json")
     for name in ("run.json", "losses.jsonl", "statistics.jsonl"):
         (run / name).write_bytes((real / name).read_bytes())
     status, said = refused(str(run), "--reference", "float31")

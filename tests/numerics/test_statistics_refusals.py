@@ -62,6 +62,8 @@ def test_other_refusals():
     x = normal(1, 4, 8)
     with pytest.raises(fk.ArgumentError, match="statistics: tensor: got 'activations'"):
         request(["min"], "activations")
+    with pytest.raises(fk.ArgumentError, match=r"did you mean gradient\?"):
+        request(["min"], "grad")
     with pytest.raises(fk.ArgumentError, match="a layer does not cast its output"):
         request(["underflows%"], Operand("output", _rules("current")))
     with pytest.raises(fk.ArgumentError, match=r"twin: missing, expected an array like x, for cosine"):
