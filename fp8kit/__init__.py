@@ -135,7 +135,9 @@ def __getattr__(name: str) -> Any:
     if module is None:
         from fp8kit.errors import meant
 
-        raise AttributeError(f"module 'fp8kit' has no attribute {name!r}{meant(name, __all__)}", name=name)
+        method = "; it is a method of what quantize gives: q.dequantize()" if name == "dequantize" else ""
+        said = f"module 'fp8kit' has no attribute {name!r}{method or meant(name, __all__)}"
+        raise AttributeError(said, name=name)
     found = importlib.import_module(f"fp8kit.{module or name}")
     value = getattr(found, name) if module else found
     globals()[name] = value

@@ -111,11 +111,11 @@ SCALE_BITS = 3  # fraction bits of the scales of blocks that groups are multipli
 
 def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:
     """The Accumulation that ``value`` is or names. ArgumentError, about ``argument`` of ``operation``, for
-    another name, with those that are ``known`` there, FormatError for what is neither."""
+    what is neither, with the names that are ``known`` there."""
     if isinstance(value, Accumulation):
         return value
     if not isinstance(value, str):
-        raise FormatError(operation, argument, shown(value), "a name or an fk.Accumulation")
+        raise ArgumentError(operation, argument, shown(value), "a name or an fk.Accumulation")
     return ACCUMULATIONS[choice(operation, argument, value, known or ACCUMULATIONS)]
 
 

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from fp8kit.arguments import shown
 from fp8kit.collectives import Collectives
 from fp8kit.errors import Fp8kitError, RecipeError
 from fp8kit.recipe import DelayedScaling, Recipe
@@ -295,8 +296,8 @@ class autocast(ContextDecorator):
             raise RecipeError(
                 "autocast",
                 "recipe",
-                repr(recipe),
-                "a Recipe, such as recipe.DelayedScaling() or recipes.named('mxfp8')",
+                shown(recipe),
+                "a Recipe, such as recipe.DelayedScaling() or recipes.named('mxfp8')" + _inside(recipe),
             )
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
             group, wanted = (
@@ -384,3 +385,8 @@ class resumed:
 
 
 _DEFAULT = DelayedScaling()
+
+
+def _inside(value: Any) -> str:
+    """The end of a refusal of an entry of ``recipes.NAMED``, which has a recipe."""
+    return ": its .recipe is one" if isinstance(getattr(value, "recipe", None), Recipe) else ""

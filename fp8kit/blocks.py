@@ -20,7 +20,7 @@ from fp8kit import codec
 from fp8kit.arguments import choice, shown
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
-from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, MX_RULES, Quantizer
+from fp8kit.quantization import EDEN, FOUR_OVER_SIX, MX_RULES, Quantizer
 
 Array = np.ndarray[Any, Any]
 
@@ -30,13 +30,6 @@ TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], 
 # many elements that its stochastic rounding gets there.
 SIGNS_AT = 1 << 63
 
-# kind of granularity -> its scale rules
-_RULES = {
-    "mx": (*MX_RULES, GAUSS),
-    "nvfp4": ("exact", *FOUR_OVER_SIX, EDEN),
-    "block": ("exact", "power_2"),
-    "moss": MX_RULES,
-}
 # the largest magnitude that a normal variable's best cast to E2M1 keeps, in deviations, and what is added to
 # them (Quartet)
 GAUSS_MOST, GAUSS_LEAST = 2.92247856, 1e-8
@@ -46,16 +39,12 @@ FLOAT32_MAX = np.finfo(np.float32).max
 
 def kind_of(quantizer: Quantizer) -> str:
     """What kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the tensor,
-    "moss", E8M0 below one, or "block", float32. RecipeError where it has no blocks, or a rule that its kind
-    does not have."""
+    "moss", E8M0 below one, or "block", float32. RecipeError where it has no blocks."""
     kind = quantizer.granularity.partition("_")[0]
-    if kind not in _RULES:
+    if kind in ("tensor", "row"):
         raise RecipeError(
             "Quantizer", "granularity", quantizer.granularity, "mx_*, nvfp4_*, moss_* or block_*"
         )
-    if quantizer.scale_rule not in _RULES[kind]:
-        got = f"{quantizer.scale_rule!r} with {quantizer.granularity}"
-        raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(_RULES[kind])}")
     return kind
 
 

@@ -20,7 +20,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
-from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, Quantizer
+from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, TILES, Quantizer
 from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
 from fp8kit.tiles import Rotation, along_of, tiling, whole_amax
 
@@ -82,6 +82,9 @@ def quantize(
     Raises FormatError for a dtype, scaling, rule, rounding, scale or format that does not fit, and for
     ``stochastic_bits`` or ``signs`` that would have no effect, ShapeError for a scale of another shape.
     """
+    if isinstance(x, QuantizedArray):
+        got = f"a QuantizedArray of {x.format}"
+        raise FormatError("quantize", "x", got, f"{_QUANTISED}: x.dequantize() has such values")
     try:
         view = arrays.as_view(x, "quantize", "x")
     except FormatError:
@@ -245,6 +248,9 @@ def _rng(rounding: str, rng: Any, random_signs: bool, where: arrays.Device) -> A
 
 
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
+    if isinstance(scale, str):
+        hint = f": scaling={scale!r} says how" if scale in TILES else ""
+        raise FormatError("quantize", "scale", shown(scale), f"numbers, or an array of float32{hint}")
     own = isinstance(scale, int | float | np.generic | list | tuple)
     view = arrays.as_view(_numbers(scale) if own else scale, "quantize", "scale")
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid

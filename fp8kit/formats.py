@@ -8,6 +8,7 @@ XLA's xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from fp8kit.arguments import flag, integer, shown
 from fp8kit.errors import FormatError, meant
 
 Special = Literal["ieee", "fn", "none"]
+# of float32, and the least that a format's largest value may be: data to 2^64 have finite scales then, and
+# products of two such values are normal
+_LEAST, _MOST, _LEAST_MAX = 2.0**-149, float(np.finfo(np.float32).max), 2.0**-63
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Format:
     What ``fk.quantize`` takes. A recipe's ``fp8_format`` is another class of that name:
     ``fp8kit.recipe.Format``, a pair of these.
 
-    Raises FormatError for a format that does not fit into 8 bits or has no finite value.
+    Raises FormatError for a format that does not fit into 8 bits or has no finite value, for values that
+    float32 does not have or that are all below 2^-63, and for a name ExMy of other bits.
     """
 
     name: str
@@ -52,8 +57,8 @@ class Format:
     twos_complement: bool = False
 
     def __post_init__(self) -> None:
-        integer("Format", "exponent_bits", self.exponent_bits, -8, 64, FormatError)
-        integer("Format", "mantissa_bits", self.mantissa_bits, -8, 64, FormatError)
+        integer("Format", "exponent_bits", self.exponent_bits, 0, 8, FormatError)
+        integer("Format", "mantissa_bits", self.mantissa_bits, 0, 8, FormatError)
         integer("Format", "bias", self.bias, -1, 1023, FormatError)
         for name in ("signed", "zero", "twos_complement"):
             object.__setattr__(self, name, flag("Format", name, getattr(self, name), FormatError))
@@ -61,9 +66,15 @@ class Format:
             object.__setattr__(self, "bias", 2 ** max(self.exponent_bits - 1, 0) - 1)
         if not isinstance(self.special, str) or self.special not in ("ieee", "fn", "none"):
             raise FormatError("Format", "special", repr(self.special), '"ieee", "fn" or "none"')
-        if self.exponent_bits < 0 or self.mantissa_bits < 0 or self.bits > 8:
+        if not isinstance(self.name, str):
+            raise FormatError("Format", "name", shown(self.name), "a text")
+        named = re.match(r"E(\d+)M(\d+)", self.name)
+        if named and tuple(map(int, named.groups())) != (self.exponent_bits, self.mantissa_bits):
+            wanted = f"E{self.exponent_bits}M{self.mantissa_bits}, as its bits are, or another name"
+            raise FormatError("Format", "name", repr(self.name), wanted)
+        if self.bits > 8:
             got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
-            raise FormatError("Format", self.name, got, "no negative number of bits and at most 8 bits")
+            raise FormatError("Format", self.name, got, "at most 8 bits")
         if self.exponent_bits == 0 and not self.zero:
             raise FormatError("Format", self.name, "no exponent bit", "at least 1 with zero=False")
         if self.twos_complement and not (self.signed and self.exponent_bits == 0 and self.special == "none"):
@@ -79,6 +90,10 @@ class Format:
             )
         if self.max_code < 0 or not self.max > 0:
             raise FormatError("Format", self.name, "no value above 0", "at least one")
+        if not (self.smallest_subnormal >= _LEAST and _LEAST_MAX <= self.max <= _MOST):
+            got = f"values from {self.smallest_subnormal:g} to {self.max:g} by bias {self.bias}"
+            wanted = "float32's values, from 2^-149 on, the largest at least 2^-63"
+            raise FormatError("Format", self.name, got, wanted)
 
     @property
     def bits(self) -> int:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fp8kit import formats
-from fp8kit.arguments import integer, shown
+from fp8kit.arguments import function, integer, shown
 from fp8kit.attention_quantization import AttentionQuantization
-from fp8kit.errors import RecipeError, on_behalf_of
+from fp8kit.errors import RecipeError, meant, on_behalf_of
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_fields import recipe_class
@@ -249,6 +249,11 @@ class QuantizerRole(NamedTuple):
     operand: str
     gemm: str
 
+    def __getattr__(self, name: str) -> Any:
+        fields = (*QuantizerRole._fields, "tensor_type", "module_type")
+        said = f"a role of CustomRecipe has no {name!r}; it has {', '.join(fields)}{meant(name, fields)}"
+        raise AttributeError(said, name=name)
+
     @property
     def tensor_type(self) -> str:
         """``operand``, as Transformer Engine calls it."""
@@ -336,12 +341,13 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         if not (self.history is None or isinstance(self.history, AmaxHistory)):
             raise self._refuse("history", "an AmaxHistory or None")
-        for name in ("qfactory", "accumulation"):
-            function = getattr(self, name)
-            if function is None and name == "accumulation":
+        for name, asked in (("qfactory", "a QuantizerRole"), ("accumulation", "the name of a GEMM")):
+            own = getattr(self, name)
+            if own is None and name == "accumulation":
                 continue
-            if not callable(function) or type(function).__hash__ is None:
+            if type(own).__hash__ is None:
                 raise self._refuse(name, "a function, which has a hash")
+            function(type(self).__name__, name, own, RecipeError, ("",), f"a function of {asked}")
         self._keep()
 
     def _keep(self) -> None:

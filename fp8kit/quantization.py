@@ -49,6 +49,13 @@ FOUR_OVER_SIX = ("4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256")
 # rules of E2M1 alone: E8M0 by a block's standard deviation, and NVFP4's that makes a cast unbiased
 GAUSS, EDEN = "gauss", "eden"
 SCALE_RULES = ("exact", "power_2", *MX_RULES, *FOUR_OVER_SIX, GAUSS, EDEN)
+# kind of granularity -> its rules
+_RULES = {
+    **dict.fromkeys(("tensor", "row", "block"), ("exact", "power_2")),
+    "mx": (*MX_RULES, GAUSS),
+    "moss": MX_RULES,
+    "nvfp4": ("exact", *FOUR_OVER_SIX, EDEN),
+}
 ROTATIONS = (16, 32, 64, 128)  # neighbours that a Hadamard matrix rotates
 COMPUTES = ("quantized", "dequantized", "high_precision")  # how a GEMM is computed
 SIGNS = ("plus", "te", "random")
@@ -130,9 +137,11 @@ class Quantizer:
         if self.static_scale != 1 and not self.static:
             got = f"{self.static_scale} with scale_source {self.scale_source!r}"
             raise RecipeError("Quantizer", "static_scale", got, "1, or scale_source 'static'")
-        if self.granularity in ("tensor", "row") and self.scale_rule not in ("exact", "power_2"):
-            got = f"{self.scale_rule!r} with {self.granularity}"
-            raise RecipeError("Quantizer", "scale_rule", got, "one of exact, power_2")
+        rules = _RULES[self.granularity.partition("_")[0]]
+        if self.scale_rule not in rules:
+            default = " (the default)" if self.scale_rule == "exact" else ""
+            got = f"{self.scale_rule!r} with {self.granularity}{default}"
+            raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(rules)}")
         if self.scale_rule in FOUR_OVER_SIX and (
             self.stochastic_bits or self.hadamard or self.format != E2M1 or not self.two_level
         ):
@@ -140,6 +149,12 @@ class Quantizer:
             raise RecipeError("Quantizer", "scale_rule", f"{self.scale_rule!r} of {self}", wanted)
         if self.hadamard not in (0, *ROTATIONS):
             raise RecipeError("Quantizer", "hadamard", shown(self.hadamard), f"one of {(0, *ROTATIONS)}")
+        if self.signs != "plus" and not self.hadamard:
+            got = f"{self.signs!r} with hadamard=0"
+            raise RecipeError("Quantizer", "signs", got, "hadamard=16 or more, which takes it")
+        if self.needs_state and self.granularity != "tensor":
+            got = f"{self.granularity} with scale_source 'delayed'"
+            raise RecipeError("Quantizer", "granularity", got, "tensor: its amaxes alone have a history")
         self._want_levers()
 
     def _want_levers(self) -> None:
@@ -288,6 +303,10 @@ class Gemm:
             got = f"{shown(self.recast)} with {self.compute!r}"
             raise RecipeError("Gemm", "recast", got, "a bool, False unless compute is 'quantized'")
         choice("Gemm", "plain", self.plain, ("", "a", "b"), RecipeError)
+        for own in self.cast:
+            if not own.format.zero:
+                got = f"{own.format}, which has no zero"
+                raise RecipeError("Gemm", "format", got, "a format of values, such as E4M3")
         if self.plain and (self.compute != "quantized" or self.cast[0].hadamard):
             wanted = '"", or a quantized GEMM whose other operand is not rotated'
             raise RecipeError("Gemm", "plain", shown(self.plain), wanted)

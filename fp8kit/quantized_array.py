@@ -45,7 +45,7 @@ class QuantizedArray:
     __array_ufunc__ = None  # NumPy leaves mixed operators to this class
     __slots__ = (
         *("_along", "_codes", "_data", "_flipped", "_scale_codes", "_scale_inv", "_tensor_scale_inv"),
-        *("format", "rotation", "scale_inv", "scale_rule", "scaling"),
+        *("_format", "_given_scale_inv", "_rotation", "_scale_rule", "_scaling"),
     )
 
     def __init__(
@@ -73,14 +73,14 @@ class QuantizedArray:
         self._codes = codes.view(formats.uint8)
         self._data = arrays.to_library(self._codes, data) if native else data
         self._flipped = False
-        self.format = format
-        self.scaling = scaling
+        self._format = format
+        self._scaling = scaling
         self._along = along_of("QuantizedArray", along)
         grid = tiling(scaling, self._codes.rows().shape, self._along, "QuantizedArray")[1]
         if scale_rule is not None:
             choice("QuantizedArray", "scale_rule", scale_rule, SCALE_RULES, FormatError)
-        self.scale_rule = scale_rule
-        self.rotation = _rotation(rotation)
+        self._scale_rule = scale_rule
+        self._rotation = _rotation(rotation)
         kind = scaling.partition("_")[0]
         self._scale_codes = self._part("scale_codes", scale_codes, formats.uint8, grid)
         self._tensor_scale_inv = self._part(
@@ -95,13 +95,13 @@ class QuantizedArray:
             raise FormatError("QuantizedArray", "scale_codes", "None", f"E4M3 codes for {scaling!r}")
         if scale_inv is None and scale_codes is not None:
             self._scale_inv = self._scales_of_codes(self._tensor_scale_inv)
-            self.scale_inv = arrays.to_library(self._scale_inv, self._data)
+            self._given_scale_inv = arrays.to_library(self._scale_inv, self._data)
             return
         found = self._part("scale_inv", scale_inv, formats.float32, grid)
         if found is None:
             raise FormatError("QuantizedArray", "scale_inv", "None", "float32, one a tile")
         self._scale_inv = found
-        self.scale_inv = scale_inv
+        self._given_scale_inv = scale_inv
 
     @classmethod
     def from_packed(
@@ -116,6 +116,31 @@ class QuantizedArray:
             raise FormatError("from_packed", "packed", view.dtype.name, "uint8")
         codes = arrays.as_view(packing.unpack(arrays.provider(view.device).native(view)))
         return cls(arrays.to_library(codes, packed), scale_inv, format, scaling, **more)
+
+    @property
+    def format(self) -> Format:
+        """Of the codes."""
+        return self._format
+
+    @property
+    def scaling(self) -> str:
+        """Which elements share a scale."""
+        return self._scaling
+
+    @property
+    def scale_inv(self) -> Any:
+        """float32, one a tile: what decoded codes are multiplied by."""
+        return self._given_scale_inv
+
+    @property
+    def scale_rule(self) -> str | None:
+        """What ``quantize`` made the scales by."""
+        return self._scale_rule
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """What was done before the cast."""
+        return self._rotation
 
     @property
     def shape(self) -> Shape:
@@ -216,6 +241,11 @@ class QuantizedArray:
         if hasattr(other, "shape"):
             raise FormatError("matmul", "self", shown(other), quantized_product.BOTH)
         return NotImplemented
+
+    def _no_arithmetic(self, other: object = None) -> Any:
+        raise TypeError("QuantizedArray has no arithmetic but @; dequantize() gives the values as an array")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _no_arithmetic
 
     def explain(self, other: QuantizedArray | None = None, *, accumulate: Any = "fp32") -> str:
         """How ``self @ other``, or ``fk.matmul`` with ``accumulate``, is computed and why, as a sentence for
@@ -452,13 +482,13 @@ class QuantizedArray:
         """Another array of the same kind over these views, shared with this one's library."""
         made = object.__new__(QuantizedArray)
         made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
-        made._data, made.scale_inv = self._data, self.scale_inv
+        made._data, made._given_scale_inv = self._data, self._given_scale_inv
         if codes is not self._codes:
             made._data = arrays.to_library(codes, self._data)
         if scale_inv is not self._scale_inv:
-            made.scale_inv = arrays.to_library(scale_inv, self.scale_inv)
-        made.format, made.scaling, made.scale_rule = self.format, self.scaling, self.scale_rule
-        made._along, made.rotation = self._along, self.rotation
+            made._given_scale_inv = arrays.to_library(scale_inv, self._given_scale_inv)
+        made._format, made._scaling, made._scale_rule = self._format, self._scaling, self._scale_rule
+        made._along, made._rotation = self._along, self._rotation
         made._scale_codes, made._tensor_scale_inv = self._scale_codes, self._tensor_scale_inv
         return made
 
@@ -478,9 +508,9 @@ def of_views(
     """A QuantizedArray of views that are known to fit, in the library of ``like``. Nothing is checked."""
     made = object.__new__(QuantizedArray)
     made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
-    made._data, made.scale_inv = arrays.to_library(codes, like), arrays.to_library(scale_inv, like)
-    made.format, made.scaling, made.scale_rule = format, scaling, scale_rule
-    made._along, made.rotation = along, rotation
+    made._data, made._given_scale_inv = arrays.to_library(codes, like), arrays.to_library(scale_inv, like)
+    made._format, made._scaling, made._scale_rule = format, scaling, scale_rule
+    made._along, made._rotation = along, rotation
     made._scale_codes, made._tensor_scale_inv = scale_codes, tensor_scale_inv
     return made
 
@@ -504,4 +534,5 @@ def _array(operation: str, other: Any) -> QuantizedArray:
 
 def _want_4_bits(operation: str, fmt: Any) -> None:
     if not isinstance(fmt, Format) or fmt.bits > 4:
-        raise FormatError(operation, "format", shown(fmt), "a format of at most 4 bits, as E2M1")
+        got = str(fmt) if isinstance(fmt, Format) else shown(fmt)
+        raise FormatError(operation, "format", got, "a format of at most 4 bits, as E2M1")

@@ -90,7 +90,10 @@ class Strict:
                     int: "an int",
                     Format: "one of fp8kit.recipe.Format, such as Format.HYBRID",
                 }
-                raise self._refuse(name, wanted.get(kind, f"an instance of {kind.__name__}"))
+                said = wanted.get(kind, f"an instance of {kind.__name__}")
+                if isinstance(value, formats.Format):
+                    raise RecipeError(type(self).__name__, name, f"the number format {value}", said)
+                raise self._refuse(name, said)
 
     def _want_defaults(self, **only: object) -> None:
         """Refuse fields that have another value than the only one that is supported."""

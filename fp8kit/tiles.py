@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from fp8kit.arguments import choice, shown
@@ -34,6 +35,10 @@ def tiling(
     scaling: str, shape: Shape, along: int = 1, operation: str = "quantize"
 ) -> tuple[tuple[int, int], Shape]:
     """Tile size, and the shape of one value a tile."""
+    if isinstance(scaling, str) and (lying := re.fullmatch(r"(\w+)_(\d+)x1", scaling)):
+        rows_of = f"{lying[1]}_1x{lying[2]}"
+        if rows_of in TILES:
+            raise FormatError(operation, "scaling", repr(scaling), f"{rows_of!r} with along=0")
     choice(operation, "scaling", scaling, TILES, FormatError)
     named = TILES[scaling] if along else TILES[scaling][::-1]
     rows, columns = (tile or max(whole, 1) for tile, whole in zip(named, shape, strict=True))

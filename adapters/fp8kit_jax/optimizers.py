@@ -66,7 +66,7 @@ def scale_by_adam(
     StateFormats, whose master is not used.
 
     Gradients: float32, bfloat16 or float16 of any shapes. Raises Fp8kitError for wrong arguments, ShapeError
-    and FormatError in ``update``.
+    and FormatError in ``update``, FormatError in ``init`` for parameters of integers.
     """
     name = "scale_by_adam"
     formats = state_formats(name, states, master="float32")
@@ -74,6 +74,10 @@ def scale_by_adam(
     eps = number(name, "eps", eps)
 
     def init(params: Any) -> AdamState:
+        for leaf in jax.tree.leaves(params):
+            if not jnp.issubdtype(kind := jnp.result_type(leaf), jnp.floating):
+                raise FormatError(name, "params", kind, "floating-point parameters alone")
+
         def zeros(kept: MomentFormat) -> Any:
             return jax.tree.map(lambda x: _zeros(kept, jnp.shape(x)), params)
 

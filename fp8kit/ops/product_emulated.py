@@ -113,8 +113,6 @@ class EmulatedProduct(EmulatedCasts):
             for place, own in (("a", gemm.a), ("b", gemm.b)):
                 if place == gemm.plain or gemm.compute != "quantized":
                     continue
-                if own.needs_state and own.granularity != "tensor":
-                    raise unsupported(f"{name}.{place}.granularity", own.granularity, "tensor, delayed")
                 if own.needs_state and gemm.recast and place == "b":
                     wanted = "a scale of this step, for what is cast from fprop's values"
                     raise unsupported(f"{name}.b.scale_source", own.scale_source, wanted)

@@ -114,8 +114,9 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
 
 def _alike(first: Quantizer, second: Quantizer) -> bool:
     """Whether a product casts one operand for two GEMMs so: alike, or by rows and then by the tensor."""
-    own = replace(second, granularity="row") if second.granularity == "tensor" else second
-    return second == first or (own == first and own.scale_source == "current")
+    if second.granularity != "tensor" or second.scale_source != "current":
+        return second == first
+    return first in (second, replace(second, granularity="row"))
 
 
 def _want_fprop_quantized(quantization: Quantization) -> None:

@@ -60,8 +60,10 @@ class AdamW(Optimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, write_fp8_weights
         )
-        for param in self._params():
-            self.master_dtype(param.view)
+        masters = [self.master_dtype(param.view) for param in self._params()]
+        if master_dtype not in (None, "float32") and not any(masters):
+            got = f"{master_dtype!r} for float32 parameters alone, which have no master"
+            raise ArgumentError("AdamW", "master_dtype", got, "None")
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         try:

@@ -166,9 +166,11 @@ class Optimizer(Loadable):
             own = listed(name, "params", group["params"], "a list of tensors")
             whole: Group = {**defaults, **group, "params": own}
             for param in own:
-                if not isinstance(param, Tensor) or id(param) in seen:
-                    what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
-                    raise ArgumentError(name, "params", what, "different tensors")
+                if not isinstance(param, Tensor):
+                    wanted = "fk.tensors, such as model.parameters() gives"
+                    raise ArgumentError(name, "params", shown(param), wanted)
+                if id(param) in seen:
+                    raise ArgumentError(name, "params", "a tensor given twice", "different tensors")
                 seen.add(id(param))
                 want_writable(name, "params", param.view)
             self.flat(whole)

@@ -12,6 +12,7 @@ import pytest
 from fp8kit.autocast import autocast, current, touch_forward
 from fp8kit.errors import Fp8kitError, RecipeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipes import NAMED
 
 
 @pytest.fixture
@@ -324,3 +325,8 @@ def test_touching_needs_an_active_autocast(make_state):
 def test_wrong_arguments(kwargs):
     with pytest.raises(RecipeError, match=next(iter(kwargs))):
         autocast(**kwargs)
+
+
+def test_a_named_recipe_in_the_place_of_its_recipe():
+    with pytest.raises(RecipeError, match=r"its \.recipe is one"):
+        autocast(recipe=NAMED["mxfp8"])

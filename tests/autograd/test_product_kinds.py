@@ -32,9 +32,6 @@ X, WIDE = quantizer(), Quantizer(formats.E5M2)
 LINES = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te")
 TURNED = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32)
 REFUSED = {
-    "fprop.a.granularity: got row, expected tensor, delayed": Quantization.of(
-        quantizer(granularity="row", scale_source="delayed"), X, X
-    ),
     "dgrad.a.granularity: got mx_1x32, expected tensor, with a static": Quantization.of(
         X, X, Quantizer(formats.E4M3, "mx_1x32", scale_source="static", scale_rule="te")
     ),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fp8kit as fk
 from fp8kit import codec
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2, E8M0, MXINT8, Format
@@ -230,7 +231,7 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        ("no negative number of bits", {"exponent_bits": -1, "mantissa_bits": 3}),
+        (r"expected an int in \[0, 8\]", {"exponent_bits": -1, "mantissa_bits": 3}),
         ("at most 8 bits", {"exponent_bits": 0, "mantissa_bits": 8}),
         ("at least 1 with zero=False", {"exponent_bits": 0, "mantissa_bits": 3, "zero": False}),
         ('at least 2 with special="ieee"', {"exponent_bits": 0, "mantissa_bits": 3, "special": "ieee"}),
@@ -243,6 +244,27 @@ def test_refusals():
 def test_formats_that_are_none(match, options):
     with pytest.raises(FormatError, match=match):
         Format("wrong", **{"special": "none", **options})
+
+
+@pytest.mark.parametrize("bias", [70, 127, 128, 130, 140, 160, 1023])
+def test_a_format_of_other_values_than_float32s_is_refused(bias: int) -> None:
+    """Their scales, or products, would be 0 or Inf."""
+    with pytest.raises(FormatError, match="float32's values"):
+        Format("small", 2, 1, bias=bias)
+    with pytest.raises(FormatError, match="float32's values"):
+        Format("large", 8, 0, bias=0, special="none", signed=False)
+    assert np.isfinite(
+        fk.quantize(np.full(4, 2.0**64, "f4"), Format("small", 2, 1, bias=64)).dequantize()
+    ).all()
+
+
+def test_a_name_of_bits_is_that_of_its_bits() -> None:
+    for name in ("E5M2", "E5M2_mine"):
+        with pytest.raises(FormatError, match=r"Format: name: got 'E5M2\w*', expected E3M4"):
+            Format(name, 3, 4)
+    with pytest.raises(FormatError, match="Format: name: got 3"):
+        Format(3, 3, 4)
+    assert str(Format("E3M4_mine", 3, 4)) == "E3M4_mine"
 
 
 def test_a_fixed_point_format():

@@ -32,6 +32,13 @@ CODES = np.zeros((4, 32), np.uint8)
         (FormatError, "hadamard: got 8", lambda: fk.quantize(X, hadamard=8)),
         (FormatError, "signs: got 'minus'", lambda: fk.quantize(X, hadamard=16, signs="minus")),
         (FormatError, "random signs", lambda: fk.quantize(X, hadamard=16, signs="random")),
+        (FormatError, "'mx_1x32' with along=0", lambda: fk.quantize(X, scaling="mx_32x1")),
+        (FormatError, "scaling='row' says how", lambda: fk.quantize(X, E4M3, "row")),
+        (FormatError, r"x\.dequantize", lambda: fk.quantize(fk.quantize(X))),
+        (FormatError, "format: got E4M3, expected", lambda: fk.quantize(X).packed()),
+        (TypeError, "dequantize", lambda: fk.quantize(X) * 2),
+        (TypeError, "dequantize", lambda: X + fk.quantize(X)),
+        (AttributeError, r"q\.dequantize", lambda: fk.dequantize),
         (FormatError, "along: got 2", lambda: fk.quantize(X, along=2)),
         (FormatError, "along: got True", lambda: fk.quantize(X, along=True)),
         (
@@ -87,3 +94,10 @@ def test_every_quantizer_of_blocks_says_the_same():
     """The array's scaling and rule are a Quantizer's words."""
     q = fk.quantize(X, scaling="mx_1x32", scale_rule="even")
     assert str(Quantizer(q.format, q.scaling, scale_rule=q.scale_rule)) == "E4M3 by mx_1x32, current, even"
+
+
+@pytest.mark.parametrize("name", ["format", "scaling", "scale_inv", "scale_rule", "rotation"])
+def test_what_the_codes_mean_cannot_be_set(name: str) -> None:
+    q = fk.quantize(X)
+    with pytest.raises(AttributeError):
+        setattr(q, name, getattr(q, name))

@@ -14,7 +14,7 @@ import fp8kit as fk
 from fp8kit import autocast, codec, formats
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
-from fp8kit.quantization import Quantizer
+from fp8kit.quantization import Gemm, Quantizer
 from fp8kit.recipe import (
     DataRecipe,
     DelayedScaling,
@@ -239,6 +239,25 @@ def test_an_operand_wants_a_format():
             Quantizer(wrong)
 
 
+def test_a_format_without_a_zero_is_of_scales():
+    with pytest.raises(RecipeError, match="Gemm: format: got E8M0, which has no zero"):
+        Gemm(Quantizer(formats.E4M3), Quantizer(formats.E8M0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"granularity": "row", "scale_source": "delayed"}, "granularity: got row with scale_source"),
+        ({"granularity": "mx_1x32", "scale_source": "delayed", "scale_rule": "te"}, "granularity: got mx"),
+        ({"granularity": "mx_1x32"}, r"scale_rule: got 'exact' with mx_1x32 \(the default\), .*floor"),
+        ({"signs": "te"}, "signs: got 'te' with hadamard=0"),
+    ],
+)
+def test_fields_of_an_operand_that_do_not_go_together(fields, words):
+    with pytest.raises(RecipeError, match=f"Quantizer: {words}"):
+        Quantizer(formats.E4M3, **fields)
+
+
 def test_block_scaling_defaults_and_what_follows_from_them():
     recipe = Float8BlockScaling()
     names = [field.name for field in dataclasses.fields(recipe)]
@@ -338,7 +357,7 @@ def test_the_two_formats_are_told_apart():
     assert (fk.recipe.Format.HYBRID.forward, fk.recipe.Format.HYBRID.backward) == (fk.E4M3, fk.E5M2)
     with pytest.raises(
         RecipeError,
-        match=r"fp8_format: got Format\(name='E4M3', .*expected one of fp8kit\.recipe\.Format, such as",
+        match=r"fp8_format: got the number format E4M3, expected one of fp8kit\.recipe\.Format, such as",
     ):
         DelayedScaling(fp8_format=fk.E4M3)
     with pytest.raises(

@@ -160,6 +160,8 @@ def test_refusals() -> None:
         lambda: recipe.PerLayer(MX, (("head", "bf16"),)),
         lambda: recipe.PerLayer(recipe.PerLayer(MX)),
         lambda: recipe.CustomRecipe(None),
+        lambda: recipe.CustomRecipe(lambda: None),
+        lambda: recipe.CustomRecipe(lambda role: None, accumulation=lambda: "fast"),
         lambda: recipe.CustomRecipe(type("Rule", (), {"__call__": len, "__eq__": max})()),
         lambda: recipe.DataRecipe(MX),
         lambda: recipe.DataRecipe(recipe.DelayedScaling().quantization),
@@ -169,6 +171,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(RecipeError):
             wrong()
+    with pytest.raises(AttributeError, match=r"role of CustomRecipe has no 'opernd'.*mean operand"):
+        results(make("a"), recipe.CustomRecipe(lambda role: role.opernd))
     with pytest.raises(ArgumentError, match="rowwise"):
         named("row_wise")
 

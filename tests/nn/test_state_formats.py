@@ -298,6 +298,10 @@ def test_refusals():
         AdamW([half], states="fp4")
     with pytest.raises(FormatError, match="remainder"):
         AdamW([half], master_dtype="remainder")
+    whole = tensor(np.ones(2, np.float32), requires_grad=True)
+    with pytest.raises(ArgumentError, match="master_dtype: got 'float16' for float32 parameters alone"):
+        AdamW([whole], master_dtype="float16")
+    AdamW([whole, half], master_dtype="float16")
 
 
 @pytest.mark.gpu

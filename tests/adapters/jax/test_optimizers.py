@@ -176,6 +176,8 @@ def test_refusals():
     with pytest.raises(ArgumentError, match="b1"):
         adamw(1e-3, b1=1.0)
     made = adamw(1e-3)
+    with pytest.raises(FormatError, match="params: got int32, expected floating-point"):
+        made.init({"w": jnp.zeros(3), "count": jnp.zeros(3, jnp.int32)})
     state = made.init(jnp.zeros(3))
     with pytest.raises(ShapeError, match="params"):
         made.update(jnp.zeros(3), state)
