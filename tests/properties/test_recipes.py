@@ -69,7 +69,7 @@ def recipes(draw):
             [draw(operand), draw(operand), how, draw(st.sampled_from(["quantized"] * 4 + KINDS[:1]))]
         )
     if native or draw(st.booleans()):  # operands that are cast alike for all GEMMs, as most recipes have them
-        same = {"hadamard": 0}
+        same = {"hadamard": 0, "signs": "plus"}
         if native:
             same |= {"granularity": gemms[0][0].granularity, "scale_source": "current"}
             same |= {"scale_rule": gemms[0][0].scale_rule, "format": E4M3}
