@@ -18,7 +18,7 @@ from fp8kit.models.plots import figure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/results/h200"
-RESULTS = ("layer.json", "benchmarks.json", "inspect.json")  # newest first: each part is the first one's
+RESULTS = ("layer.json", "start.json", "shapes.json", "benchmarks.json", "inspect.json")  # newest first: each part is the first one's
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 ENGINE = "Transformer Engine FP8 delayed"
