@@ -18,7 +18,8 @@ from fp8kit.models.plots import figure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/results/h200"
-RESULTS = ("layer.json", "start.json", "shapes.json", "benchmarks.json", "inspect.json")  # newest first: each part is the first one's
+# newest first: each part is the first one's
+RESULTS = ("layer.json", "start.json", "benchmarks.json", "inspect.json")
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 ENGINE = "Transformer Engine FP8 delayed"

@@ -114,10 +114,10 @@ def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -
         lower.setdefault(one.lower(), one)
     wrong = str(name).lower()
     wrong = _ELSEWHERE.get(wrong, "") if _ELSEWHERE.get(wrong, "") in lower else wrong
+    near = [lower[one] for one in difflib.get_close_matches(wrong, list(lower), most)]
     begun = [lower[one] for one in lower if one.startswith(f"{wrong}_")]
-    if not 1 < len(begun) <= 3:  # else all that it begins, not one of them
-        begun = []
-    near = begun or [lower[one] for one in difflib.get_close_matches(wrong, list(lower), most)]
+    if 1 < len(begun) <= 3 and not any(len(one) <= len(wrong) + 1 for one in near):
+        near = begun  # all that it begins, not one of them
     return f"; did you mean {' or '.join(before + one for one in near)}?" if near else ""
 
 

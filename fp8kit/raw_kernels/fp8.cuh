@@ -1,7 +1,7 @@
 // FP8 and its narrower relatives: encoding and decoding.
 // E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later), or give the
-// same codes: nearest even, |v| beyond the largest finite value and Inf become it, NaN 0x7F. Any other format, stochastic
-// rounding and non-saturating casts go through exact integer arithmetic on the float's bits.
+// same codes: nearest even, |v| beyond the largest finite value and Inf become it, NaN 0x7F. Other formats,
+// stochastic rounding and non-saturating casts go through exact integer arithmetic on the float's bits.
 #pragma once
 #include "common.cuh"
 
@@ -61,7 +61,9 @@ struct e4m3 {
     const f16 exact = from_float<f16>(to_float(f16{(u16)(magnitude << 7)}) * 256.0f);
     return exact.bits | (code & 0x80) << 8;
   }
-  static __device__ __forceinline__ u32 halves(u16 codes) { return half(codes & 0xFF) | half(codes >> 8) << 16; }
+  static __device__ __forceinline__ u32 halves(u16 codes) {
+    return half(codes & 0xFF) | half(codes >> 8) << 16;
+  }
 };
 
 struct e5m2 {
@@ -70,7 +72,9 @@ struct e5m2 {
     return (u16)(code_of<2, -14, 0x7B>(low) | code_of<2, -14, 0x7B>(high) << 8);
   }
   static __device__ __forceinline__ u32 half(u32 code) { return (code & 0x7F) > 0x7C ? 0x7FFF : code << 8; }
-  static __device__ __forceinline__ u32 halves(u16 codes) { return half(codes & 0xFF) | half(codes >> 8) << 16; }
+  static __device__ __forceinline__ u32 halves(u16 codes) {
+    return half(codes & 0xFF) | half(codes >> 8) << 16;
+  }
 };
 #endif
 

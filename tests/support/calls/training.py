@@ -98,7 +98,7 @@ CALLS: dict[str, Call] = {
         states=always("coat"),
         exp_avg_dtype=always("E4M3"),
         exp_avg_sq_dtype=always("bfloat16"),
-        master_dtype=always("float16"),
+        master_dtype=always("float32"),
     ),
     "optim.MomentFormat": plain(
         optim.MomentFormat,
