@@ -51,6 +51,10 @@ class DataRecipe(Recipe):
     def __post_init__(self) -> None:
         self._want(Quantization, "data")
         self._want(str, "name")
+        for gemm, own in self.data.gemms.items():
+            if "amax" in (own.a.scale_source, own.b.scale_source):
+                got = f"scale_source 'amax' in {gemm}"
+                raise RecipeError(type(self).__name__, "data", got, "'current', which operations share so")
         self._check_history()
         if not (self.attention is None or isinstance(self.attention, AttentionQuantization)):
             raise self._refuse("attention", "an AttentionQuantization or None")

@@ -75,10 +75,10 @@ class Quantizer:
     * ``format``: of the codes. ``granularity``: which elements share a scale: "tensor", "row",
       "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others: a key of
       ``GRANULARITIES``.
-    * ``scale_source``: "current", the amax is taken from the tile itself; "amax", likewise, but somebody else
-      has taken it (devices share theirs): it is an input; "delayed", the scale is an input that follows from
-      the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output; "static",
-      ``static_scale``.
+    * ``scale_source``: "current", the amax is taken from the tile itself; "delayed", the scale is an input
+      that follows from the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output;
+      "static", ``static_scale``; "amax", which operations make of "current" where devices share amaxes, and
+      no recipe has: the amax is an input.
     * ``scale_rule``: "exact"; "power_2", rounded down to a power of two; of blocks alone the others:
       "floor", "ceil", "even", "rceil", "te": the rules of scales in E8M0 (OCP Microscaling Formats 1.0,
       section 6.3); "4over6_mae", "4over6_mse", "4over6_mae_256", "4over6_mse_256": NVFP4's choice between two

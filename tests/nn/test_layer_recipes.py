@@ -153,6 +153,9 @@ def test_a_function_says_how_each_operand_is_cast() -> None:
     assert how.custom()
 
 
+SHARED = Quantizer(fk.E4M3, scale_source="amax")
+
+
 def test_refusals() -> None:
     for wrong in (
         lambda: recipe.PerLayer(None),
@@ -164,6 +167,7 @@ def test_refusals() -> None:
         lambda: recipe.CustomRecipe(lambda role: None, accumulation=lambda: "fast"),
         lambda: recipe.CustomRecipe(type("Rule", (), {"__call__": len, "__eq__": max})()),
         lambda: recipe.DataRecipe(MX),
+        lambda: recipe.DataRecipe(Quantization(*(Gemm(Quantizer(fk.E4M3), SHARED) for _ in range(3)))),
         lambda: recipe.DataRecipe(recipe.DelayedScaling().quantization),
         lambda: recipe.CustomRecipe(lambda role: "e4m3").quantization,
         lambda: recipe.CustomRecipe(lambda role: None).quantization,
