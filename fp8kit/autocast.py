@@ -282,9 +282,8 @@ class autocast(ContextDecorator):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        names, flags = ("enabled", "calibrating", "check_finite"), (enabled, calibrating, checking)
         flag: Any
-        for name, flag in zip(names, flags, strict=True):
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
             if flag is not True and flag is not False:
                 got, more = (
                     (f"a {type(flag).__name__}", "; recipe= takes it")

@@ -101,8 +101,13 @@ class NonFiniteError(Fp8kitError, ArithmeticError):
 
 
 # what others call a thing -> what Transformer Engine and fp8kit do
-_ELSEWHERE = {"swish": "silu", "dropout": "hidden_dropout", "dtype": "params_dtype", "eps": "epsilon"}
-_ELSEWHERE |= {"grad": "gradient"}
+_ELSEWHERE = {
+    "swish": "silu",
+    "dropout": "hidden_dropout",
+    "dtype": "params_dtype",
+    "eps": "epsilon",
+    "grad": "gradient",
+}
 
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:

@@ -37,7 +37,8 @@ _NO_PAGES = _PAGES.pack(0, 0, 0, 0)
 
 class Shape(NamedTuple):
     """What is compiled and launched for a problem: features ``d``, ``d_v``; ``rows``, ``columns`` of a
-    forward's tiles; dynamic shared memory of forward and backward in bytes; ``defines`` of the kernels."""
+    forward's tiles; dynamic shared memory of forward and backward in bytes; ``defines`` of
+    backward's kernels, ``forward_defines`` of forward's."""
 
     d: int
     d_v: int
@@ -46,6 +47,7 @@ class Shape(NamedTuple):
     forward: int
     backward: int
     defines: dict[str, str]
+    forward_defines: dict[str, str]
 
 
 def why_not(problem: Problem, dbias: bool = False) -> str | None:
@@ -79,7 +81,7 @@ def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False) -> S
     defines = {"T": launch.type_name(DTYPES[dtype]), "D": str(d), "DV": str(d_v), "KIND": str(kind)}
     forward = _ITEM * (rows * d + 2 * columns * (d + d_v))
     backward = _ITEM * (_TILE + stages * step) * (d + d_v)
-    return Shape(d, d_v, rows, columns, forward, backward, defines)
+    return Shape(d, d_v, rows, columns, forward, backward, defines, {**defines, "PAGED": str(int(paged))})
 
 
 def _shape(problem: Problem, paged: bool = False) -> Shape:
@@ -120,19 +122,18 @@ def forward(
 ) -> None:
     """``protocol.attention_fwd``; with ``lying`` ``packed_attention_fwd``; with ``pages``
     ``paged_attention_fwd``, k and v being the caches."""
-    about, paged = _shape(problem, pages is not None), _NO_PAGES
+    about, places = _shape(problem, pages is not None), _NO_PAGES
     tiles = ceil_div(problem.rows, about.rows)
     if pages is None:
         arrays = _arrays(problem.qkv_format, q, k, v, o)
     else:  # a cache's pages take the place of batches
         first, last = _arrays(problem.qkv_format, q), _arrays(problem.qkv_format, o)
         arrays = first + _arrays("bshd", k, v) + last
-        paged = _PAGES.pack(pages.ptr, k.shape[0], pages.shape[1], k.shape[1])
+        places = _PAGES.pack(pages.ptr, k.shape[0], pages.shape[1], k.shape[1])
     job = arrays + _FORWARD.pack(lse.ptr, problem.heads // problem.groups, problem.dim, problem.dim_v, tiles)
-    defines = about.defines | {"PAGED": str(int(pages is not None))}
-    kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **defines)
+    kernel = launch.kernel("flash_fwd.cu", "flash_fwd", q.device.index, **about.forward_defines)
     grid, rules = tiles * problem.heads * problem.batch, attention_rules.pack(problem, extras, lying)
-    launch.launch(kernel, grid, 32 * _WARPS, (job + rules + paged,), stream, about.forward)
+    launch.launch(kernel, grid, 32 * _WARPS, (job + rules + places,), stream, about.forward)
 
 
 def backward(

@@ -70,7 +70,12 @@ def contract(
             gemm.fp8_gemm(*operands, False, workspace, stream)
             return
         step = int(a_scale_inv.size > 1 or b_scale_inv.size > 1)
-        run(product(*operands, "whole", (step, step), 0 if fast_accumulate else PROMOTE), stream)
+        left, right = names(a_format, b_format, bias, out)
+        scales, steps, promote = "whole", (step, step), 0 if fast_accumulate else PROMOTE
+        whole = Product(
+            a, b, out, left, right, a_scale_inv, b_scale_inv, bias, addend, scales, steps, promote
+        )
+        run(whole, stream)
 
     def block_gemm(
         a: ArrayView,
@@ -97,16 +102,19 @@ def contract(
             wanted = "(1, 128) for at least one operand"
             raise BackendError("block_gemm", "tiles", f"{a_tile}, {b_tile}", wanted)
         steps = launch.row_stride(a_scale_inv), launch.row_stride(b_scale_inv)
-        run(product(*operands, scales, steps, PROMOTE), stream)
+        left, right = names(a_format, b_format, bias, out)
+        blocks = Product(
+            a, b, out, left, right, a_scale_inv, b_scale_inv, bias, addend, scales, steps, PROMOTE
+        )
+        run(blocks, stream)
 
-    def product(
-        a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, *others: object
-    ) -> Product:
-        left, right, bias = format_name(a_format), format_name(b_format), others[2]
+    def names(a: Format, b: Format, bias: ArrayView | None, out: ArrayView) -> tuple[str, str]:
+        """The sources' names of the formats, where such a kernel takes them and the bias."""
+        left, right = format_name(a), format_name(b)
         if left is None or right is None or left == right == "e5m2":
-            raise BackendError(name, "formats", f"{a_format}, {b_format}", "E4M3 or E5M2, not E5M2 twice")
-        if isinstance(bias, ArrayView) and bias.dtype is not out.dtype:
+            raise BackendError(name, "formats", f"{a}, {b}", "E4M3 or E5M2, not E5M2 twice")
+        if bias is not None and bias.dtype is not out.dtype:
             raise BackendError(name, "bias", bias.dtype.name, out.dtype.name)
-        return Product(a, b, out, left, right, *others)  # type: ignore[arg-type]
+        return left, right
 
     return fp8_gemm, block_gemm
