@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, ShapeError
-from fp8kit.layers.dot_product_attention import TRACED_LENGTHS
+from fp8kit.layers.attention_call import TRACED_LENGTHS
 from fp8kit.ops.attention import AttentionSpec
 
 from .twins import KINDS, RECIPES, WIDTH, same
