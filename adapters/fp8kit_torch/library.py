@@ -72,6 +72,7 @@ class StaticCall:
         self.forward, self.backward = forward_slots(gemms), backward_slots(gemms)
         self.forward_count, self.backward_count = FORWARD_SLOTS * len(gemms), BACKWARD_SLOTS * len(gemms)
         self.scales = tuple(f"{operand}_scale" for operand in self.forward)
+        self._bound: dict[Any, TorchOp] = {}  # by what tells the tensors apart
 
     def infer(self, tensors: Sequence[Tensor | TensorMeta]) -> Signature:
         """The operation's own ``infer`` for tensors like these, whose shapes may have symbols."""
@@ -86,10 +87,26 @@ class StaticCall:
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, self.operation, self.names, kinds) from None
 
-    def bind(self, tensors: Sequence[Tensor | TensorMeta]) -> TorchOp:
-        """The bound operation for tensors like these."""
-        kinds, kernels = [*map(_kind, tensors)], self._kernels(place_of(tensors[0].device))
-        return bind(self.operation, self.spec, self.needs, self.names, kinds, self.scales, kernels)
+    def bind(self, tensors: Sequence[Tensor]) -> TorchOp:
+        """The bound operation for these tensors."""
+        kinds = tuple(map(_kind, tensors))
+        return self._bind(kinds, kinds[0][2], lambda: kinds)
+
+    def bind_shapes(self, shapes: Sequence[int], dtypes: str, device: torch.device) -> TorchOp:
+        """The bound operation for tensors as ``_parsed`` takes them."""
+        return self._bind((*shapes, dtypes, device), device, lambda: _parsed(shapes, dtypes, device))
+
+    def _bind(self, key: Any, device: torch.device, kinds: Callable[[], Sequence[Any]]) -> TorchOp:
+        """Looked up here first: a compiled model calls with the same few shapes, and to bind takes as long as
+        to launch."""
+        kernels = self._kernels(place_of(device))
+        found = self._bound.get(key)
+        if found is None or found.kernels is not kernels:
+            if len(self._bound) >= _SHAPES:
+                self._bound.clear()
+            found = bind(self.operation, self.spec, self.needs, self.names, kinds(), self.scales, kernels)
+            self._bound[key] = found
+        return found
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy: backward has another thread's in force."""
@@ -99,6 +116,7 @@ class StaticCall:
             return dispatch.kernels(place)
 
 
+_SHAPES = 64  # bound operations that a call keeps
 _kind = attrgetter("shape", "dtype", "device")
 call_by = memoized("torch: calls of compiled models")(StaticCall)
 
@@ -243,8 +261,9 @@ def define(operation: Operation) -> None:
         dtypes: str,
         call: str,
     ) -> list[Tensor]:
-        found = call_by(call)
-        op = found.bind(_parsed(shapes, dtypes, cotangents))
+        found, first = call_by(call), cotangents[0]
+        assert first is not None  # it always arrives
+        op = found.bind_shapes(shapes, dtypes, first.device)
         binding, row = NO_STATE, op.memory.zeros(found.backward_count)
         if state:
             binding = StateBinding({}, {}, *_slots(found.backward, state[0], row))
@@ -263,7 +282,7 @@ def define(operation: Operation) -> None:
     ) -> list[Tensor]:
         found, like = call_by(call), cotangents[0]
         assert like is not None  # the first one always arrives
-        grads = found.infer(_parsed(shapes, dtypes, cotangents)).grads
+        grads = found.infer(_parsed(shapes, dtypes, like.device)).grads
         made = _blank({name: grads[name] for name in found.needs if name in grads}, like)
         if state and any(name not in found.names for name in grads):
             made.append(like.new_empty(found.backward_count, dtype=torch.float32))
@@ -309,10 +328,9 @@ def define(operation: Operation) -> None:
     OPS[name] = forward_op, backward_op
 
 
-def _parsed(shapes: Sequence[int], dtypes: str, cotangents: Sequence[Any]) -> list[TensorMeta]:
-    """What the inputs were, from all their extents and, for each, its number of dimensions and its dtype;
-    they were where the first cotangent is."""
-    extents, device = iter(shapes), cotangents[0].device
+def _parsed(shapes: Sequence[int], dtypes: str, device: torch.device) -> list[TensorMeta]:
+    """What the inputs were, from all their extents and, for each, its number of dimensions and its dtype."""
+    extents = iter(shapes)
     return [
         TensorMeta(tuple(islice(extents, int(dtype[0]))), getattr(torch, dtype[1:]), device)
         for dtype in dtypes.split(",")

@@ -84,9 +84,9 @@ class TorchMemory:
         return scratch.arena(nbytes, self.device, stream)
 
     def zeros(self, count: int) -> Tensor:
-        """float32 (count,), zeros: for amaxes. An eager call's are cleared by the driver: ``torch.zeros``
-        launches a kernel, and takes the host three times as long."""
-        if self.compiled or not self.cuda:
+        """float32 (count,), zeros: for amaxes. On a GPU the driver clears them: ``torch.zeros`` launches a
+        kernel, and takes the host three times as long."""
+        if not self.cuda:
             return torch.zeros(count, dtype=torch.float32, device=self.where)
         made = _EMPTY["cuda"]((count,), (1,), torch.float32)
         view = ArrayView(made.data_ptr(), (count,), float32, self.device, made)
