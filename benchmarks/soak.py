@@ -108,9 +108,9 @@ def steady(name: str, series: list[int], size: Size) -> tuple[int, int, int]:
     the most before. What is ``used`` counts by the least of every ``size.warm`` steps: a thread that times
     products or builds a graph takes memory and gives it back, between which a step may end."""
     every = size.warm if name == "used" else 1
-    start = min(series[size.warm - every : size.warm])
     least = [min(series[i : i + every]) for i in range(size.warm, len(series), every)]
     half = (size.lengths - size.warm) // every
+    start = least[0] if name == "used" else series[size.warm - 1]
     return start, max(least), max(least[half:]) - max(least[:half])
 
 

@@ -154,9 +154,9 @@ def test_the_visits_of_a_soak():
 def test_what_flat_memory_is(series, fine):
     size = soak.Size(32, 2, 8, 4, 6, 2)
     bytes_ = [value * soak.MIB for value in series]
-    assert (soak.verdict("used", bytes_, size) == "ok") == fine
+    assert (soak.verdict("device", bytes_, size) == "ok") == fine
     if not fine:
-        assert soak.verdict("used", bytes_, size).startswith("WRONG: ")
+        assert soak.verdict("device", bytes_, size).startswith("WRONG: ")
 
 
 def test_caches_that_are_too_small():
