@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -198,6 +198,15 @@ _NO_BLOCK_ATTENTION = (
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
+# functions, as torch.compile traces no call whose defaults are objects
+def _fast() -> MMParams:
+    return _FAST
+
+
+def _split() -> MMParams:
+    return _SPLIT
+
+
 @recipe_class
 class DelayedScaling(Recipe):
     """Per-tensor scales from the largest absolute values of earlier steps, so that a tensor is quantised in
@@ -369,9 +378,9 @@ class Float8CurrentScaling(_ScaledNow):
     fp8_quant_fwd_inp: QParams = None  # type: ignore[assignment]
     fp8_quant_fwd_weight: QParams = None  # type: ignore[assignment]
     fp8_quant_bwd_grad: QParams = None  # type: ignore[assignment]
-    fp8_gemm_fprop: MMParams = _FAST
-    fp8_gemm_dgrad: MMParams = _SPLIT
-    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=_fast)
+    fp8_gemm_dgrad: MMParams = field(default_factory=_split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=_split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
@@ -439,9 +448,9 @@ class Float8BlockScaling(_ScaledNow):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    fp8_gemm_fprop: MMParams = _SPLIT
-    fp8_gemm_dgrad: MMParams = _SPLIT
-    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=_split)
+    fp8_gemm_dgrad: MMParams = field(default_factory=_split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=_split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
