@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import attention_rules, launch, unfused
+from fp8kit.backends.cuda import attention_rules, hopper_flash, launch, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
 from fp8kit.backends.cuda.structures import Packer, Structure
@@ -126,6 +126,9 @@ def forward(
     tiles = ceil_div(problem.rows, about.rows)
     if pages is None:
         arrays = _arrays(problem.qkv_format, q, k, v, o)
+        if hopper_flash.why_not(problem, about.defines, q.device.index) is None:
+            hopper_flash.forward(problem, q, k, v, o, lse, extras, about.defines, stream)
+            return
     else:  # a cache's pages take the place of batches
         first, last = _arrays(problem.qkv_format, q), _arrays(problem.qkv_format, o)
         arrays = first + _arrays("bshd", k, v) + last
