@@ -104,6 +104,22 @@ DEVICE void copy_tile_to(u32 to, const TensorMap& map, i32 column, i32 row, u32 
       : "memory");
 }
 
+// --- numbers in shared memory ------------------------------------------------------------------------------
+
+DEVICE float load_shared(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE float2 load_shared_pair(u32 address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+DEVICE void store_shared(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 // --- registers ---------------------------------------------------------------------------------------------
 
 // From now on each thread of this warpgroup has N registers.

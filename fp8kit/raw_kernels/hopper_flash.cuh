@@ -12,7 +12,7 @@
 static_assert(KIND == 0 && D == DV && D % 64 == 0, "");
 
 constexpr int PANELS = D / 64;
-constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
+constexpr int SHARED = 227 * 1024 - 1024 - 256;  // of a block, without what aligns it and the barriers
 
 // --- work --------------------------------------------------------------------------------------------------
 
@@ -37,6 +37,30 @@ struct Walk {
     const u32 local = n - first * tiles, pair = first + local % width;
     work = Work{(i32)(local / width), (i32)(pair % heads), (i32)(pair / heads)};
     return true;
+  }
+};
+
+// What a score is: `unit` times q k^T, in units of log 2, where a row sees the column.
+struct Scores {
+  Span span;
+  i32 heads;  // of q
+  float scale, unit;
+
+  // Where a row's log-sum-exp stands.
+  __device__ __forceinline__ i64 line(i32 batch, i32 head, i32 row) const {
+    return ((i64)batch * heads + head) * span.rows + row;
+  }
+};
+
+// ROWS rows that are a piece of work, the last ones first, and the tiles of KEYS keys that they see.
+template <int ROWS, int KEYS> struct RowsOf {
+  int row;
+  Range tiles;
+
+  __device__ __forceinline__ RowsOf(const Grid& grid, const Span& span, const Work& work)
+      : row(((int)grid.tiles - 1 - work.tile) * ROWS) {
+    const int end = min(span.rows, row + ROWS);
+    tiles = Range{span.first_column(row) / KEYS, tiles_of(span.last_column(end), KEYS)};
   }
 };
 

@@ -23,7 +23,7 @@ struct alignas(64) Job {
   float* lse;
   i64 repeat;  // query heads to a key head
   Grid grid;
-  Rules rules;
+  Scores scores;
 };
 
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL  // no other chip has wgmma
@@ -35,6 +35,7 @@ constexpr int ROWS = 64 * GROUPS, KEYS = 128;
 constexpr int Q_BYTES = ROWS * D * 2, TILE_BYTES = KEYS * D * 2;
 constexpr int FITTING = (SHARED - 2 * Q_BYTES) / TILE_BYTES, PLACES = FITTING < 8 ? FITTING : 8;
 typedef RingPlace<PLACES> Place;
+typedef RowsOf<ROWS, KEYS> Rows;
 typedef RingPlace<2> Queries;
 
 // Shared memory, from a multiple of 1024 bytes on.
@@ -48,19 +49,6 @@ struct Memory {
   __device__ __forceinline__ u32 q_empty(u32 place) const { return q_full(2 + place); }
 };
 
-// The rows of a piece of work, from the last ones on, and the tiles of keys that they see.
-struct Rows {
-  int row;
-  Span span;
-  Range tiles;
-
-  __device__ __forceinline__ Rows(const Job& job, const Work& work)
-      : row(((int)job.grid.tiles - 1 - work.tile) * ROWS), span(span_of(job.rules, work.batch)) {
-    tiles = Range{span.first_column(row) / KEYS,
-                  tiles_of(span.last_column(min(span.rows, row + ROWS)), KEYS)};
-  }
-};
-
 // --- the loader --------------------------------------------------------------------------------------------
 
 DEVICE void load(const Job& job, const Memory& memory) {
@@ -68,7 +56,7 @@ DEVICE void load(const Job& job, const Memory& memory) {
   Queries queries;
   Walk walk;
   for (Work work; walk.next(job.grid, work);) {
-    const Rows rows(job, work);
+    const Rows rows(job.grid, job.scores.span, work);
     if (rows.tiles.low >= rows.tiles.high) continue;
     auto copy = [&](const TensorMap& map, int tile) {
       const u32 full = memory.full(place.stage);
@@ -135,8 +123,9 @@ struct Softmax {
 };
 
 // Output and log-sum-exp of this warp's rows, which begin at `row`.
-DEVICE void write(const Job& job, const Work& work, const Span& span, int row, const Softmax& softmax,
-                  float unit, const Sums<1, D / 8>& o) {
+DEVICE void write(const Job& job, const Work& work, int row, const Softmax& softmax,
+                  const Sums<1, D / 8>& o) {
+  const float unit = job.scores.unit;
   bool exists[2];
   float inverse[2];
 #pragma unroll
@@ -145,12 +134,11 @@ DEVICE void write(const Job& job, const Work& work, const Span& span, int row, c
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int i = row + 8 * half + lane() / 4;
-    exists[half] = i < span.rows;
+    exists[half] = i < job.scores.span.rows;
     inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;  // nothing seen: zeros; NaN stays NaN
     const float top = softmax.greatest[half], shift = top == -INF ? 0.0f : top * unit;
     if (exists[half] && lane() % 4 == 0)
-      job.lse[((i64)work.batch * job.rules.heads + work.head) * job.rules.s_q + i] =
-          (shift + log2f(sum)) * LN2;
+      job.lse[job.scores.line(work.batch, work.head, i)] = (shift + log2f(sum)) * LN2;
   }
   write_rows(o, job.o.rows(work.batch, work.head, row), job.o.row, exists, inverse);
 }
@@ -158,9 +146,9 @@ DEVICE void write(const Job& job, const Work& work, const Span& span, int row, c
 // One tile of rows; `group`: which multiplier.
 DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int group, Place& place,
                    Queries& queries) {
-  const Rows rows(job, work);
+  const Rows rows(job.grid, job.scores.span, work);
   const int row = rows.row + 64 * group + threadIdx.x / 32 % 4 * 16;
-  const float unit = unit_of(job.rules);
+  const float unit = job.scores.unit;
   const u32 q = memory.q(queries.stage) + 64 * group * 128;
   Sums<1, D / 8> o;
   Softmax softmax;
@@ -181,7 +169,7 @@ DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int g
     hold(flat(s));
     release(memory.empty(place.stage));
     place.next();
-    make_scores<false>(s, job.rules, rows.span, work.batch, work.head, row, rows.tiles.low * KEYS);
+    keep_seen<false>(s, job.scores.span, row, rows.tiles.low * KEYS);
     softmax.weigh(s, unit, correction);
     round_sums(s, p);
     for (int tile = rows.tiles.low + 1; tile < rows.tiles.high; ++tile) {
@@ -201,7 +189,7 @@ DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int g
       products_wait<1>();
       hold(flat(s));
       release(memory.empty(keys));
-      make_scores<false>(s, job.rules, rows.span, work.batch, work.head, row, tile * KEYS);
+      keep_seen<false>(s, job.scores.span, row, tile * KEYS);
       softmax.weigh(s, unit, correction);
       products_wait<0>();
       hold(flat(o));
@@ -225,7 +213,7 @@ DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int g
     release(memory.empty(place.stage));
     place.next();
   }
-  write(job, work, rows.span, row, softmax, unit, o);
+  write(job, work, row, softmax, o);
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------

@@ -268,3 +268,10 @@ def explain(
                 why = flash.why_not(about)
             rows.append((f"{path} {name}", why or runs))
     return rows
+
+
+def own_kernels(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> str:
+    """Which of flash's kernels it runs by on the current device, and why not by others; arguments as
+    ``explain`` takes them."""
+    about = problem(q, kv, kv if v is None else v, dtype, spec)
+    return flash.kernels(about, launch.runtime().getDevice())

@@ -1,30 +1,39 @@
 """Attention by kernels for Hopper's tensor cores (raw_kernels/hopper_flash_fwd.cu, hopper_flash_bwd.cu): the
-calls of ``flash`` whose rows see a band of columns and no more."""
+calls of ``flash`` whose rows see a band of columns and no more. Both directions are deterministic."""
 
 from __future__ import annotations
 
+import math
+
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import attention_rules, launch
+from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, bhsd
 from fp8kit.backends.cuda.structures import Packer, Structure
 from fp8kit.backends.cuda.tensor_maps import CODES, tensor_map
-from fp8kit.backends.protocol import AttentionExtras
 
 CAPABILITY = (9, 0)
 DIMS = (64, 128)  # features of a head that are compiled
 _SHARED = 227 * 1024
-_KEYS, _PANEL = 128, 64  # rows of a tile of keys; features that are copied at once
-_ROWS = {64: 192, 128: 128}  # of a forward's tile of queries
-_BUNDLE = 32 << 20  # bytes of k and v that stay in the L2 cache
-# of the structures Job: a map; an array's place and strides; what follows
-_MAP, _ARRAY = Packer(CODES), Packer("P3q")
-_FORWARD, _ALIGNED = Packer("P5q"), 64
+_PANEL = 64  # features that are copied at once
+# rows of tiles by features: a forward's of q and of k and v; in backward a block's own, and of q and do where
+# the block's are keys
+_ROWS, _KEYS, _OWN, _STEP = {64: 192, 128: 128}, 128, 128, {64: 128, 128: 64}
+_DOT_THREADS, _VECTOR = 256, 8  # features that a thread multiplies
+_BUNDLE = 32 << 20  # bytes of what blocks read at once that stay in the L2 cache
+_WIDEST = 2**29  # of windows: what is wider sees as much
+# of the structures Job: a map; an array's place and strides; forward's pointers, and backward's; Grid and
+# Scores
+_MAP, _ARRAY, _FORWARD, _BACKWARD, _REST = map(Packer, (CODES, "P3q", "Pq", "2Pq", "4q6i2f"))
+_ALIGNED = 64
 
 
-def why_not(problem: Problem, defines: dict[str, str], device: int | None) -> str | None:
+Grid = tuple[int, int, int, int]  # Grid of hopper_flash.cuh
+
+
+def why_not(problem: Problem, defines: dict[str, str], device: int | None, *views: ArrayView) -> str | None:
     """Why these kernels do not take a problem that ``flash`` takes with ``defines``, None where they do.
-    ``device``: None where it is not to be asked."""
+    ``device``: None where it is not to be asked; ``views``: the call's arrays."""
     found = []
     if (problem.dim, problem.dim_v) not in [(dim, dim) for dim in DIMS]:
         found.append(f"head_dim {problem.dim}, head_dim_v {problem.dim_v}: both 64 or both 128")
@@ -32,7 +41,7 @@ def why_not(problem: Problem, defines: dict[str, str], device: int | None) -> st
         found.append("more than a band: a mask array, a bias, a further score, dropout or no positive scale")
     if problem.padded or problem.qkv_format == "thd":
         found.append("lengths in cu_seqlens")
-    if any(0 in strides for strides in problem.strides):
+    if any(0 in view.strides for view in views):
         found.append("an array that repeats itself")
     if not problem.batch * problem.rows * problem.columns:
         found.append("an empty array")
@@ -49,59 +58,93 @@ def forward(
     v: ArrayView,
     o: ArrayView,
     lse: ArrayView,
-    extras: AttentionExtras,
     defines: dict[str, str],
     stream: int,
 ) -> None:
     """``flash.forward`` of what ``why_not`` takes."""
     rows = _ROWS[problem.dim]
-    boxes = zip((q, k, v), (rows, _KEYS, _KEYS), strict=True)
-    job = Structure()
-    for view, box in boxes:
-        job += _map(problem, view, box)
-    job += _array(problem, o)
-    grid = _grid(problem, ceil_div(problem.rows, rows), problem.heads, problem.columns)
-    job += _FORWARD.pack(lse.ptr, problem.heads // problem.groups, *grid)
-    _launch("hopper_flash_fwd", 4 if problem.dim == 64 else 3, job, problem, extras, q, grid, defines, stream)
+    job = _maps(problem, (q, rows), (k, _KEYS), (v, _KEYS)) + _arrays(problem, o)
+    job += _FORWARD.pack(lse.ptr, problem.heads // problem.groups)
+    kernel = launch.kernel("hopper_flash_fwd.cu", "hopper_flash_fwd", q.device.index, **defines)
+    _launch(kernel, job, problem, _grid(problem, rows), 128 + 2 * rows, stream)
 
 
-def _map(problem: Problem, view: ArrayView, box: int) -> Structure:
-    """A ``TensorMap`` of an array (features, rows, heads, batches), ``box`` rows of 64 features at a time."""
-    row_at, batch_at = (0, 1) if problem.qkv_format == "sbhd" else (1, 0)
-    batch, head, row, _ = bhsd(problem.qkv_format, view)
-    sizes = view.shape[3], view.shape[row_at], view.shape[2], view.shape[batch_at]
-    rest = tensor_map(view.dtype.name, sizes, (row, head, batch), (_PANEL, box, 1, 1), True)
-    return _MAP.pack(view.ptr, rest)
-
-
-def _array(problem: Problem, view: ArrayView) -> Structure:
-    batch, head, row, _ = bhsd(problem.qkv_format, view)
-    return _ARRAY.pack(view.ptr, batch, head, row)
-
-
-def _grid(problem: Problem, tiles: int, heads: int, length: int) -> tuple[int, int, int, int]:
-    """``Grid`` of hopper_flash.cuh: ``tiles`` of each of ``heads``, whose blocks read ``length`` rows of two
-    arrays."""
-    pairs = heads * problem.batch
-    shared = problem.heads // problem.groups if heads == problem.heads else 1
-    bundle = _BUNDLE // (4 * length * problem.dim) * shared
-    return tiles, heads, pairs, max(1, min(pairs, bundle))
-
-
-def _launch(
-    function: str,
-    groups: int,
-    job: Structure,
+def backward(
     problem: Problem,
-    extras: AttentionExtras,
-    like: ArrayView,
-    grid: tuple[int, int, int, int],
+    d_o: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    o: ArrayView,
+    lse: ArrayView,
+    dq: ArrayView,
+    dk: ArrayView,
+    dv: ArrayView,
+    dot: int,
     defines: dict[str, str],
     stream: int,
 ) -> None:
-    """``groups``: warpgroups of a block."""
-    job += attention_rules.pack(problem, extras)
-    job += bytes(-len(job) % _ALIGNED)
-    kernel = launch.kernel(f"{function}.cu", function, like.device.index, **defines)
-    blocks = min(grid[0] * grid[2], launch.sm_count(like.device.index))
-    launch.launch(kernel, blocks, 128 * groups, (job,), stream, _SHARED)
+    """``flash.backward`` of what ``why_not`` takes. ``dot``: the address of that part of the workspace."""
+    step = _STEP[problem.dim]
+    rest = _arrays(problem, o, d_o, dq, dk, dv)
+    rest += _BACKWARD.pack(lse.ptr, dot, problem.heads // problem.groups)
+    by_keys = _maps(problem, (d_o, step), (q, step), (k, _OWN), (v, _OWN)) + rest
+    by_rows = _maps(problem, (d_o, _OWN), (q, _OWN), (k, _OWN), (v, _OWN)) + rest
+    dots, keys, rows = (
+        launch.kernel("hopper_flash_bwd.cu", f"hopper_flash_bwd_{name}", q.device.index, **defines)
+        for name in ("dot", "keys", "queries")
+    )
+    products = problem.batch * problem.heads * problem.rows * problem.dim
+    grid = _grid(problem, _OWN)
+    blocks = ceil_div(products, _DOT_THREADS * _VECTOR)
+    launch.launch(dots, blocks, _DOT_THREADS, (_job(by_rows, problem, grid),), stream)
+    _launch(keys, by_keys, problem, _grid(problem, _OWN, by_keys=True), 3 * 128, stream)
+    _launch(rows, by_rows, problem, grid, 3 * 128, stream)
+
+
+def _maps(problem: Problem, *boxes: tuple[ArrayView, int]) -> Structure:
+    """A ``TensorMap`` of each array (features, rows, heads, batches), so many rows of 64 features at a
+    time."""
+    packed = Structure()
+    row_at, batch_at = (0, 1) if problem.qkv_format == "sbhd" else (1, 0)
+    for view, rows in boxes:
+        batch, head, row, _ = bhsd(problem.qkv_format, view)
+        sizes = view.shape[3], view.shape[row_at], view.shape[2], view.shape[batch_at]
+        rest = tensor_map(view.dtype.name, sizes, (row, head, batch), (_PANEL, rows, 1, 1), True)
+        packed += _MAP.pack(view.ptr, rest)
+    return packed
+
+
+def _arrays(problem: Problem, *views: ArrayView) -> Structure:
+    packed = Structure()
+    for view in views:
+        batch, head, row, _ = bhsd(problem.qkv_format, view)
+        packed += _ARRAY.pack(view.ptr, batch, head, row)
+    return packed
+
+
+def _grid(problem: Problem, rows: int, by_keys: bool = False) -> Grid:
+    """Tiles of so many rows of each query head, or of so many keys of each key head; how many heads, heads
+    of all batches, and of these at a time: blocks read two arrays of what is not their own."""
+    repeat = problem.heads // problem.groups
+    heads, length, read = problem.heads, problem.rows, problem.columns / repeat
+    if by_keys:
+        heads, length, read = problem.groups, problem.columns, problem.rows * repeat
+    pairs, bytes_read = heads * problem.batch, 4 * problem.dim * read
+    return ceil_div(length, rows), heads, pairs, max(1, min(pairs, int(_BUNDLE / bytes_read)))
+
+
+def _job(arrays: Structure, problem: Problem, grid: Grid) -> Structure:
+    shift = problem.columns - problem.rows if problem.bottom_right else 0
+    left, right = min(problem.left, _WIDEST), min(problem.right, _WIDEST)
+    span = problem.rows, problem.columns, shift, left, right
+    job = arrays + _REST.pack(*grid, *span, problem.heads, problem.scale, problem.scale / math.log(2))
+    return job + bytes(-len(job) % _ALIGNED)
+
+
+def _launch(
+    kernel: launch.Kernel, arrays: Structure, problem: Problem, grid: Grid, threads: int, stream: int
+) -> None:
+    """On a persistent grid."""
+    blocks = min(grid[0] * grid[2], launch.sm_count(kernel.device))
+    launch.launch(kernel, blocks, threads, (_job(arrays, problem, grid),), stream, _SHARED)
