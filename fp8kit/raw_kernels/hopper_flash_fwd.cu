@@ -81,10 +81,9 @@ DEVICE void load(const Job& job, const Memory& memory) {
 
 // --- the multipliers ---------------------------------------------------------------------------------------
 
-// Turns at beginning products: group after group, by barriers of two groups' threads each.
-DEVICE void wait_for_turn(int group) {
-  asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory");
-}
+// Turns at beginning products: one multiplier after another, by barriers of two's threads each. The last one
+// gives the first its first turn.
+DEVICE void wait_for_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
 DEVICE void end_turn(int group) {
   asm volatile("bar.arrive %0, 256;" ::"r"(group + 1 == GROUPS ? 1 : group + 2) : "memory");
 }
@@ -122,64 +121,88 @@ struct Softmax {
   }
 };
 
-// Output and log-sum-exp of this warp's rows, which begin at `row`.
-DEVICE void write(const Job& job, const Work& work, int row, const Softmax& softmax,
-                  const Sums<1, D / 8>& o) {
-  const float unit = job.scores.unit;
-  bool exists[2];
-  float inverse[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = softmax.sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const int i = row + 8 * half + lane() / 4;
-    exists[half] = i < job.scores.span.rows;
-    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;  // nothing seen: zeros; NaN stays NaN
-    const float top = softmax.greatest[half], shift = top == -INF ? 0.0f : top * unit;
-    if (exists[half] && lane() % 4 == 0)
-      job.lse[job.scores.line(work.batch, work.head, i)] = (shift + log2f(sum)) * LN2;
-  }
-  write_rows(o, job.o.rows(work.batch, work.head, row), job.o.row, exists, inverse);
-}
+// A piece of work as a multiplier has it: its first row; the block's tiles of keys; `end`, where those that
+// its own rows see end, `low` where they see none.
+struct Task {
+  Work work;
+  int row, low, high, end;
 
-// One tile of rows; `group`: which multiplier.
-DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int group, Place& place,
-                   Queries& queries) {
-  const Rows rows(job.grid, job.scores.span, work);
-  const int row = rows.row + 64 * group + threadIdx.x / 32 % 4 * 16;
-  const float unit = job.scores.unit;
-  const u32 q = memory.q(queries.stage) + 64 * group * 128;
-  Sums<1, D / 8> o;
-  Softmax softmax;
-  o.clear();
-  if (rows.tiles.low < rows.tiles.high) {
-    Sums<1, KEYS / 8> s;
-    u32 p[KEYS / 16][4];
-    float correction[2];
+  __device__ __forceinline__ bool take(Walk& walk, const Job& job, int group) {
+    const Span& span = job.scores.span;
+    if (!walk.next(job.grid, work)) return false;
+    const Rows rows(job.grid, span, work);
+    row = rows.row + 64 * group, low = rows.tiles.low, high = rows.tiles.high, end = low;
+    if (row < span.rows)
+      end = max(low, min(high, tiles_of(span.last_column(min(span.rows, row + 64)), KEYS)));
+    return true;
+  }
+  __device__ __forceinline__ bool sees() const { return low < end; }
+};
+
+struct Multiplier {
+  const Job& job;
+  const Memory& memory;
+  const int group;
+  Place place;
+  Queries queries;
+
+  __device__ __forceinline__ u32 q() const { return memory.q(queries.stage) + 64 * group * 128; }
+  __device__ __forceinline__ int row(const Task& task) const { return task.row + threadIdx.x / 32 % 4 * 16; }
+
+  // Passes a place that only other multipliers use.
+  __device__ __forceinline__ void pass() {
+    barrier_wait(memory.full(place.stage), place.parity);
+    release(memory.empty(place.stage));
+    place.next();
+  }
+
+  // Passes the task's tiles from `end` on, with their turns; so many places of the last one.
+  __device__ __forceinline__ void pass(const Task& task, int of_last) {
+    for (int tile = task.end; tile < task.high; ++tile) {
+      wait_for_turn(group);
+      end_turn(group);
+      pass();
+      if (tile + 1 < task.high || of_last == 2) pass();
+    }
+  }
+
+  // Waits for what was begun.
+  template <int N> __device__ __forceinline__ void finish(Sums<1, N>& sums) {
+    products_wait<0>();
+    hold(flat(sums));
+  }
+
+  // Begins q k^T of the first tile of the task that the rings are at.
+  __device__ __forceinline__ void begin(Sums<1, KEYS / 8>& s) {
     barrier_wait(memory.q_full(queries.stage), queries.parity);
     barrier_wait(memory.full(place.stage), place.parity);
     wait_for_turn(group);
     hold(flat(s));
     products_fence();
-    begin_scores<ROWS>(s, q, memory.tile(place.stage));
+    begin_scores<ROWS>(s, q(), memory.tile(place.stage));
     products_commit();
     end_turn(group);
-    products_wait<0>();
-    hold(flat(s));
+  }
+
+  // A task whose first q k^T is in `s`, as far as beginning the last product.
+  __device__ __forceinline__ void attend(const Task& task, Sums<1, KEYS / 8>& s, Sums<1, D / 8>& o,
+                                         Softmax& softmax) {
+    const float unit = job.scores.unit;
+    u32 p[KEYS / 16][4];
+    float correction[2];
     release(memory.empty(place.stage));
     place.next();
-    keep_seen<false>(s, job.scores.span, row, rows.tiles.low * KEYS);
+    keep_seen<false>(s, job.scores.span, row(task), task.low * KEYS);
     softmax.weigh(s, unit, correction);
     round_sums(s, p);
-    for (int tile = rows.tiles.low + 1; tile < rows.tiles.high; ++tile) {
+    for (int tile = task.low + 1; tile < task.end; ++tile) {
       const u32 keys = place.stage;
       barrier_wait(memory.full(keys), place.parity);
       place.next();
       wait_for_turn(group);
       hold(flat(s));
       products_fence();
-      begin_scores<ROWS>(s, q, memory.tile(keys));
+      begin_scores<ROWS>(s, q(), memory.tile(keys));
       products_commit();
       barrier_wait(memory.full(place.stage), place.parity);
       hold(flat(o));
@@ -189,7 +212,7 @@ DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int g
       products_wait<1>();
       hold(flat(s));
       release(memory.empty(keys));
-      keep_seen<false>(s, job.scores.span, row, tile * KEYS);
+      keep_seen<false>(s, job.scores.span, row(task), tile * KEYS);
       softmax.weigh(s, unit, correction);
       products_wait<0>();
       hold(flat(o));
@@ -203,18 +226,70 @@ DEVICE void attend(const Job& job, const Memory& memory, const Work& work, int g
     }
     release(memory.q_empty(queries.stage));
     queries.next();
+    if (task.end < task.high) pass();  // the next tile's keys lie before the last one's values
     barrier_wait(memory.full(place.stage), place.parity);
     hold(flat(o));
     products_fence();
     begin_sums(o, p, memory.tile(place.stage));
     products_commit();
-    products_wait<0>();
-    hold(flat(o));
-    release(memory.empty(place.stage));
-    place.next();
   }
-  write(job, work, row, softmax, o);
-}
+
+  // Output and log-sum-exp.
+  __device__ __forceinline__ void write(const Task& task, const Softmax& softmax, const Sums<1, D / 8>& o) {
+    const Work& work = task.work;
+    bool exists[2];
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = softmax.sum[half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int i = row(task) + 8 * half + lane() / 4;
+      exists[half] = i < job.scores.span.rows;
+      inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;  // nothing seen: zeros; NaN stays NaN
+      const float top = softmax.greatest[half], shift = top == -INF ? 0.0f : top * job.scores.unit;
+      if (exists[half] && lane() % 4 == 0)
+        job.lse[job.scores.line(work.batch, work.head, i)] = (shift + log2f(sum)) * LN2;
+    }
+    write_rows(o, job.o.rows(work.batch, work.head, row(task)), job.o.row, exists, inverse);
+  }
+
+  // All of the block's work. The first product of a task is begun before the output of the one before it is
+  // written, behind its last product.
+  __device__ __forceinline__ void run() {
+    Walk walk;
+    Task task, next;
+    Sums<1, KEYS / 8> s;
+    bool more = task.take(walk, job, group);
+    if (more && task.sees()) begin(s), finish(s);
+    while (more) {
+      Sums<1, D / 8> o;
+      Softmax softmax;
+      o.clear();
+      if (task.sees()) {
+        attend(task, s, o, softmax);
+        const u32 last = place.stage;
+        place.next();
+        pass(task, 1);
+        more = next.take(walk, job, group);
+        if (more && next.sees()) begin(s), finish(s), finish(o);
+        else finish(o);
+        release(memory.empty(last));
+      } else {
+        if (task.low < task.high) {
+          barrier_wait(memory.q_full(queries.stage), queries.parity);
+          release(memory.q_empty(queries.stage));
+          queries.next();
+        }
+        pass(task, 2);
+        more = next.take(walk, job, group);
+        if (more && next.sees()) begin(s), finish(s);
+      }
+      write(task, softmax, o);
+      task = next;
+    }
+  }
+};
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
@@ -243,10 +318,7 @@ hopper_flash_fwd(const __grid_constant__ Job job) {
     // by a shuffle the compiler knows it to be the same in a warp, and so what follows from it
     const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;
     if (group == GROUPS - 1) end_turn(group);
-    Place place;
-    Queries queries;
-    Walk walk;
-    for (Work work; walk.next(job.grid, work);) attend(job, memory, work, group, place, queries);
+    Multiplier{job, memory, group}.run();
   }
 }
 #endif

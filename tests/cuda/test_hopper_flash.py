@@ -110,13 +110,35 @@ def test_the_structures_are_those_that_the_sources_declare(calls: list[tuple[Any
         assert " ".join(declared) == fields
 
 
-def test_few_heads_are_gone_through_at_a_time_where_they_are_long() -> None:
-    """32 MiB of two arrays in 16 bits; query heads share the keys of their group."""
-    about = Problem(1, 16, 4, 2**15, 2**14, 128, 128, "bfloat16", "bshd", 1.0)
-    assert hopper_flash._grid(about, 128) == (256, 16, 16, 16)
-    assert hopper_flash._grid(about._replace(columns=2**15), 128) == (256, 16, 16, 8)
-    assert hopper_flash._grid(about._replace(groups=16), 128) == (256, 16, 16, 4)
-    assert hopper_flash._grid(about, 128, by_keys=True) == (128, 4, 4, 1)
+def test_few_long_heads_are_gone_through_at_a_time() -> None:
+    """32 MiB of two arrays in 16 bits, where four blocks of a head do not run at once; query heads share the
+    keys of their group. 11 tiles of 24 heads are two rounds of 132 blocks."""
+    about = Problem(8, 64, 16, 2**13, 2**13, 128, 128, "bfloat16", "bshd", 1.0)
+    assert hopper_flash._grid(about, 128, 132) == (64, 64, 512, 33)
+    assert hopper_flash._grid(about._replace(rows=8100, columns=2**13), 192, 132) == (43, 64, 512, 32)
+    assert hopper_flash._grid(about._replace(rows=1408, columns=2**13), 128, 132) == (11, 64, 512, 24)
+    assert hopper_flash._grid(about, 128, 132, by_keys=True) == (64, 16, 128, 33)
+    assert hopper_flash._grid(about._replace(batch=2), 128, 132, by_keys=True) == (64, 16, 32, 32)
+
+
+@pytest.mark.parametrize("tiles", [3, 4, 11, 16, 43, 64])
+@pytest.mark.parametrize("pairs", [16, 64, 96, 640])
+@pytest.mark.parametrize(("blocks", "share"), [(132, 0.05), (114, 0.16)])
+def test_every_block_has_about_as_much_to_do(tiles: int, pairs: int, blocks: int, share: float) -> None:
+    """The work of ``Walk`` (hopper_flash.cuh) under a causal mask, where a tile costs as many steps as lie
+    before its end, and one more. What a block has beyond the mean is at most the longest tile, or, of a long
+    list, a ``share``: bundles end within a round where multiprocessors and tiles have few factors in
+    common."""
+    about = Problem(1, pairs, pairs, 128 * tiles, 128 * tiles, 128, 128, "bfloat16", "bshd", 1.0)
+    *_, bundle = hopper_flash._grid(about, 128, blocks)
+    steps, place = np.zeros(blocks), 0
+    for first in range(0, pairs, bundle):
+        for tile in range(tiles):
+            for _ in range(min(bundle, pairs - first)):
+                turn, block = divmod(place, blocks)
+                steps[blocks - 1 - block if turn % 2 else block] += tiles - tile + 1
+                place += 1
+    assert steps.max() - steps.mean() <= max(tiles, share * steps.mean())
 
 
 @pytest.mark.parametrize(

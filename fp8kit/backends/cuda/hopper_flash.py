@@ -20,7 +20,7 @@ _PANEL = 64  # features that are copied at once
 # the block's are keys
 _ROWS, _KEYS, _OWN, _STEP = {64: 192, 128: 128}, 128, 128, {64: 128, 128: 64}
 _DOT_THREADS, _VECTOR = 256, 8  # features that a thread multiplies
-_BUNDLE = 32 << 20  # bytes of what blocks read at once that stay in the L2 cache
+_ITEM, _CACHED = 2, 32 << 20  # bytes: of an element; of what blocks read that stay in the L2 cache
 _WIDEST = 2**29  # of windows: what is wider sees as much
 # of the structures Job: a map; an array's place and strides; forward's pointers, and backward's; Grid and
 # Scores
@@ -66,7 +66,8 @@ def forward(
     job = _maps(problem, (q, rows), (k, _KEYS), (v, _KEYS)) + _arrays(problem, o)
     job += _FORWARD.pack(lse.ptr, problem.heads // problem.groups)
     kernel = launch.kernel("hopper_flash_fwd.cu", "hopper_flash_fwd", q.device.index, **defines)
-    _launch(kernel, job, problem, _grid(problem, rows), 128 + 2 * rows, stream)
+    grid = _grid(problem, rows, launch.sm_count(q.device.index))
+    _launch(kernel, job, problem, grid, 128 + 2 * rows, stream)
 
 
 def backward(
@@ -85,7 +86,7 @@ def backward(
     stream: int,
 ) -> None:
     """``flash.backward`` of what ``why_not`` takes. ``dot``: the address of that part of the workspace."""
-    step = _STEP[problem.dim]
+    step, blocks = _STEP[problem.dim], launch.sm_count(q.device.index)
     rest = _arrays(problem, o, d_o, dq, dk, dv)
     rest += _BACKWARD.pack(lse.ptr, dot, problem.heads // problem.groups)
     by_keys = _maps(problem, (d_o, step), (q, step), (k, _OWN), (v, _OWN)) + rest
@@ -95,10 +96,10 @@ def backward(
         for name in ("dot", "keys", "queries")
     )
     products = problem.batch * problem.heads * problem.rows * problem.dim
-    grid = _grid(problem, _OWN)
-    blocks = ceil_div(products, _DOT_THREADS * _VECTOR)
-    launch.launch(dots, blocks, _DOT_THREADS, (_job(by_rows, problem, grid),), stream)
-    _launch(keys, by_keys, problem, _grid(problem, _OWN, by_keys=True), 3 * 128, stream)
+    grid = _grid(problem, _OWN, blocks)
+    count = ceil_div(products, _DOT_THREADS * _VECTOR)
+    launch.launch(dots, count, _DOT_THREADS, (_job(by_rows, problem, grid),), stream)
+    _launch(keys, by_keys, problem, _grid(problem, _OWN, blocks, by_keys=True), 3 * 128, stream)
     _launch(rows, by_rows, problem, grid, 3 * 128, stream)
 
 
@@ -123,15 +124,22 @@ def _arrays(problem: Problem, *views: ArrayView) -> Structure:
     return packed
 
 
-def _grid(problem: Problem, rows: int, by_keys: bool = False) -> Grid:
+def _grid(problem: Problem, rows: int, blocks: int, by_keys: bool = False) -> Grid:
     """Tiles of so many rows of each query head, or of so many keys of each key head; how many heads, heads
-    of all batches, and of these at a time: blocks read two arrays of what is not their own."""
+    of all batches, and of these at a time. ``blocks``: that run at once."""
     repeat = problem.heads // problem.groups
     heads, length, read = problem.heads, problem.rows, problem.columns / repeat
     if by_keys:
         heads, length, read = problem.groups, problem.columns, problem.rows * repeat
-    pairs, bytes_read = heads * problem.batch, 4 * problem.dim * read
-    return ceil_div(length, rows), heads, pairs, max(1, min(pairs, int(_BUNDLE / bytes_read)))
+    tiles, pairs = ceil_div(length, rows), heads * problem.batch
+    # what is read of them, two arrays, stays in the L2 cache, or four blocks of a head read it at once
+    limit, shared = max(1, int(_CACHED / (2 * _ITEM * problem.dim * read))), blocks // 4
+    if pairs <= max(limit, shared):
+        return tiles, heads, pairs, pairs
+    # whole pairs of rounds, there and back, in which all blocks have as much to do under a causal mask
+    whole = 2 * blocks // math.gcd(2 * blocks, tiles)
+    bundle = max(1, round(limit / whole)) * whole if whole <= max(2 * limit, shared) else limit
+    return tiles, heads, pairs, min(pairs, bundle)
 
 
 def _job(arrays: Structure, problem: Problem, grid: Grid) -> Structure:

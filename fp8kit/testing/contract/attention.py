@@ -276,8 +276,8 @@ ALL_CASES: dict[str, Options] = {
     "placed-causal-groups": {**_GROUPS, **_square(40), **_CAUSAL, **_dropped(0.5, True)},
     "placed-padding": {**_PADDED, **_BSHD, **_dropped(0.5, True)},
 }
-# heads of 64 and 128 over several tiles of queries and keys, none of them whole: what is compiled for one chip
-# alone has the largest
+# heads of 64 and 128 over several tiles of queries and keys, of which the last are not whole: kernels for one
+# chip alone have the largest
 ALL_CASES |= {
     "tiles-64": {**_packed(2), "b": 1, **_square(209), "d": 64, **_CAUSAL},
     "tiles-64-blind-rows": {"b": 1, "s_q": 301, "s_kv": 150, "h_kv": 1, "d": 64, **_BSHD, **_BOTTOM_RIGHT},
