@@ -105,10 +105,10 @@ def _plan(
             zip(scales.split("_"), (a_rows, b_rows), (at.rows, at.columns), strict=True)
         ):
             if kind == "lines":
-                lines[i] = tensor_map("float32", rows, ceil_div(k, _DEPTH), rows, box, 1)
+                lines[i] = tensor_map("float32", (rows, ceil_div(k, _DEPTH)), (rows,), (box, 1))
     maps = (
-        tensor_map("uint8", k, m, a_stride, _DEPTH, _box(at.rows, at, at.rows >= at.columns), True),
-        tensor_map("uint8", k, n, b_stride, _DEPTH, _box(at.columns, at, at.rows < at.columns), True),
+        tensor_map("uint8", (k, m), (a_stride,), (_DEPTH, _box(at.rows, at, at.rows >= at.columns)), True),
+        tensor_map("uint8", (k, n), (b_stride,), (_DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
         *lines,
     )
     kernel = launch.kernel(
