@@ -5,11 +5,13 @@ later), elsewhere that of ``mma_gemm``.
 
 from __future__ import annotations
 
+from typing import Any
+
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch, mma_gemm
+from fp8kit.backends.cuda import gemm, launch, mma_gemm
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
-from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
@@ -78,4 +80,12 @@ def block_gemm(
         mma_gemm.block_gemm(*operands, *scales, a_tile, b_tile, bias, addend, workspace, stream)
         return
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
+    gemm.fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
+
+
+def sums(call: Any) -> Accumulation | None:
+    """See ``gemm.sums``."""
+    return gemm.sums(call, (_SCALINGS[call.a_tile], _SCALINGS[call.b_tile]))
+
+
+block_gemm._sums = sums  # type: ignore[attr-defined]

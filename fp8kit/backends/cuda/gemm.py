@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit import formats
+from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
@@ -100,20 +101,57 @@ def fp8_gemm(
     workspace that is too small.
     """
     if scaling is None:
-        scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
+        scaling = _scaling(a_scale_inv, b_scale_inv)
     m, n = out.shape
     if not (m and n):
         return
-    (padded_m, k), padded_n = a.shape, b.shape[0]
-    if k == 0:
+    if a.shape[1] == 0:
         _finish(0, 0, bias, out, addend, stream)
         return
-    limit, out_stride = _usable(workspace), launch.row_stride(out)
+    limit = _usable(workspace)
+    operands = a, b, out, a_format, b_format, bias, addend
+    ready, unfit, bias_ptr = _fp8_plan(*operands, scaling, fast_accumulate, limit, timed)
+    product, padded_n = out.ptr, b.shape[0]
+    if unfit:
+        wanted = WORKSPACE + 4 * a.shape[0] * padded_n
+        if workspace is None or workspace.shape[0] < wanted:
+            got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
+            apart = launch.row_stride(out) * out.dtype.itemsize
+            why = f"{(m, n)} at address {out.ptr:#x}, rows {apart} bytes apart"
+            raise BackendError(
+                "fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"
+            )
+        product = workspace.ptr + WORKSPACE
+    added = 0 if unfit else _added(addend, out, True, stream)
+    scales = a_scale_inv.ptr, b_scale_inv.ptr
+    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, _address(workspace, limit), limit, stream, added)
+    if unfit:
+        _finish(product, padded_n, bias, out, addend, stream)
+    elif bias is not None and not bias_ptr:
+        _finish(0, 0, bias, out, out, stream)
+
+
+def _fp8_plan(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    scaling: tuple[Scaling, Scaling],
+    fast_accumulate: bool,
+    limit: int,
+    timed: bool,
+) -> tuple[Plan, bool, int]:
+    """The plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it goes
+    through float32; the address of the bias that it adds, 0 for none."""
+    (m, n), (padded_m, k), padded_n, out_stride = out.shape, a.shape, b.shape[0], launch.row_stride(out)
+    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
     # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
     # afterwards
-    late_bias = bias is not None and (out.dtype is float32 or bias.ptr % _ALIGNMENT != 0)
-    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
-    bias_ptr = 0 if bias is None or late_bias or unfit else bias.ptr
+    late = unfit or bias is None or out.dtype is float32 or bias.ptr % _ALIGNMENT != 0
+    bias_ptr = 0 if late or bias is None else bias.ptr
     ready = _plan(
         out.device.index,
         padded_m,
@@ -134,23 +172,27 @@ def fp8_gemm(
         _ALIGNMENT,
         timed,
     )
-    product = out.ptr
-    if unfit:
-        wanted = WORKSPACE + 4 * padded_m * padded_n
-        if workspace is None or workspace.shape[0] < wanted:
-            got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
-            why = f"{(m, n)} at address {out.ptr:#x}, rows {out_stride * out.dtype.itemsize} bytes apart"
-            raise BackendError(
-                "fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"
-            )
-        product = workspace.ptr + WORKSPACE
-    added = 0 if unfit else _added(addend, out, True, stream)
-    scales = a_scale_inv.ptr, b_scale_inv.ptr
-    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, _address(workspace, limit), limit, stream, added)
-    if unfit:
-        _finish(product, padded_n, bias, out, addend, stream)
-    elif late_bias:
-        _finish(0, 0, bias, out, out, stream)
+    return ready, unfit, bias_ptr
+
+
+def sums(call: Any, scaling: tuple[Scaling, Scaling] | None = None) -> Accumulation | None:
+    """How a call of ``fp8_gemm``, its arguments by name, adds its terms. None where that is not known to the
+    bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts."""
+    fast = scaling is None and call.fast_accumulate
+    how = on_chip(launch.capability(call.out.device.index), fast)
+    if how is None:
+        return None
+    scaling = scaling or _scaling(call.a_scale_inv, call.b_scale_inv)
+    operands = call.a, call.b, call.out, call.a_format, call.b_format, call.bias, call.addend
+    ready, *_ = _fp8_plan(*operands, scaling, fast, _usable(call.workspace), False)
+    return how if ready.splits == 1 else None
+
+
+fp8_gemm._sums = sums  # type: ignore[attr-defined]
+
+
+def _scaling(a_scale_inv: ArrayView, b_scale_inv: ArrayView) -> tuple[Scaling, Scaling]:
+    return _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
 
 
 @memoized("cuBLASLt plans by call")
