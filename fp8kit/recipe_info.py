@@ -153,15 +153,16 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def attention_facts(recipe: Recipe) -> dict[str, Any]:
     """How attention's operands are cast, operand -> ``cast_facts``, and ``rows_per_block``, ``rotation``,
-    ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how the products run; {}
-    where attention is in high precision."""
+    ``rotation_v``, ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how
+    the products run; {} where attention is in high precision."""
     how = recipe.attention
     if how is None:
         return {}
     operands = {name: getattr(how, name) for name in ("q", "k", "v", "p", "do", "ds", "o", "dqkv")}
     found = {name: cast_facts(own) for name, own in operands.items() if own is not None}
     found["p"]["scale"] = f"static, {how.p.static_scale:g}"
-    options = {name: getattr(how, name) for name in ("rows_per_block", "rotation", "signs", "joint")}
+    names = "rows_per_block", "rotation", "rotation_v", "signs", "joint"
+    options = {name: getattr(how, name) for name in names}
     compute = f"{EMULATED}, but where cuDNN's FP8 kernels take them" if how.one_scale_a_tensor else EMULATED
     return {"operands": found, **options, "compute": compute}
 

@@ -117,10 +117,7 @@ def _show(options: argparse.Namespace) -> int:
             how = (
                 [cast[name] for name in ("format", "granularity", "scale")] if cast else ["as it is", "", ""]
             )
-            rounding = (
-                "" if not cast else f"{cast['rounding_bits']} bits" if cast["rounding_bits"] else "nearest"
-            )
-            more = [rounding, (cast.get("rotation") or "none") if cast else ""]
+            more = [_rounding(cast), (cast.get("rotation") or "none") if cast else ""]
             rows.append((gemm, matrix, *how, *more, own["compute"], own["accumulation"]))
     head = ("GEMM", "operand", "format", "granularity", "scale", "rounding", "rotation", "compute")
     table((*head, "accumulation"), rows)
@@ -143,21 +140,28 @@ def _cast_anew(gemms: dict[str, Any]) -> str:
     return again and f"cast anew, from the values of fprop's codes: {again}"
 
 
+def _rounding(cast: dict[str, Any]) -> str:
+    """How codes are rounded, in a word; of an operand that is not cast none."""
+    bits = cast.get("rounding_bits")
+    return "" if not cast else f"{bits} bits" if bits else "nearest"
+
+
 def _show_attention(found: dict[str, Any]) -> None:
     """The operands of attention's products, and what they have in common."""
     if not found:
         print("attention: high precision\n")
         return
     rows = [
-        (name, *(cast[key] for key in ("format", "granularity", "scale")))
+        (name, *(cast[key] for key in ("format", "granularity", "scale")), _rounding(cast))
         for name, cast in found["operands"].items()
     ]
-    table(("attention", "format", "granularity", "scale"), rows)
+    table(("attention", "format", "granularity", "scale", "rounding"), rows)
     words = {
         "rows that share a scale": found["rows_per_block"] or "all",
-        "rotation of q and k": f"{found['rotation']}, signs {found['signs']}"
-        if found["rotation"]
-        else "none",
+        **{
+            f"rotation of {of}": f"{found[name]}, signs {found['signs']}" if found[name] else "none"
+            for of, name in (("q and k", "rotation"), ("v", "rotation_v"))
+        },
         "scales of q, k, v": "one" if found["joint"] else "one each",
         "products": found["compute"],
         "emulated sums": "float32",

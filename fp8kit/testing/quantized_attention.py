@@ -73,9 +73,10 @@ class QuantizedOracle(Oracle):
         terms = (2 * sizes.s_kv + 16) * ROUNDOFF
 
         def words(how: Quantizer, draw: int) -> Array | None:
+            if not how.stochastic_bits or rng is None:
+                return None
             element = np.arange(self.probabilities.size).reshape(self.probabilities.shape)
-            drawn = how.stochastic_bits and rng is not None
-            return philox(rng, (draw << 48) + element).astype(np.uint32) if drawn else None
+            return philox(rng, (draw << 48) + element).astype(np.uint32)
 
         def probabilities(x: Array, draw: int) -> tuple[Array, Array]:
             found = _rounded(x, relative * x, p, words(p, draw), p.static_scale, 2 * ROUNDOFF)

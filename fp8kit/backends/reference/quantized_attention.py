@@ -65,7 +65,8 @@ class _Rounded(NamedTuple):
             return
         starts = at.starts((0, 0, at.sizes.kv_heads * at.sizes.group)) + (self.draw << 48)
         drawn = np.empty(x.shape, np.uint32)
-        _words(*(int(v) for v in self.rng.numpy()[:2]), starts, drawn)
+        seed, offset = (int(v) for v in self.rng.numpy()[:2])
+        _words(seed, offset, starts, drawn)
         codes = codec.encode(x * self.scale, fmt, "stochastic", True, drawn, bits)
         np.multiply(self.table[codes], self.inverse, out=x)
 
