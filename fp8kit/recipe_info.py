@@ -12,12 +12,12 @@ from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import CPU, Device
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
+from fp8kit.errors import BackendError, UnsupportedError
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import OPERANDS, AmaxHistory, Quantization, Quantizer
 from fp8kit.recipe import Recipe
-from fp8kit.recipes import NAMED, Named
+from fp8kit.recipes import entry
 
 NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 
@@ -32,14 +32,6 @@ class Support(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.status}: {self.why}" if self.why else self.status
-
-
-def named(name: str) -> Named:
-    """The published recipe of that name. ArgumentError for another."""
-    if name not in NAMED:
-        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3)}"
-        raise ArgumentError("recipes", "name", repr(name), wanted)
-    return NAMED[name]
 
 
 def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
@@ -177,7 +169,7 @@ def field_values(recipe: Recipe) -> dict[str, str]:
 
 def facts(name: str) -> dict[str, Any]:
     """All that is said of a published recipe, values that JSON has. ArgumentError for another name."""
-    recipe, source = named(name)
+    recipe, source = entry(name)
     return {
         "name": name,
         "recipe": type(recipe).__name__,

@@ -13,6 +13,7 @@ import numpy as np
 from fp8kit import recipe_info
 from fp8kit.commands import add_device, command, device_of, positive, recipes_compare, seed, table
 from fp8kit.errors import ArgumentError, Fp8kitError, meant
+from fp8kit.recipes import NAMED, entry
 
 _SHAPE = (256, 512, 512)
 _WORDS = (
@@ -74,8 +75,6 @@ def add(commands: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from fp8kit.recipes import NAMED
-
     found = [recipe_info.facts(name) for name in NAMED]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -97,7 +96,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    recipe, source = recipe_info.named(options.name)
+    recipe, source = entry(options.name, "recipes")
     found = recipe_info.facts(options.name)
     gemms, fields = recipe_info.gemm_facts(recipe), recipe_info.field_values(recipe)
     attention = recipe_info.attention_facts(recipe)
@@ -237,7 +236,7 @@ def _matrices(options: argparse.Namespace) -> tuple[list[np.ndarray[Any, Any]], 
 
 
 def _check(options: argparse.Namespace) -> int:
-    recipe, _ = recipe_info.named(options.name)
+    recipe, _ = entry(options.name, "recipes")
     device = device_of(options)
     (x, w, g), said = _matrices(options)
     support = recipe_info.support_on(recipe, device)
