@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from fp8kit.arguments import integer, shown
 from fp8kit.attention_quantization import attention_of
-from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
 from fp8kit.errors import ArgumentError, RecipeError, meant
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2
 from fp8kit.layer_recipes import DataRecipe
@@ -19,6 +18,8 @@ from fp8kit.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
