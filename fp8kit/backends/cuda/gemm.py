@@ -24,6 +24,7 @@ from fp8kit.lru import memoized
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
+_NVFP4: tuple[Scaling, Scaling] = ("nvfp4", "nvfp4")
 _ONE = (1,)
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
 
@@ -97,8 +98,8 @@ def fp8_gemm(
     ``fp8_gemm_workspace`` bytes, and where out's rows are not at such addresses, M N floats more.
     ``scaling``: any that cuBLASLt has (``cublaslt.MatmulKey``); None is the contract's, by the scales' sizes.
 
-    BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a
-    workspace that is too small.
+    BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2 (of "nvfp4": E2M1,
+    two codes in a byte), and for a workspace that is too small.
     """
     if scaling is None:
         scaling = _scaling(a_scale_inv, b_scale_inv)
@@ -147,6 +148,9 @@ def _fp8_plan(
     """The plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it goes
     through float32; the address of the bias that it adds, 0 for none."""
     (m, n), (padded_m, k), padded_n, out_stride = out.shape, a.shape, b.shape[0], launch.row_stride(out)
+    strides = launch.row_stride(a), launch.row_stride(b)
+    if scaling == _NVFP4:  # two codes in a byte
+        k, strides = 2 * k, (2 * strides[0], 2 * strides[1])
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
     # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
     # afterwards
@@ -158,11 +162,10 @@ def _fp8_plan(
         padded_n,
         k,
         "nt",
-        _code_type(a_format),
-        _code_type(b_format),
+        _code_type(a_format, scaling),
+        _code_type(b_format, scaling),
         float32 if unfit else out.dtype,
-        launch.row_stride(a),
-        launch.row_stride(b),
+        *strides,
         padded_n if unfit else out_stride,
         bias_ptr != 0,
         addend is not None and not unfit,
@@ -225,14 +228,16 @@ def _address(workspace: ArrayView | None, limit: int) -> int:
     return workspace.ptr if workspace is not None and limit else 0
 
 
-def _code_type(fmt: Format) -> DType:
-    if fmt is formats.E4M3:  # by identity first: a format's hash and equality look at all of its fields
-        return formats.float8_e4m3fn
-    if fmt is formats.E5M2:
-        return formats.float8_e5m2
+def _code_type(fmt: Format, scaling: tuple[Scaling, Scaling]) -> DType:
+    if scaling != _NVFP4:  # by identity first: a format's hash and equality look at all of its fields
+        if fmt is formats.E4M3:
+            return formats.float8_e4m3fn
+        if fmt is formats.E5M2:
+            return formats.float8_e5m2
+    known = (formats.E2M1,) if scaling == _NVFP4 else (formats.E4M3, formats.E5M2)
     found = formats.dtype_of_format(fmt)
-    if fmt not in (formats.E4M3, formats.E5M2) or found is None:
-        raise BackendError("fp8_gemm", "format", fmt, "E4M3 or E5M2")
+    if fmt not in known or found is None:
+        raise BackendError("fp8_gemm", "format", fmt, " or ".join(map(str, known)))
     return found
 
 
