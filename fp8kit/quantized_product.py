@@ -27,8 +27,8 @@ _FP8, _BLOCKS, _DECODED = "fp8_gemm", "block_gemm", "gemm"
 _DECODED_TAKEN = "the product of the decoded operands is taken, several times slower"
 _CURE = "QuantizedArray.explain() says what the FP8 products take"
 _NATIVE_BLOCKS = ("block_1x128", "block_128x128")
-# scaling -> the tile that ``block_gemm`` is told, of products that chips of ``SCALED_CAPABILITY`` have. A
-# square's scale is given for each of its rows
+_SCALED_ARCH = 100  # compute capability times ten from which on tensor cores take scales of MX and NVFP4
+# scaling -> the tile that ``block_gemm`` is told of these. A square's scale is given for each of its rows
 _SCALED = {"mx_1x32": (1, 32), "mx_32x32": (1, 32)} | dict.fromkeys(
     ("nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"), (1, 16)
 )
@@ -83,11 +83,8 @@ def _way(a: _Operand, b: _Operand, where: Device) -> tuple[str, str]:
 
 def _takes_scales(where: Device) -> bool:
     """Whether a device's tensor cores multiply codes of MX and NVFP4 by their blocks' scales."""
-    if where.kind != "cuda":
-        return False
-    from fp8kit.backends.cuda import block, launch
-
-    return launch.capability(where.index) >= block.SCALED_CAPABILITY
+    arch = getattr(arrays.provider(where), "arch", None)
+    return arch is not None and arch(where) >= _SCALED_ARCH
 
 
 def _scaled_refusal(a: _Operand, b: _Operand) -> str:

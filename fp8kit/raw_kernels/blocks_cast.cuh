@@ -80,8 +80,8 @@ DEVICE Scale mx_scale(const BlockCast& how, float amax) {
   return Scale{power(byte == 255 ? 255u : 254u - (u32)byte), inverse, inverse, (u32)byte};
 }
 
-// The scale of a tensor whose blocks have scales in E4M3, its reciprocal, and the tensor's amax; of FLOATS the
-// least amax of a block alone.
+// The scale of a tensor whose blocks have scales in E4M3, its reciprocal, and the tensor's amax; of FLOATS
+// the least amax of a block alone.
 struct TensorScale {
   float scale, inverse, amax;
 };
