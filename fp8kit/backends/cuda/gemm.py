@@ -180,10 +180,11 @@ def _fp8_plan(
 
 def sums(call: Any, scaling: tuple[Scaling, Scaling] | None = None) -> Accumulation | None:
     """How a call of ``fp8_gemm``, its arguments by name, adds its terms. None where that is not known to the
-    bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts."""
+    bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts; and where
+    there are none."""
     fast = scaling is None and call.fast_accumulate
     how = on_chip(launch.capability(call.out.device.index), fast)
-    if how is None:
+    if how is None or not (call.out.size and call.a.shape[1]):
         return None
     scaling = scaling or _scaling(call.a_scale_inv, call.b_scale_inv)
     operands = call.a, call.b, call.out, call.a_format, call.b_format, call.bias, call.addend
