@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
@@ -19,6 +20,7 @@ from fp8kit.ops.attention_spec import batch_of, length_of
 from fp8kit.ops.attention_views import Dense, side_of
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Views, WorkingSet
+from fp8kit.tiles import cast_rotated
 
 # operand -> along which dimensions it is contracted: 1, its features; 0, its rows
 _FORWARD = {"q": (1,), "k": (1,), "v": (0,)}
@@ -26,6 +28,11 @@ _BACKWARD = {"q": (1, 0), "k": (1, 0), "v": (1,), "do": (1, 0)}
 # matrix -> the number of its cast, and of the one along its features the next one: those before are P's, dS's
 # and dropout's. An operand that forward and backward cast has the same bits in both
 _DRAWS = {name: 4 + 2 * i for i, name in enumerate(("q", "k", "v", "do", "o", "dq", "dk", "dv"))}
+
+
+@lru_cache(maxsize=256)
+def _turned(own: Quantizer, n: int, signs: str) -> Quantizer:
+    return dataclasses.replace(own, hadamard=n, signs=signs)
 
 
 class _Matrix(NamedTuple):
@@ -162,6 +169,9 @@ class QuantizedCall:
             for name in group:
                 matrix = self.matrices[name]
                 rotated = name in self.rotations
+                if rotated and not blocks and not self.how.rows_per_block:
+                    self._make_rotated(ws, name, layers[name])
+                    continue
                 there = ws.scratch[f"rows_{name}" if blocks and 1 not in uses[name] else f"wide_{name}"]
                 source = self._spare(ws, matrix) if blocks and not rotated else there
                 self._gather(ws, name, layers[name], source)
@@ -170,6 +180,8 @@ class QuantizedCall:
                     self._rotate(ws, name, there, source)
                 pairs.append((source, there))
             own = self._quantizer(group[0])
+            if not pairs:
+                continue
             if not blocks:
                 rows = self.how.rows_per_block
                 tile = (rows, pairs[0][0].shape[1]) if rows else None
@@ -180,6 +192,17 @@ class QuantizedCall:
                 values = ws.scratch[f"{'wide' if along else 'rows'}_{group[0]}"]
                 how = own, along, _DRAWS[group[0]] + along, rng, None
                 k.cast_blocks(source, None, None, None, values, None, None, *how, stream)
+
+    def _make_rotated(self, ws: WorkingSet, name: str, layer: ArrayView) -> None:
+        """Fill an operand with one scale, which is rotated in its cast."""
+        source, own = self._spare(ws, self.matrices[name]), self._quantizer(name)
+        self._gather(ws, name, layer, source)
+        scales = ws.scratch["scales"]
+        amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), 1) for i in range(3))
+        turned = _turned(own, self.rotations[name], self.how.signs)
+        rng = ws.inputs["rng"] if turned.needs_rng else None
+        three = (amax, scale, inverse), turned, 1, _DRAWS[name], rng, ws.stream
+        cast_rotated(ws.kernels, source, None, ws.scratch[f"wide_{name}"], *three)
 
     def _round(
         self,
