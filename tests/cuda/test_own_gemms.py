@@ -274,7 +274,8 @@ def test_who_says_how_products_are_added(
     says = {impl.impl_id: getattr(impl.fn, "_sums", None) for impl in found}
     assert says.pop(f"cuda.mma_{name}") is None
     assert set(says) == {f"cuda.timed_{name}", f"cuda.{name}", f"cuda.hopper_{name}"}
-    assert chain(found, [impl.fn for impl in found])._sums is says[f"cuda.timed_{name}"]  # type: ignore[attr-defined]
+    chained: Any = chain(found, [impl.fn for impl in found])
+    assert chained._sums is says[f"cuda.timed_{name}"]
     assert all(sums(call) is ACCUMULATIONS[how] for sums in says.values())
     theirs = says[f"cuda.{name}"]
     made.splits = 2
