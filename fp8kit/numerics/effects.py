@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fp8kit.block_recipes import MXFP8BlockScaling
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.numerics.config import Effect, operands_of
 from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.recipe import MXFP8BlockScaling
 
 _PLAIN = Quantizer(E4M3)
 HIGH_PRECISION = Quantization(*(Gemm(_PLAIN, _PLAIN, compute="high_precision") for _ in range(3)))

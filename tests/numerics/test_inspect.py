@@ -7,6 +7,7 @@ import json
 import math
 import pstats
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -499,6 +500,26 @@ def test_dumps(tmp_path):
     with np.load(tmp_path / files[0]) as found:
         assert np.array_equal(found["high_precision"], X)
         assert np.array_equal(found["quantized"], fk.quantize(X, fk.E4M3).dequantize())
+
+
+def test_an_operand_that_a_gemm_takes_as_it_is_has_no_cast(tmp_path):
+    """Neither in a dump nor in statistics; the other one has."""
+    data = RECIPES["current"].quantization
+    data = replace(data, fprop=replace(data.fprop, plain="a"))
+    both = {"enabled": True, "tensors": ["activation", "weight"]}
+    features = {
+        "DumpTensors": {**both, "quantized_tensor": True, "high_precision_tensor": True},
+        "LogFp8TensorStats": {**both, "stats": ["mse"]},
+    }
+    model = Native()
+    with fk.inspect(model, section(features, OUT_LAYER), log_dir=tmp_path) as log:
+        with fk.autocast(recipe=fk.recipe.DataRecipe(data)):
+            model.out(fk.tensor(X))
+        log.step()
+    assert [(row["tensor"], row["stat"]) for row in log.rows()] == [("weight", "mse")]
+    for name, kept in (("activation", ["high_precision"]), ("weight", ["high_precision", "quantized"])):
+        with np.load(next(tmp_path.rglob(f"out_{name}.npz"))) as found:
+            assert sorted(found) == kept
 
 
 def test_transformer_layers_have_transformer_engines_names():
