@@ -10,7 +10,7 @@ inspector itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -36,11 +36,13 @@ class TensorWatch:
 @dataclass(frozen=True)
 class ProductWatch:
     """What is wanted of one product: ``layer`` is its name, ``prefix`` that of the operation's names.
-    ``tensors``: of which something is wanted."""
+    ``tensors``: of which something is wanted. ``rounded``: pairs of a tensor that a GEMM makes and the
+    ``Quantizer`` whose values it is rounded to."""
 
     layer: str
     prefix: str
     tensors: tuple[TensorWatch, ...] = ()
+    rounded: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Watch:
         names = FORWARD if forward else BACKWARD
         return Watch(
             tuple(
-                ProductWatch(own.layer, own.prefix, tuple(t for t in own.tensors if t.tensor in names))
+                replace(own, tensors=tuple(t for t in own.tensors if t.tensor in names))
                 for own in self.products
             ),
             self.changed,

@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
 def partitions(program: Program) -> tuple[Partition, ...]:
     """The partitions of a program, those that cost no sum over devices first; none where the inspector looks
     at whole tensors."""
-    if program.watched:
+    if program.is_whole:
         return ()
     return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
 

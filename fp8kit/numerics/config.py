@@ -53,7 +53,7 @@ FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tensors", "tensors_struct", "stats"),
     ),
     "FakeQuant": (
-        "Computes GEMMs in high precision, on values that were rounded to a format by one scale a tensor.",
+        "Computes GEMMs in high precision, with operands and results that are rounded to a format's values.",
         ("gemms", "gemms_struct", "tensors", "tensors_struct", "quant_format"),
     ),
     "PerTensorScaling": (
@@ -428,7 +428,7 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
         return
     fake = feature == "FakeQuant"
     nested = "gemms_struct" in own
-    kind = "fake" if fake else "current"
+    kind, known = ("fake", TENSORS) if fake else ("current", _READ)
     effects: list[Effect] = []
     for item in _items(where, own, "gemm", gemms):
         gemm = item["gemm"]
@@ -437,20 +437,24 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
             yield Effect("high_precision", gemm, (), _steps(where, item))
             continue
         found = []
-        for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", _READ):
+        for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", known):
             _known(where, part, ("gemm", "tensor", *(("quant_format",) if fake else ()), *_STEPS))
             form = ""
             if fake:
                 form = choice(_ASKED, f"{where}.quant_format", part.get("quant_format"), FAKE_FORMATS)
             found.append((part["tensor"], form))
         effects.append(Effect(kind, gemm, tuple(found), _steps(where, item)))
-    # one that stands in a list with others may read none: it is in high precision then
+    # one that stands in a list with others may have none: it is in high precision then
+    own = {
+        gemm: [*operands_of(gemm), *(made for made, by in MADE_BY.items() if fake and by == gemm)]
+        for gemm in gemms
+    }
     for group in [[effect] for effect in effects] if nested else [effects]:
-        reads = [tensor in operands_of(each.gemm) for each in group for tensor, _ in each.tensors]
-        if group and not any(reads):
+        has = [tensor in own[each.gemm] for each in group for tensor, _ in each.tensors]
+        if group and not any(has):
             gemm = group[0].gemm
             got = f"{', '.join(tensor for tensor, _ in group[0].tensors)} of {gemm}"
-            wanted = f"what {gemm} reads: {', '.join(operands_of(gemm))}"
+            wanted = f"what {gemm} reads{' or makes' if fake else ''}: {', '.join(own[gemm])}"
             raise ArgumentError(_ASKED, f"{where}.tensors", got, wanted)
     yield from effects
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from fp8kit.block_recipes import MXFP8BlockScaling
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2
+from fp8kit.inspection import MADE_BY
 from fp8kit.numerics.config import Effect, operands_of
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 
@@ -65,6 +66,17 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
         for side, q in (("a", gemm.a), ("b", gemm.b))
     )
     return replace(gemm, a=a, b=b)
+
+
+def rounded(effects: Iterable[Effect]) -> tuple[tuple[str, Quantizer], ...]:
+    """What GEMMs make and is rounded then: pairs of "output", "dgrad" or "wgrad" and how."""
+    fakes = [effect for effect in effects if effect.kind == "fake"]
+    return tuple(
+        (tensor, _FAKE[form])
+        for effect in fakes
+        for tensor, form in effect.tensors
+        if MADE_BY.get(tensor) == effect.gemm
+    )
 
 
 def active(effects: Iterable[Effect], step: int) -> tuple[Effect, ...]:

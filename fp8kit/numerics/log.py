@@ -24,12 +24,12 @@ from fp8kit.errors import ArgumentError, meant
 from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
-from fp8kit.numerics.effects import active, changed
+from fp8kit.numerics.effects import active, changed, rounded
 from fp8kit.numerics.names import Needs, Operand, request
 from fp8kit.numerics.shown import Blocks, Shown
 from fp8kit.numerics.sinks import Row, Sink
 from fp8kit.numerics.statistics import merge, values
-from fp8kit.quantization import Quantization
+from fp8kit.quantization import Quantization, Quantizer
 
 log = logging.getLogger("fp8kit")
 Record = np.ndarray[Any, Any]
@@ -40,12 +40,14 @@ _ENTRIES = 4096
 
 
 class _Asked(NamedTuple):
-    """What is wanted of a product in a step: (tensor, its needs) and dumps; what the product's rules are."""
+    """What is wanted of a product in a step: (tensor, its needs) and dumps; what the product's rules are, and
+    which of its results are rounded how."""
 
     needs: tuple[tuple[str, Needs], ...]
     dumped: tuple[Dumped, ...]
     quantization: Quantization | None
     is_changed: bool
+    rounded: tuple[tuple[str, Quantizer], ...]
 
 
 class _Logged(NamedTuple):
@@ -305,7 +307,7 @@ class Inspector:
                 known = own.get(dump.tensor, TensorWatch(dump.tensor))
                 own[dump.tensor] = TensorWatch(known.tensor, known.statistics, True)
                 self._now.dumped[name, dump.tensor] = dump, asked.quantization
-            products.append(ProductWatch(name, prefix, tuple(own.values())))
+            products.append(ProductWatch(name, prefix, tuple(own.values()), asked.rounded))
         return _same(Watch(tuple(products), tuple(other))) if products else None
 
     def _wanted(self, name: str, base: Quantization | None, transposed: bool) -> _Asked | None:
@@ -328,7 +330,7 @@ class Inspector:
         if missing and (section.name, missing) not in self._said:
             self._said.add((section.name, missing))
             log.warning("inspect: section %s: left out, first in layer %s: %s", section.name, name, missing)
-        return _Asked(found, dumped, own, bool(effects) and own is not base)
+        return _Asked(found, dumped, own, bool(effects) and own is not base, rounded(effects))
 
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Where a call's counts and sums lie."""

@@ -97,10 +97,14 @@ WRONG = {
     "never": (section(logged(["max"], start_step=4, end_step=2)), "an end_step that is not before it"),
     "gemm": (section({"DisableFP8GEMM": {"gemms": ["forward"]}}), "fprop"),
     "format": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}), "FP8E4M3"),
-    "result": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),
+    "result": (section({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),
+    "another's result": (
+        section({"FakeQuant": {"gemms": ["dgrad"], "tensors": ["output"], "quant_format": "FP8E4M3"}}),
+        "got output of dgrad, expected what dgrad reads or makes: gradient, weight, dgrad",
+    ),
     "unread": (
         section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["gradient"], "quant_format": "FP8E4M3"}}),
-        "FakeQuant.tensors: got gradient of fprop, expected what fprop reads: activation, weight",
+        "FakeQuant.tensors: got gradient of fprop, expected what fprop reads or makes: activation, weight, output",
     ),
     "unread of one": (
         section(
