@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import inspection
 from fp8kit.autocast import AutocastState, current
+from fp8kit.collectives import Collectives, named
 from fp8kit.errors import ArgumentError
 from fp8kit.inspection import Watch
 from fp8kit.layers.arguments import want_plain
@@ -342,6 +343,11 @@ class FP8Layer(Layer):
         spec = self._spec_for(fp8, cached is not None, bias, options, fields)
         inputs = inputs | dict(codes or {}) | (cached or {})
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
+
+    def ranks_of_weights(self) -> dict[str, Collectives]:
+        """By prefix of a product whose weight ranks have parts of, what these communicate by."""
+        shared = (own for own in layer_products(self._spec) if own.parallel is not None)
+        return {own.prefix: named(own.group) for own in shared}
 
     def own_state(self, state: AutocastState) -> AutocastState | None:
         """The autocast as it is for this layer, whose recipes differ from layer to layer: with its own one,

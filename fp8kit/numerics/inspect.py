@@ -93,6 +93,7 @@ def inspect(
     first_step: int = 0,
     keep: bool = True,
     group: Any = None,
+    whole_weights: bool = True,
 ) -> Any:
     """A context manager: within it the layers of ``model`` show and do what ``config`` says::
 
@@ -115,12 +116,21 @@ def inspect(
     * ``group``: ranks, such as ``fk.distributed.init()``, whose tensors are taken together, weights aside;
       ``log.step()`` is then a call that all of them make. None: this rank's alone.
 
+    * ``whole_weights``: of a weight that tensor-parallel ranks have parts of, the statistics are of all parts
+      together; ``log.step()`` is then a call that these ranks make together. False: of this rank's part.
+
     ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
     that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
     process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
     first call, where several sections choose it.
     """
-    gather = gathering(group)
     ranks = everyone() or group
+    more = {"gather": gathering(group), "gather_parts": parts_of(whole_weights, gathering)}
     rank = 0 if ranks is None else ranks.rank
-    return Block(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, gather=gather))
+    return Block(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, **more))
+
+
+def parts_of(whole_weights: Any, gathering: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """``gathering`` for the ranks of a weight, None where statistics are of this rank's part. ArgumentError
+    for what is no flag."""
+    return gathering if flag("inspect", "whole_weights", whole_weights) else None

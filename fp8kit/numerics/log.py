@@ -20,6 +20,7 @@ import numpy as np
 from fp8kit import inspection
 from fp8kit.arguments import integer
 from fp8kit.arrays import ArrayView
+from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError, meant
 from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
@@ -114,6 +115,8 @@ class Inspector:
 
     * ``names``: layer -> its name, None for a layer that is not inspected. ``sinks``: where rows go.
     * ``gather``: of the records of this rank, by (layer, tensor), those of all ranks; None for one rank.
+    * ``gather_parts``: of ranks that have parts of a weight, what ``gather`` is; None where a weight is this
+      rank's part.
     * ``first``: the number of the first step. ``keep``: whether ``rows`` keeps them. ``switched``: called
       when that changes with what the step that begins shows, None for nothing. ``wait``: called before what a
       step has shown is read.
@@ -128,11 +131,14 @@ class Inspector:
         first: int = 0,
         keep: bool = True,
         gather: Gather | None = None,
+        gather_parts: Callable[[Collectives], Gather | None] | None = None,
         dumps: Dumps | None = None,
         switched: Callable[[Any], None] | None = None,
         wait: Callable[[], Any] | None = None,
     ) -> None:
         self.config, self.names, self.sinks, self.gather = config, names, list(sinks), gather
+        self.gather_parts = gather_parts
+        self._shared: dict[str, Collectives] = {}  # by the product's name, the ranks that have parts of it
         self.number = integer("inspect", "first_step", first, 0)
         self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
         self._rows: list[Row] = []
@@ -274,6 +280,9 @@ class Inspector:
             return None
         on = state is not None and state.enabled
         products = tuple((product_name(name, prefix), prefix) for prefix in layer.gemms)
+        ranks = {} if self.gather_parts is None else layer.ranks_of_weights()
+        if ranks:
+            self._shared |= {product: ranks[prefix] for product, prefix in products if prefix in ranks}
         return self.of_products(products, state.recipe.quantization if on else None)
 
     def of_products(
@@ -353,7 +362,7 @@ class Inspector:
             with self._lock:
                 shown, self._shown = self._shown, Shown()
                 # ranks gather together, at each end of a step
-                at_once = shown.fetch(self._blocks) or self.gather is not None
+                at_once = shown.fetch(self._blocks) or self.gather is not None or bool(self._shared)
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
 
@@ -382,7 +391,7 @@ class Inspector:
             if earlier is not None:
                 record = merge(logged.needs, earlier[1], record)
             found[id(logged)] = logged, record
-        if self.gather is not None:
+        if self.gather is not None or self._shared:
             records = {logged.key: record for logged, record in found.values()}
             gathered = self._of_all_ranks(records, like.asked)
             found = {id(key): (like.asked[key], record) for key, record in gathered.items()}
@@ -398,15 +407,30 @@ class Inspector:
                 sink.write(made)
 
     def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
-        """The records of all ranks together, the weights' as this rank has them."""
-        assert self.gather is not None
-        total: Records = {}
-        for records in self.gather({key: record for key, record in own.items() if key[1] != "weight"}):
-            for key, record in records.items():
-                if key in asked:
-                    needs = asked[key].needs
-                    total[key] = merge(needs, total[key], record) if key in total else record
-        return total | {key: record for key, record in own.items() if key[1] == "weight"}
+        """The records of all ranks together: of weights those that have parts of one, where there are such."""
+        weights = {key: record for key, record in own.items() if key[1] == "weight"}
+        found = {key: record for key, record in own.items() if key[1] != "weight"}
+        if self.gather is not None:
+            found = _total(self.gather(found), asked)
+        parts: dict[Collectives, Records] = {}
+        for key in sorted(weights, key=lambda key: key[0]):  # in the same order on all ranks
+            if key[0] in self._shared:
+                parts.setdefault(self._shared[key[0]], {})[key] = weights[key]
+        for ranks, records in parts.items():
+            assert self.gather_parts is not None
+            gather = self.gather_parts(ranks)
+            weights |= records if gather is None else _total(gather(records), asked)
+        return found | weights
+
+
+def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:
+    """The ranks' records together, of what is asked for."""
+    total: Records = {}
+    for records in ranks:
+        for key, record in records.items():
+            if key in asked:
+                total[key] = merge(asked[key].needs, total[key], record) if key in total else record
+    return total
 
 
 _current: list[Inspector | None] = [None]

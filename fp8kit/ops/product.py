@@ -153,8 +153,8 @@ class Product:
         return *x[:-1], self.n
 
     def share(self, ws: WorkingSet, operand: str, amax: ArrayView | None) -> None:
-        """Make amaxes those of all ranks, where these have parts of what they are of: "x", "w", "g", "output",
-        "dgrad" or "wgrad" as a whole, or the lines of a GEMM's operand, "x_q" or another, along its
+        """Make amaxes those of all ranks, where these have parts of what they are of: "x", "w", "g" or a
+        GEMM's result as a whole, or the lines of a GEMM's operand, "x_q" or another, along its
         contraction."""
         if self.split and self.split in _DIMENSIONS[operand]:
             assert self.collectives is not None and amax is not None

@@ -104,7 +104,7 @@ WRONG = {
     ),
     "unread": (
         section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["gradient"], "quant_format": "FP8E4M3"}}),
-        "FakeQuant.tensors: got gradient of fprop, expected what fprop reads or makes: activation, weight, output",
+        "tensors: got gradient of fprop, expected what fprop reads or makes: activation, weight, output",
     ),
     "unread of one": (
         section(

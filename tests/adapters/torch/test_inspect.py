@@ -183,6 +183,32 @@ with te.inspect(model, config, group=dist.group.WORLD, sinks=sys.argv[2] + f".{r
         start = 16 * rank + 8 * part
         step(model, "high precision", slice(start, start + 8))
     log.step()
+import numpy as np
+import fp8kit_torch.te_compat.debug_api as api
+from tests.support.inspected import HIDDEN, OUT, W3, X
+plain = torch.nn.Linear(HIDDEN, OUT, bias=False)
+kind = {"bias": False, "params_dtype": torch.float32, "device": "cpu", "name": "part"}
+part = te.Linear(HIDDEN, OUT, tp_group=dist.group.WORLD, parallel_mode="row", **kind)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+with torch.no_grad():
+    plain.weight.copy_(torch.tensor(W3))
+    part.weight.copy_(torch.tensor(np.split(W3, 2, 1)[rank]))
+plain = te.convert(torch.nn.ModuleDict({"plain": plain}))
+styles = dist.tensor.parallel
+styles.parallelize_module(plain, mesh, {"plain": styles.ColwiseParallel()})
+config = section(logged(["std", "l1_norm"], ["weight"]))
+with te.inspect(plain, config, sinks=sys.argv[2] + f".mesh.{rank}.jsonl") as log:
+    plain.plain(torch.tensor(X))
+    log.step()
+state = api.TEDebugState
+for whole in (True, False):
+    assert state.weight_tensor_tp_group_reduce
+    if not whole:
+        state.set_weight_tensor_tp_group_reduce(False)
+    api.initialize(config, log_dir=sys.argv[2] + f".logs.{whole}")
+    part(torch.tensor(np.ascontiguousarray(np.split(X, 2, 1)[rank])))
+    api.step()
+    api.end_debug()
 dist.destroy_process_group()
 """
 
@@ -208,6 +234,17 @@ def test_two_ranks(tmp_path):
     weight = found["out", "weight", "l1_norm"]  # once, whatever the ranks
     assert weight == pytest.approx(np.abs(W3.astype(np.float64)).sum(), rel=1e-6)
     assert sum(found["out", "gradient", "exponents"]) == G.size
+    wide = W3.astype(np.float64)
+    for rank in range(2):
+        rows = [json.loads(line) for line in Path(f"{meeting}.mesh.{rank}.jsonl").read_text().splitlines()]
+        assert by_name(rows)["plain", "weight", "std"] == pytest.approx(np.std(wide), rel=1e-12)
+        for whole in (True, False):
+            folder = Path(f"{meeting}.logs.{whole}") / "nvdlfw_inspect_statistics_logs"
+            text = (folder / f"nvdlfw_inspect_globalrank-{rank}.log").read_text()
+            values = dict(re.findall(r"(\w+) \t iteration=000000 \t value=([-.e0-9]+)", text))
+            weight = wide if whole else np.split(wide, 2, 1)[rank]
+            assert float(values["part_weight_std"]) == pytest.approx(np.std(weight), rel=1e-6)
+            assert float(values["part_weight_l1_norm"]) == pytest.approx(np.abs(weight).sum(), rel=1e-6)
 
 
 def test_a_group_needs_ranks():
