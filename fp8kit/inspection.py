@@ -9,7 +9,7 @@ inspector itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -103,8 +103,11 @@ class Inspector(Protocol):
         """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
         the stream of ``execution.Memory``, contents undefined."""
 
-    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
-        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet."""
+    def take(
+        self, entries: Mapping[str, Entry], arrays: Sequence[Any], name_of: Callable[[str], str] | None = None
+    ) -> None:
+        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet. ``name_of``:
+        a layer's name in its entry -> its own; None: they are the same."""
 
 
 inspector: Inspector | None = None

@@ -37,7 +37,7 @@ from fp8kit_jax.functional import (
     softmax,
 )
 from fp8kit_jax.grouped import grouped_dense, ragged_dot
-from fp8kit_jax.inspection import inspect
+from fp8kit_jax.inspection import inspect, layer_index
 from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.moe import (
@@ -83,6 +83,7 @@ __all__ = [
     "grouped_dense",
     "inspect",
     "l2norm",
+    "layer_index",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",

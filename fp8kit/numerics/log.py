@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -346,10 +347,12 @@ class Inspector:
         with self._lock:
             return self._blocks.place(memory, nbytes)
 
-    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
+    def take(
+        self, entries: Mapping[str, Entry], arrays: Sequence[Any], name_of: Callable[[str], str] | None = None
+    ) -> None:
         """Keep what a call shows until the step ends."""
         with self._lock:
-            self._shown.take(entries, arrays)
+            self._shown.take(entries, arrays, name_of)
 
     # --- rows ----------------------------------------------------------------------------------------------
 
@@ -374,32 +377,32 @@ class Inspector:
 
     def _rows_of_step(self, number: int, like: _Like, shown: Shown) -> None:
         """Make the rows of a step, and give them to the sinks."""
-        found: dict[int, tuple[_Logged, Record]] = {}
-        for entry, array in shown.taken:
+        found: dict[tuple[int, str], tuple[_Logged, str, Record]] = {}
+        for entry, layer, array in shown.taken:
             if entry.kind == "dump":
                 known = like.dumped.get((entry.layer, entry.tensor))
                 if self._dumps is not None and known is not None:
-                    self._dumps.write(number, entry, array, *known)
+                    self._dumps.write(number, entry._replace(layer=layer), array, *known)
                 continue
             logged = like.logged(entry)
             if logged is None:
                 continue  # of a forward pass in an earlier step
-            earlier = found.get(id(logged))
+            key = id(logged), layer
+            earlier = found.get(key)
             if earlier is not None and entry.tensor == "weight":
                 continue  # the same in every micro-batch
             record = shown.host(array)
             if earlier is not None:
-                record = merge(logged.needs, earlier[1], record)
-            found[id(logged)] = logged, record
+                record = merge(logged.needs, earlier[2], record)
+            found[key] = logged, layer, record
         if self.gather is not None or self._shared:
-            records = {logged.key: record for logged, record in found.values()}
+            records = {logged.key: record for logged, _, record in found.values()}
             gathered = self._of_all_ranks(records, like.asked)
-            found = {id(key): (like.asked[key], record) for key, record in gathered.items()}
+            found = {(id(key), key[0]): (like.asked[key], key[0], record) for key, record in gathered.items()}
         made: list[Row] = []
-        for logged, record in sorted(found.values(), key=lambda one: one[0].place):
-            rows = logged.rows
+        for logged, layer, record in sorted(found.values(), key=_in_order):
             for name, value in values(logged.needs, record).items():
-                made.append({"step": number, **rows[name], "value": value})
+                made.append({"step": number, **logged.rows[name], "layer": layer, "value": value})
         if self._keep:
             self._rows += made
         if made:
@@ -407,7 +410,7 @@ class Inspector:
                 sink.write(made)
 
     def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
-        """The records of all ranks together: of weights those that have parts of one, where there are such."""
+        """The records of all ranks together: of weights those of the ranks that have parts of one."""
         weights = {key: record for key, record in own.items() if key[1] == "weight"}
         found = {key: record for key, record in own.items() if key[1] != "weight"}
         if self.gather is not None:
@@ -421,6 +424,12 @@ class Inspector:
             gather = self.gather_parts(ranks)
             weights |= records if gather is None else _total(gather(records), asked)
         return found | weights
+
+
+def _in_order(found: tuple[_Logged, str, Record]) -> tuple[Any, ...]:
+    """A key to sort a step's rows by: layers by name, those of one stack by number, then tensors."""
+    (layer, tensor), own = found[0].place, found[1]
+    return layer, [int(part) for part in re.findall(r"\d+", own)] if own != layer else [], tensor
 
 
 def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:

@@ -114,22 +114,25 @@ class Blocks:
 
 
 class Shown:
-    """The arrays of one step, ``taken``: each with what it holds."""
+    """The arrays of one step, ``taken``: each with what it holds, and the name of its layer."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[Entry, Any]] = []
+        self.taken: list[tuple[Entry, str, Any]] = []
         self._copies: dict[Block, Copy] = {}
 
-    def take(self, entries: Mapping[str, Entry], shown: Sequence[Any]) -> None:
+    def take(
+        self, entries: Mapping[str, Entry], shown: Sequence[Any], name_of: Callable[[str], str] | None = None
+    ) -> None:
         """Note what a call has shown."""
-        self.taken += zip(entries.values(), shown, strict=True)
+        for own, array in zip(entries.values(), shown, strict=True):
+            self.taken.append((own, own.layer if name_of is None else name_of(own.layer), array))
         for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
             block.waiting -= 1
 
     def fetch(self, blocks: Blocks) -> bool:
         """Begin to copy to the host. Whether it is all there already, or cannot come by itself."""
         self._copies = blocks.fetch()
-        others = any(not isinstance(_owner(array), Block) for _, array in self.taken)
+        others = any(not isinstance(_owner(array), Block) for *_, array in self.taken)
         return others or all(copy.on_host for copy in self._copies.values())
 
     def host(self, array: Any) -> Array:
