@@ -9,7 +9,7 @@ inspector itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -87,6 +87,28 @@ class Entry(NamedTuple):
     spec: Any
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which of stacked layers a call is of, where one call in a program stands for several: ``numbers``,
+    outermost first, each behind the name of its stack among ``names``; behind the layer's whole name where
+    that does not begin with it, and with ""."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def name_of(self, layer: str) -> str:
+        """The name of a layer there: "layers.3.mlp" of "layers.mlp"."""
+        ends = ""
+        for name, number in zip(
+            self.names[::-1], self.numbers[::-1], strict=True
+        ):  # a stack's holds inner ones
+            if name and f"{layer}.".startswith(f"{name}."):
+                layer = f"{name}.{number}{layer.removeprefix(name)}"
+            else:
+                ends = f".{number}{ends}"
+        return f"{layer}{ends}"
+
+
 class Inspector(Protocol):
     """What layers and frontends ask of the inspector."""
 
@@ -103,11 +125,9 @@ class Inspector(Protocol):
         """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
         the stream of ``execution.Memory``, contents undefined."""
 
-    def take(
-        self, entries: Mapping[str, Entry], arrays: Sequence[Any], name_of: Callable[[str], str] | None = None
-    ) -> None:
-        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet. ``name_of``:
-        a layer's name in its entry -> its own; None: they are the same."""
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
+        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet. ``place``: of
+        the layer in a stack, None where it is in none."""
 
 
 inspector: Inspector | None = None

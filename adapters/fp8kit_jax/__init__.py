@@ -23,6 +23,7 @@ from fp8kit.ops.registry import register_operation
 from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
+from fp8kit_jax.capture import capture
 from fp8kit_jax.exporting import export
 from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
 from fp8kit_jax.functional import (
@@ -67,6 +68,7 @@ __all__ = [
     "as_transformer_engine",
     "autocast",
     "call",
+    "capture",
     "create_set",
     "dense",
     "dequantize",

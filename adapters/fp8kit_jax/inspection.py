@@ -22,7 +22,7 @@ import numpy as np
 from fp8kit import inspection
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
-from fp8kit.inspection import Entry, Watch
+from fp8kit.inspection import Entry, Place, Watch
 from fp8kit.numerics.inspect import Block, made
 from fp8kit.quantization import Quantization
 from fp8kit.scoped import Scoped
@@ -59,7 +59,7 @@ def inspect(
     for are one, but where ``layer_index`` tells them apart. What ``jax.checkpoint`` computes twice counts
     twice. Functions that were compiled ahead of time (``lower().compile()``) show nothing.
     """
-    _want_values("block", "one around the jitted call")
+    want_values("inspect", "block", "one around the jitted call")
     inspector = made(
         config,
         lambda layer: None,
@@ -68,24 +68,25 @@ def inspect(
         first_step,
         keep,
         jax.process_index() if log_dir is not None else 0,
-        switched=_switch,
+        switched=switch,
         wait=_wait,
     )
     return Block(inspector)
 
 
 def _wait() -> None:
-    _want_values("step", "a call behind the jitted one")
+    want_values("inspect", "step", "a call behind the jitted one")
     jax.effects_barrier()
 
 
-def _want_values(what: str, wanted: str) -> None:
+def want_values(operation: str, what: str, wanted: str) -> None:
     """ArgumentError where jit traces: it would happen once, and not in each step."""
     if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
-        raise ArgumentError("inspect", what, "one within jax.jit", wanted)
+        raise ArgumentError(operation, what, "one within jax.jit", wanted)
 
 
-def _switch(looked_at: Any) -> None:
+def switch(looked_at: Any) -> None:
+    """Let jit know programs by what is looked at from now on."""
     _looked_at.set_global(looked_at)
 
 
@@ -105,22 +106,11 @@ def watched(found: QuantizerSet, prefix: str, layout: str) -> tuple[Quantization
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Place:
-    """Which of stacked layers a call is of: ``numbers``, int32 (depth,), outermost first, and the ``names``
-    that they stand behind, "" for the whole name."""
+class Traced:
+    """A ``Place`` whose ``numbers`` are an array, int32 (depth,)."""
 
     numbers: Any
     names: tuple[str, ...] = field(metadata={"static": True})
-
-    def name_of(self, layer: str) -> str:
-        """The name of a layer there."""
-        ends = ""
-        for name, number in reversed(list(zip(self.names, np.asarray(self.numbers).tolist(), strict=True))):
-            if name and f"{layer}.".startswith(f"{name}."):
-                layer = f"{name}.{number}{layer.removeprefix(name)}"
-            else:
-                ends = f".{number}{ends}"
-        return f"{layer}{ends}"
 
 
 _STACK: Scoped[tuple[tuple[str, Any], ...]] = Scoped("fp8kit_jax_stack", ())
@@ -156,24 +146,24 @@ def layer_index(index: Any, name: str = "") -> Iterator[None]:
         yield
 
 
-def place() -> Place | None:
+def place() -> Traced | None:
     """Which of stacked layers the call is of that is traced now; None for none, and where nothing is looked
     at."""
     stack = _STACK.get()
     if not stack or inspection.inspector is None:
         return None
     numbers = [jax.numpy.asarray(index, jax.numpy.int32) for _, index in stack]
-    return Place(jax.numpy.stack(numbers), tuple(name for name, _ in stack))
+    return Traced(jax.numpy.stack(numbers), tuple(name for name, _ in stack))
 
 
-def show(program: Program, results: Mapping[str, Any], place: Place | None) -> None:
+def show(program: Program, results: Mapping[str, Any], place: Traced | None) -> None:
     """Hand the inspector what a program's results hold for it, when they are there."""
     entries = program.watched
     if entries:
-        take = functools.partial(_take, entries)
-        jax.debug.callback(take, place, *(results[name] for name in entries))
+        jax.debug.callback(functools.partial(_take, entries), place, *(results[name] for name in entries))
 
 
-def _take(entries: Mapping[str, Entry], place: Place | None, *arrays: Any) -> None:
+def _take(entries: Mapping[str, Entry], place: Traced | None, *arrays: Any) -> None:
     if inspection.inspector is not None:
-        inspection.inspector.take(entries, arrays, None if place is None else place.name_of)
+        own = None if place is None else Place(tuple(np.asarray(place.numbers).tolist()), place.names)
+        inspection.inspector.take(entries, arrays, own)

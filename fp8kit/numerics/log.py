@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from fp8kit.arguments import integer
 from fp8kit.arrays import ArrayView
 from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError, meant
-from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
+from fp8kit.inspection import MADE_BY, Entry, Place, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
 from fp8kit.numerics.effects import active, changed, rounded
@@ -377,32 +376,34 @@ class Inspector:
 
     def _rows_of_step(self, number: int, like: _Like, shown: Shown) -> None:
         """Make the rows of a step, and give them to the sinks."""
-        found: dict[tuple[int, str], tuple[_Logged, str, Record]] = {}
-        for entry, layer, array in shown.taken:
+        found: dict[tuple[int, Place | None], tuple[_Logged, Record]] = {}
+        for entry, place, array in shown.taken:
             if entry.kind == "dump":
                 known = like.dumped.get((entry.layer, entry.tensor))
                 if self._dumps is not None and known is not None:
+                    layer = entry.layer if place is None else place.name_of(entry.layer)
                     self._dumps.write(number, entry._replace(layer=layer), array, *known)
                 continue
             logged = like.logged(entry)
             if logged is None:
                 continue  # of a forward pass in an earlier step
-            key = id(logged), layer
+            key = id(logged), place
             earlier = found.get(key)
             if earlier is not None and entry.tensor == "weight":
                 continue  # the same in every micro-batch
             record = shown.host(array)
             if earlier is not None:
-                record = merge(logged.needs, earlier[2], record)
-            found[key] = logged, layer, record
+                record = merge(logged.needs, earlier[1], record)
+            found[key] = logged, record
         if self.gather is not None or self._shared:
-            records = {logged.key: record for logged, _, record in found.values()}
+            records = {logged.key: record for logged, record in found.values()}
             gathered = self._of_all_ranks(records, like.asked)
-            found = {(id(key), key[0]): (like.asked[key], key[0], record) for key, record in gathered.items()}
+            found = {(id(key), None): (like.asked[key], record) for key, record in gathered.items()}
         made: list[Row] = []
-        for logged, layer, record in sorted(found.values(), key=_in_order):
+        for (_, place), (logged, record) in sorted(found.items(), key=_in_order):
+            own = {} if place is None else {"layer": place.name_of(logged.key[0])}
             for name, value in values(logged.needs, record).items():
-                made.append({"step": number, **logged.rows[name], "layer": layer, "value": value})
+                made.append({"step": number, **logged.rows[name], **own, "value": value})
         if self._keep:
             self._rows += made
         if made:
@@ -426,10 +427,11 @@ class Inspector:
         return found | weights
 
 
-def _in_order(found: tuple[_Logged, str, Record]) -> tuple[Any, ...]:
-    """A key to sort a step's rows by: layers by name, those of one stack by number, then tensors."""
-    (layer, tensor), own = found[0].place, found[1]
-    return layer, [int(part) for part in re.findall(r"\d+", own)] if own != layer else [], tensor
+def _in_order(found: tuple[tuple[int, Place | None], tuple[_Logged, Record]]) -> tuple[Any, ...]:
+    """A key to sort a step's records by: layers by name, those of a stack by number, then tensors."""
+    (_, place), (logged, _) = found
+    layer, tensor = logged.place
+    return layer, () if place is None else place.numbers, tensor
 
 
 def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:

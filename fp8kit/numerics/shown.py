@@ -8,6 +8,7 @@ the next step writes there comes behind the copy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.formats import uint8
-from fp8kit.inspection import Entry
+from fp8kit.inspection import Entry, Place
 from fp8kit.numerics.dumps import on_host
 from fp8kit.spec import Meta
 
@@ -114,18 +115,15 @@ class Blocks:
 
 
 class Shown:
-    """The arrays of one step, ``taken``: each with what it holds, and the name of its layer."""
+    """The arrays of one step, ``taken``: each with what it holds, and the place of its layer in a stack."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[Entry, str, Any]] = []
+        self.taken: list[tuple[Entry, Place | None, Any]] = []
         self._copies: dict[Block, Copy] = {}
 
-    def take(
-        self, entries: Mapping[str, Entry], shown: Sequence[Any], name_of: Callable[[str], str] | None = None
-    ) -> None:
+    def take(self, entries: Mapping[str, Entry], shown: Sequence[Any], place: Place | None = None) -> None:
         """Note what a call has shown."""
-        for own, array in zip(entries.values(), shown, strict=True):
-            self.taken.append((own, own.layer if name_of is None else name_of(own.layer), array))
+        self.taken += zip(entries.values(), itertools.repeat(place), shown, strict=False)
         for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
             block.waiting -= 1
 
