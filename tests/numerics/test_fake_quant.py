@@ -14,7 +14,7 @@ import fp8kit as fk
 from fp8kit import nn
 from fp8kit.collectives import FakeCollectives
 from fp8kit.formats import E4M3, E5M2
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits
 from tests.support.inspected import HIDDEN, OUT, RECIPES, W3, G, X, by_name, logged, section
 
 RESULTS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}
@@ -160,7 +160,7 @@ def test_added_to_main_grad(parts):
     whole = rounded(G.T @ X, "FP8E4M3")
     got = np.concatenate([(made[True][name] - before[name]).numpy() for name in before])
     # sums near 2 are rounded to 2^-22 of themselves
-    np.testing.assert_allclose(got, whole, rtol=0, atol=np.abs(whole).max() * 2.0**-20)
+    assert_close("added", got, whole, "float32", np.abs(whole).max() * 2.0**-20)
     assert not all(torch.equal(made[True][name], made[False][name]) for name in before)
 
 
@@ -205,9 +205,9 @@ def test_ranks_share_the_scale_of_what_they_have_parts_of(mode):
     with te.inspect(nets, fake("FP8E4M3", ("output", "wgrad"), ("fprop", "wgrad"))):
         made = comm.run(train)
     # codes between two others go this way or that, where sums have another order
-    near = {"rtol": 2.0**-3, "atol": 1e-6}
+    wanted = rounded(plain["dW"], "FP8E4M3")
     whole = np.concatenate([w for _, w in made], dim)
-    np.testing.assert_allclose(whole, rounded(plain["dW"], "FP8E4M3"), **near)
+    assert_close("dW", whole, wanted, "float32", 2.0**-3 * np.abs(wanted))
     assert len(np.unique(np.abs(whole))) <= 128  # values of one scale
     if mode == "column":
         y = np.concatenate([y for y, _ in made], 1)
