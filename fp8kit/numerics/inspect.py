@@ -125,7 +125,7 @@ def inspect(
     first call, where several sections choose it.
     """
     ranks = everyone() or group
-    more = {"gather": gathering(group), "gather_parts": parts_of(whole_weights, gathering)}
+    more: Any = {"gather": gathering(group), "gather_parts": parts_of(whole_weights, gathering)}
     rank = 0 if ranks is None else ranks.rank
     return Block(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, **more))
 

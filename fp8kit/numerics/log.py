@@ -346,12 +346,10 @@ class Inspector:
         with self._lock:
             return self._blocks.place(memory, nbytes)
 
-    def take(
-        self, entries: Mapping[str, Entry], arrays: Sequence[Any], name_of: Callable[[str], str] | None = None
-    ) -> None:
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
         """Keep what a call shows until the step ends."""
         with self._lock:
-            self._shown.take(entries, arrays, name_of)
+            self._shown.take(entries, arrays, place)
 
     # --- rows ----------------------------------------------------------------------------------------------
 
