@@ -47,7 +47,10 @@ def inspect(
     eagerly, and captured graphs are left out; the block stands around such code, since a block within it
     sees nothing.
     """
-    names = layer_names(model)
+    if not isinstance(model, torch.nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ArgumentError("inspect", "model", got, "a torch.nn.Module")
+    names = layer_names(model, ": fp8kit_torch.convert makes such of torch's")
     return _Block(inspector(config, names, sinks, log_dir, first_step, keep, group, whole_weights))
 
 

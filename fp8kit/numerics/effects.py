@@ -54,7 +54,8 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
             return Gemm(gemm.a, gemm.b, gemm.accumulation, "high_precision")
         own = {side: _FAKE[form] for side, form in sides.items()}
         plain = "".join(side for side in "ab" if side not in own)
-        return Gemm(own.get("a", _PLAIN), own.get("b", _PLAIN), "split", "quantized", plain=plain)
+        a, b = own.get("a", _PLAIN), own.get("b", _PLAIN)
+        return Gemm(a, b, "split", "quantized", plain=plain, emulated=True)  # as it is asked for
     if base is None or not base.fprop.a.needs_state:
         wanted = "DelayedScaling around the layer: others take no scales of earlier steps"
         got = "high precision" if base is None else f"a recipe whose input is {base.fprop.a}"

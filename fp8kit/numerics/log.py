@@ -153,7 +153,7 @@ class Inspector:
         self._now = _Like({}, {}, {}, {})
         self._said: set[tuple[str, str]] = set()
         self._checked = 0  # how many of ``_due`` have had their layers looked for
-        self._open, self._paused, self._serial = False, False, next(_SERIAL)
+        self._open, self._closed, self._paused, self._serial = False, False, False, next(_SERIAL)
         self._looked_at: Any = None
 
     # --- the user's ----------------------------------------------------------------------------------------
@@ -206,7 +206,10 @@ class Inspector:
     # --- the block -----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin. ArgumentError where another inspector has begun: there is one in a process."""
+        """Begin. ArgumentError where another inspector has begun, since there is one in a process, and where
+        this one has ended."""
+        if self._closed:
+            raise ArgumentError("inspect", "block", "one that has ended", "a new one: inspect(...) again")
         if _current[0] is not None:
             raise ArgumentError("inspect", "block", "one within another", "one at a time in a process")
         _current[0], self._open = self, True
@@ -227,12 +230,24 @@ class Inspector:
             log.warning("inspect: rows of the last steps are lost: %s", error)  # the failure itself goes on
         finally:
             self._shown, self._blocks, self._ended = Shown(), Blocks(), []
-            self._open, _current[0] = False, None
+            self._open, self._closed, _current[0] = False, True, None
             self._switch(None)
-            for sink in self.sinks:
-                sink.close()
+            self._close_sinks(failed)
         if not failed:
             self._say_missing()
+
+    def _close_sinks(self, failed: bool) -> None:
+        """Close all sinks, whatever one of them raises."""
+        errors = []
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                errors.append(error)
+        if errors and not failed:
+            raise errors[0]
+        for lost in errors:
+            log.warning("%s", lost)  # the failure itself goes on
 
     def _say_missing(self) -> None:
         """Warn, when the first step ends in which a section counts, that none of its layers has run, or which

@@ -8,7 +8,6 @@ the next step writes there comes behind the copy.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,7 +122,7 @@ class Shown:
 
     def take(self, entries: Mapping[str, Entry], shown: Sequence[Any], place: Place | None = None) -> None:
         """Note what a call has shown."""
-        self.taken += zip(entries.values(), itertools.repeat(place), shown, strict=False)
+        self.taken += [(own, place, array) for own, array in zip(entries.values(), shown, strict=True)]
         for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
             block.waiting -= 1
 
