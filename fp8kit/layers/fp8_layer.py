@@ -52,9 +52,10 @@ def layer_spec(
     }
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
     watch = dict(more).get("watch")
-    for prefix, own in () if watch is None else watch.changed:
-        name = next(name for name in names if changes[name].prefix == prefix)
-        changes[name] = dataclasses.replace(changes[name], fp8=own)
+    other = {} if watch is None else dict(watch.changed)
+    for name, product in changes.items():  # those of groups are their one product's
+        if product.prefix in other:
+            changes[name] = dataclasses.replace(product, fp8=other[product.prefix])
     return dataclasses.replace(spec, **changes, **dict(options))
 
 

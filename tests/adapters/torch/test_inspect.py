@@ -153,6 +153,34 @@ def test_grouped_layers():
     assert found["GroupedLinear.gemm_1", "activation", "max"] == X[24:].max()
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_a_group_is_changed_by_itself(name):
+    """One group's layer in high precision, and another one's operands rounded; the third as its recipe
+    says."""
+    fake = {"enabled": True, "gemms": ["fprop"], "tensors": ["output"], "quant_format": "FP8E5M2"}
+    groups = {"0": {"DisableFP8Layer": {"enabled": True}}, "2": {"FakeQuant": fake}}
+    config = {
+        number: section(features, {"layer_name_regex_pattern": f"gemm_{number}$"})["section"]
+        for number, features in groups.items()
+    }
+
+    def run(recipe=RECIPES[name], config=config):
+        torch.manual_seed(0)
+        layer = te.GroupedLinear(3, 64, OUT, params_dtype=torch.float32, bias=False, device="cpu")
+        x = torch.tensor(X, requires_grad=True)
+        with te.inspect(layer, config), te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x, [8, 8, 16])
+        y.sum().backward()
+        return y.detach()
+
+    plain, cast, changed = run(None, {}), run(config={}), run()
+    assert torch.equal(changed[:8], plain[:8])
+    assert not torch.equal(cast[:8], plain[:8])
+    assert torch.equal(changed[8:16], cast[8:16])
+    wanted = fk.quantize(plain[16:].numpy(), fk.E5M2).dequantize()
+    assert np.array_equal(changed[16:].numpy(), wanted)
+
+
 def test_checkpoints():
     model, config = Model(), section(logged(["l1_norm", "mean"]))
     found = []
