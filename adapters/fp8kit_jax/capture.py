@@ -145,8 +145,9 @@ def capture(
     * ``loss``: a function of what the model gives to an array of one element; None where the model gives such
       a one.
 
-    Names are those of ``inspect`` (``fk.numerics.capture``'s for the same model in another frontend), and
-    "gemm_0" and so on of calls without a name. Memory: a copy of all operands on the host.
+    Names are those of ``inspect``, as ``fk.numerics.capture`` has them, and "gemm_0" and so on of calls
+    without a name. Memory: a copy of all operands on the host.
+
     Raises ArgumentError for arguments of another kind, for a model without GEMMs, and for a loss that is no
     array of one element; UnsupportedError for a layer that runs several times with other operands (a scan
     without ``layer_index``), or has no gradient.
