@@ -402,9 +402,10 @@ class Inspector:
                 continue  # of a forward pass in an earlier step
             key = id(logged), place
             earlier = found.get(key)
-            if earlier is not None and entry.tensor == "weight":
-                continue  # the same in every micro-batch
             record = shown.host(array)
+            if earlier is not None and entry.tensor == "weight":
+                self._say_other_weight(logged.key[0], earlier[1], record)
+                continue  # the same in every micro-batch
             if earlier is not None:
                 record = merge(logged.needs, earlier[1], record)
             found[key] = logged, record
@@ -422,6 +423,18 @@ class Inspector:
         if made:
             for sink in self.sinks:
                 sink.write(made)
+
+    def _say_other_weight(self, layer: str, first: Record, other: Record) -> None:
+        """Warn once of a layer whose weight is not the same in all calls of a step: several layers with one
+        name, such as a scan's."""
+        if layer and (layer, "weight") not in self._said and not np.array_equal(first, other):
+            self._said.add((layer, "weight"))
+            log.warning(
+                "inspect: layer %s: its weight differs from call to call within a step, and the first one's "
+                "statistics are logged; fp8kit_jax.layer_index tells layers of a scan apart, and log.step() "
+                "ends a step before weights change",
+                layer,
+            )
 
     def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
         """The records of all ranks together: of weights those of the ranks that have parts of one."""

@@ -202,6 +202,23 @@ def test_delayed_scaling_in_a_scan():
     assert {row["layer"] for row in log.rows()} == {f"fc.{i}" for i in range(LAYERS)}
 
 
+def test_layers_that_nothing_tells_apart_are_said(caplog):
+    """They have one name: activations of all, and the weight of one of them."""
+
+    def unnumbered(kernels, x):
+        return jax.lax.scan(lambda x, k: (dense(x, k, "layers.mlp"), None), x, kernels)[0]
+
+    found = by_name(looked_at(unnumbered, KERNELS, jnp.asarray(X)))
+    each = by_name(looked_at(scanned, KERNELS, jnp.asarray(X)))
+    largest = [each[f"layers.{i}.mlp", "activation", "max"] for i in range(LAYERS)]
+    assert found["layers.mlp", "activation", "max"] == max(largest)
+    weights = [each[f"layers.{i}.mlp", "weight", "max"] for i in range(LAYERS)]
+    assert found["layers.mlp", "weight", "max"] in weights
+    (message,) = caplog.messages
+    assert message.startswith("inspect: layer layers.mlp: its weight differs from call to call within a step")
+    assert "fp8kit_jax.layer_index tells" in message
+
+
 def test_nothing_is_in_the_program_when_nothing_is_looked_at():
     def without(kernels, x):
         return jax.lax.scan(
