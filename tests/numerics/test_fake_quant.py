@@ -39,17 +39,17 @@ def rounded(array, form):
     return np.asarray(fk.quantize(np.asarray(array), format, None, granularity, scale_rule=rule).dequantize())
 
 
-def native(config, recipe=None):
+def native(config, recipe=None, device="cpu"):
     """y, dx, dW and db of a Linear, by fp8kit.nn."""
-    layer = nn.Linear(HIDDEN, OUT, params_dtype=fk.float32, device="cpu")
+    layer = nn.Linear(HIDDEN, OUT, params_dtype=fk.float32, device=device)
     layer.write("weight", W3)
     layer.write("bias", BIAS)
-    x = fk.tensor(X)
+    x = fk.tensor(X, device=device)
     x.requires_grad = True
     with fk.inspect(layer, config) as log:
         with fk.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(x)
-        y.backward(fk.tensor(G))
+        y.backward(fk.tensor(G, device=device))
         log.step()
     return [np.array(a.numpy()) for a in (y, x.grad, layer.weight.grad, layer.bias.grad)], log.rows()
 
@@ -103,6 +103,16 @@ def test_results_are_rounded_in_every_frontend(form):
             norm = np.linalg.norm(values.astype(np.float64))
             assert found["Linear", tensor, "l2_norm"] == pytest.approx(norm, rel=1e-6), name
             assert found["Linear", tensor, "max"] == values.max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+def test_results_are_rounded_on_a_gpu(form):
+    plain, _ = native({}, device="cuda")
+    for _ in range(2):  # the second call is replayed
+        got, _ = native(fake(form), device="cuda")
+        for part, one, other in zip(("y", "dx", "dW"), got, plain[:3], strict=False):
+            assert_same_bits(part, one, rounded(other, form))
 
 
 def test_each_gemm_rounds_what_it_makes():
