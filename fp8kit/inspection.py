@@ -121,6 +121,9 @@ class Inspector(Protocol):
         """Likewise for products by (name, prefix), whose ``Quantization`` is ``base``; ``transposed``:
         whether their weights lie as (in, out)."""
 
+    def unseen(self, name: str) -> None:
+        """Take note that a layer of this name is called which shows nothing and is not changed."""
+
     def place(self, memory: Any, nbytes: int) -> Any:
         """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
         the stream of ``execution.Memory``, contents undefined."""

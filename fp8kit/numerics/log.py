@@ -356,6 +356,15 @@ class Inspector:
             log.warning("inspect: section %s: left out, first in layer %s: %s", section.name, name, missing)
         return _Asked(found, dumped, own, bool(effects) and own is not base, rounded(effects))
 
+    def unseen(self, name: str) -> None:
+        """Warn once of a layer that shows nothing where a section chooses it."""
+        if (name, "unseen") not in self._said:
+            self._said.add((name, "unseen"))
+            section = self.config.section(name)
+            if section is not None:
+                what = f"section {section.name}: layer {name} shows nothing, and no feature changes it"
+                log.warning("inspect: %s, since its numbers of rows stay on the device", what)
+
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Where a call's counts and sums lie."""
         with self._lock:

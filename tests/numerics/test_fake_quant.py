@@ -109,7 +109,7 @@ def test_results_are_rounded_in_every_frontend(form):
 @pytest.mark.parametrize("form", FORMATS)
 def test_results_are_rounded_on_a_gpu(form):
     plain, _ = native({}, device="cuda")
-    for _ in range(2):  # the second call is replayed
+    for _ in range(2):  # the second call from recordings, where there are some
         got, _ = native(fake(form), device="cuda")
         for part, one, other in zip(("y", "dx", "dW"), got, plain[:3], strict=False):
             assert_same_bits(part, one, rounded(other, form))

@@ -181,6 +181,20 @@ def test_a_group_is_changed_by_itself(name):
     assert np.array_equal(changed[16:].numpy(), wanted)
 
 
+def test_experts_whose_sizes_stay_on_the_device_are_said(caplog):
+    layer = te.GroupedLinear(2, 64, 32, use_grouped_tensor=True, params_dtype=torch.float32, device="cpu")
+    layer.name = "experts"
+    for chosen in ("experts", "other"):
+        features = logged(["max"], ("activation",))
+        with te.inspect(layer, section(features, {"layer_types": [chosen]})) as log:
+            for _ in range(2):
+                layer(torch.tensor(X), torch.tensor([24, 8]))
+                log.step()
+        assert log.rows() == []
+    (message,) = [message for message in caplog.messages if "rows stay on the device" in message]
+    assert message.startswith("inspect: section section: layer experts shows nothing, and no feature changes")
+
+
 def test_checkpoints():
     model, config = Model(), section(logged(["l1_norm", "mean"]))
     found = []
