@@ -239,8 +239,18 @@ plain = te.convert(torch.nn.ModuleDict({"plain": plain}))
 styles = dist.tensor.parallel
 styles.parallelize_module(plain, mesh, {"plain": styles.ColwiseParallel()})
 config = section(logged(["std", "l1_norm"], ["weight"]))
+kind = {"params_dtype": torch.float32, "device": "cpu", "bias": False, "tp_group": dist.group.WORLD}
+experts = te.GroupedLinear(2, HIDDEN, OUT, tp_size=2, parallel_mode="column", **kind)
+mlp = te.LayerNormMLP(HIDDEN, OUT, set_parallel_mode=True, **kind)
+with torch.no_grad():
+    for weight in (experts.weight0, experts.weight1, mlp.fc1_weight):
+        weight.copy_(torch.tensor(np.split(W3, 2)[rank]))
+for name, layer in (("experts", experts), ("mlp", mlp)):
+    plain[name] = layer
 with te.inspect(plain, config, sinks=sys.argv[2] + f".mesh.{rank}.jsonl") as log:
     plain.plain(torch.tensor(X))
+    plain.experts(torch.tensor(X), [20, 12])
+    plain.mlp(torch.tensor(X))
     log.step()
 state = api.TEDebugState
 for whole in (True, False):
@@ -279,7 +289,8 @@ def test_two_ranks(tmp_path):
     wide = W3.astype(np.float64)
     for rank in range(2):
         rows = [json.loads(line) for line in Path(f"{meeting}.mesh.{rank}.jsonl").read_text().splitlines()]
-        assert by_name(rows)["plain", "weight", "std"] == pytest.approx(np.std(wide), rel=1e-12)
+        for name in ("plain", "experts.gemm_0", "experts.gemm_1", "mlp.fc1"):
+            assert by_name(rows)[name, "weight", "std"] == pytest.approx(np.std(wide), rel=1e-12)
         for whole in (True, False):
             folder = Path(f"{meeting}.logs.{whole}") / "nvdlfw_inspect_statistics_logs"
             text = (folder / f"nvdlfw_inspect_globalrank-{rank}.log").read_text()
