@@ -174,6 +174,47 @@ def test_nnx_scan():
     same(rows, looked_at(in_a_loop_named, model.layers.kernel[...], x))
 
 
+class Expert(linen.Module):
+    @linen.compact
+    def __call__(self, x, i):
+        with fj.layer_index(i, "experts"):
+            return fl.DenseGeneral(HIDDEN, name="fc")(x)
+
+
+class Experts(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": (None, 0)}
+        made = linen.vmap(Expert, axis_size=LAYERS, metadata_params={linen.PARTITION_NAME: None}, **axes)
+        return made(name="experts")(x, jnp.arange(LAYERS))
+
+
+def test_vmap_of_modules():
+    x = jnp.asarray(X)
+    variables = linen.unbox(Experts().init(jax.random.key(0), x))
+    rows = looked_at(lambda v, x: Experts().apply(v, x), variables, x)
+    kernels = variables["params"]["experts"]["fc"]["kernel"]
+
+    def alone(kernels, x):
+        return jnp.stack([fj.dense(x, kernels[i], name=f"experts.{i}.fc") for i in range(LAYERS)])
+
+    wanted = looked_at(alone, kernels, x)
+    same(rows, wanted)
+    model = fn.name_layers(Stack())
+    nnx.update(model.layers, {"kernel": kernels})
+    graph, params = nnx.split(model)
+
+    def each(params, x):
+        def one(layer, i):
+            with fj.layer_index(i):
+                return layer(x)
+
+        return nnx.vmap(one)(nnx.merge(graph, params).layers, jnp.arange(LAYERS))
+
+    found = looked_at(each, params, x)
+    same(found, [{**row, "layer": row["layer"].replace("experts", "layers")[:-3]} for row in wanted])
+
+
 def in_a_loop_named(kernels, x):
     for i in range(LAYERS):
         x = dense(x, kernels[i], f"layers.{i}")
