@@ -243,6 +243,31 @@ def test_delayed_scaling_in_a_scan():
     assert {row["layer"] for row in log.rows()} == {f"fc.{i}" for i in range(LAYERS)}
 
 
+@pytest.mark.parametrize("kind", list(jax.sharding.AxisType), ids=str)
+def test_over_devices(kind):
+    """On axes of every kind: types stay what they are when nothing is looked at; in a shard_map (Manual) the
+    devices' parts are put together."""
+    manual = kind is jax.sharding.AxisType.Manual
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto if manual else kind,))
+    x = jax.device_put(jnp.asarray(X), jax.NamedSharding(mesh, jax.P("data", None)))
+    function = scanned
+    if manual:
+        specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
+        function = jax.shard_map(scanned, mesh=mesh, **specs)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(lambda kernels, x: jnp.square(function(kernels, x)).sum()))
+        with fj.inspect(section(logged(["max", "l1_norm"], ("activation", "weight")))) as log:
+            jax.block_until_ready(step(KERNELS, x))
+            log.step()
+    found, want = by_name(log.rows()), by_name(looked_at(in_a_loop, KERNELS, jnp.asarray(X), recipe=None))
+    for key, value in found.items():
+        if key[2] == "max":
+            assert value == pytest.approx(want[key], rel=1e-5), key
+    whole = np.abs(X.astype(np.float64)).sum()
+    assert found["layers.0.mlp", "activation", "l1_norm"] == pytest.approx(whole, rel=1e-6)
+    assert len(found) == 4 * LAYERS
+
+
 def test_layers_that_nothing_tells_apart_are_said(caplog):
     """They have one name: activations of all, and the weight of one of them."""
 
