@@ -51,6 +51,10 @@ def _compare(options: argparse.Namespace) -> int:
 
     device = device_of(options)
     if options.recipes:
+        for name in options.recipes:
+            if "," in name:
+                wanted = "names with spaces between: --recipes mxfp8 current"
+                raise ArgumentError("recipes", "--recipes", repr(name), wanted)
         chosen = {name: entry(name, "recipes").recipe for name in options.recipes}
     else:
         # those that differ in attention alone have the same GEMMs

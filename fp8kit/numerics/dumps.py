@@ -43,10 +43,14 @@ class Dumps:
         if not arrays:
             return
         folder = self._folder / f"iter_{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
         stem = _NO_NAME.sub("_", f"{entry.layer}_{entry.tensor}")
-        taken = sum(1 for number in range(4096) if (folder / _file(stem, number, self._ending)).exists())
-        self._save(arrays, folder / _file(stem, taken, self._ending))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            taken = sum(1 for number in range(4096) if (folder / _file(stem, number, self._ending)).exists())
+            self._save(arrays, folder / _file(stem, taken, self._ending))
+        except (OSError, RuntimeError) as error:  # torch's own of a file is a RuntimeError
+            wanted = f"a folder in which tensors can be written ({getattr(error, 'strerror', None) or error})"
+            raise ArgumentError("inspect", "log_dir", str(folder), wanted) from None
 
 
 def _file(stem: str, number: int, ending: str) -> str:

@@ -9,8 +9,10 @@ import pstats
 from collections import Counter
 from dataclasses import replace
 
+import fp8kit_torch as te
 import numpy as np
 import pytest
+import torch
 
 import fp8kit as fk
 from fp8kit import inspection, nn, recipe
@@ -484,6 +486,32 @@ def test_one_inspector_at_a_time():
         log.step()
     with pytest.raises(ArgumentError, match="outside of the block"):
         log.step()
+
+
+def test_a_block_is_entered_once():
+    block = fk.inspect(Native(), section(logged(["max"])))
+    with block:
+        pass
+    with pytest.raises(ArgumentError, match="one that has ended, expected a new one: inspect"), block:
+        pass
+    assert inspection.inspector is None
+
+
+def test_what_is_no_model(caplog):
+    config = section(logged(["max"]))
+    for model, said in ((Native, "the class Native, expected a module"), (config, "a dict, expected a mod")):
+        with pytest.raises(ArgumentError, match=said):
+            fk.inspect(model, config)
+    with pytest.raises(ArgumentError, match=r"a Linear of another library, .* fp8kit_torch\.inspect is for"):
+        fk.inspect(torch.nn.Linear(3, 3), config)
+    with pytest.raises(ArgumentError, match=r"model: got a Native, expected a torch\.nn\.Module"):
+        te.inspect(Native(), config)
+    caplog.clear()
+    te.inspect(torch.nn.Linear(3, 3), config)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "inspect: no layer of fp8kit is in the Linear, so nothing is seen: fp8kit_torch.c"
+    )
 
 
 def test_dumps(tmp_path):
