@@ -71,13 +71,7 @@ static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
 
-// A place of the ring, and the parity of its phase.
-struct Place {
-  u32 stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+typedef RingPlace<STAGES> Place;
 
 struct Tile { i32 row, column; };
 
@@ -104,18 +98,6 @@ struct Memory {
   __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
 };
-
-DEVICE float shared_float(u32 address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-  return x;
-}
-
-DEVICE float2 shared_pair(u32 address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-  return x;
-}
 
 // --- the loader --------------------------------------------------------------------------------------------
 
@@ -186,7 +168,7 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
 #pragma unroll
   for (int j = 0; j < BN / 8; ++j) {
     float2 columns{1.0f, 1.0f};
-    if constexpr (B_LINES) columns = shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
+    if constexpr (B_LINES) columns = load_shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -269,7 +251,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         for (int h = 0; h < 2; ++h) {
           rows[h] = square;
           const u32 line = memory.a_scales(stage) + 4 * (row + 64 * w + 8 * h);
-          if constexpr (A_LINES) rows[h] = __fmul_rn(shared_float(line), square);
+          if constexpr (A_LINES) rows[h] = __fmul_rn(load_shared(line), square);
         }
         products_wait<0>();
         hold(part);

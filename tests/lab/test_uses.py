@@ -11,7 +11,7 @@ import pytest
 
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_gemm, implementation, launch
+from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_flash, hopper_gemm, implementation, launch
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
@@ -48,7 +48,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    monkeypatch.setattr(hopper_gemm, "tensor_map", lambda *arguments: bytes(120))
+    for module in (hopper_gemm, hopper_flash):
+        monkeypatch.setattr(module, "tensor_map", lambda *arguments: bytes(120))
     monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
