@@ -290,7 +290,8 @@ class autocast(ContextDecorator):
         for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
             if flag is not True and flag is not False:
                 got = f"a {type(flag).__name__}" if isinstance(flag, Recipe) else shown(flag)
-                more = "; recipe= takes a recipe" if isinstance(flag, Recipe | str) else ""
+                more = "; recipe= takes it" if isinstance(flag, Recipe) else ""
+                more = f"; recipe= takes {WANTED}" if isinstance(flag, str) else more
                 raise RecipeError("autocast", name, got, f"a bool{more}")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")

@@ -96,7 +96,8 @@ class Parser(argparse.ArgumentParser):
             message += meant(word, re.findall(r"[\w-]+", choice[2])).rstrip("?")
         if message.startswith("the following arguments are required: "):
             for action in self._actions:
-                if not action.option_strings and action.required and action.choices:
+                named = str(action.metavar or action.dest) in message
+                if named and not action.option_strings and action.choices:
                     message += f", one of {', '.join(action.choices)}"
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
