@@ -92,8 +92,10 @@ def activation_of(
     name = ACTIVATION_TYPES.get(kinds) if all(isinstance(kind, str) for kind in kinds) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
-        word = activation_type if isinstance(activation_type, str) else "".join(map(str, kinds[:1]))
-        near = meant(word, [kind[0] for kind in ACTIVATION_TYPES if len(kind) == max(1, len(kinds))])
+        asked = (activation_type,) if isinstance(activation_type, str) else kinds
+        alike = {kind[0]: kind for kind in ACTIVATION_TYPES if len(kind) == len(asked)}
+        word = str(asked[0]) if asked else ""
+        near = f"; did you mean {alike[word]}?" if word in alike else meant(word, alike)
         raise FormatError(operation, "activation_type", shown(activation_type), f"one of {known}{near}")
     if params is not None and not isinstance(params, Mapping):
         raise FormatError(

@@ -330,6 +330,8 @@ def test_refusals_name_operation_and_argument():
     for word in ("swish", ("swish",)):
         with pytest.raises(Fp8kitError, match="did you mean silu"):
             fj.activation(x[..., None, :], word)
+    with pytest.raises(Fp8kitError, match=r"got 'gelu', .*did you mean \('gelu',\)"):
+        fj.activation(x[..., None, :], "gelu")
     with (
         pytest.raises(Fp8kitError, match=r"dense: quantizer_set: missing, expected .*create_set"),
         fj.autocast(enabled=True),
