@@ -57,7 +57,8 @@ WITH_CODE = [
 ]
 
 
-LOGGED = {"kernel_lab": "override of quantize_transpose: "}  # what a page's own text is about
+# page -> how the lines begin that it logs on a CPU: of a kernel for GPUs, which nothing calls there
+LOGGED = {"kernel_lab": "override of quantize_transpose: "}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
