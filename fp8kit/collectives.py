@@ -47,6 +47,8 @@ class Collectives:
         integer("Collectives", "rank", rank, 0, size - 1)
         self.rank, self.size = rank, size
         self.name = f"group {next(_NAMES)}: rank {rank} of {size}"
+        # address of the target of a call that was started -> what waits for it, the call in words
+        self._started: dict[int, tuple[Callable[[int], object], str]] = {}
         _KNOWN[self.name] = self
 
     def all_reduce(self, x: ArrayView, op: Reduction, stream: int, label: str = "") -> None:
@@ -72,6 +74,37 @@ class Collectives:
             return _same(source, target)
         with self._call("reduce_scatter", source, label):
             self._reduce_scatter(source, target, stream)
+
+    def start(
+        self,
+        operation: Literal["all_gather", "reduce_scatter"],
+        source: ArrayView,
+        target: ArrayView,
+        stream: int,
+        label: str = "",
+    ) -> None:
+        """``all_gather`` or ``reduce_scatter`` beside what follows on ``stream``, which calls
+        ``wait(target)`` before it reads ``target`` or writes to ``source``. The caller keeps both until
+        then."""
+        choice("start", "operation", operation, ("all_gather", "reduce_scatter"), ArgumentError)
+        whole, part = (target, source) if operation == "all_gather" else (source, target)
+        self._want_parts(operation, whole, part)
+        if self.size == 1:
+            return _same(source, target)
+        with self._call(operation, source, label):
+            wait = self._start(operation, source, target, stream)
+        self._started[target.ptr] = wait, described(operation, source, label)
+
+    def started(self, target: ArrayView) -> bool:
+        """Whether something was started into ``target`` that nobody has waited for."""
+        return target.ptr in self._started
+
+    def wait(self, target: ArrayView, stream: int) -> None:
+        """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
+        wait, what = self._started.pop(target.ptr, (None, ""))
+        if wait is not None:
+            with self._waiting(what):
+                wait(stream)
 
     def all_to_all(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target``'s part i of ``size`` equal ones = part ``rank`` of rank i's ``source``."""
@@ -118,6 +151,17 @@ class Collectives:
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         """Around a call: makes a failure of it a BackendError that names the ranks."""
         return nullcontext()
+
+    def _waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Around waiting for a call that was started: as ``_call``."""
+        return nullcontext()
+
+    def _start(
+        self, operation: str, source: ArrayView, target: ArrayView, stream: int
+    ) -> Callable[[int], object]:
+        """Begin a call; returns what lets a stream wait for it. Here it is done at once."""
+        getattr(self, f"_{operation}")(source, target, stream)
+        return lambda stream: None
 
     def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
         raise NotImplementedError

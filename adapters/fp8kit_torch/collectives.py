@@ -12,7 +12,7 @@ import ctypes
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -63,9 +63,14 @@ class TorchCollectives(Collectives):
     @contextmanager
     def _watch(self, what: str) -> Iterator[None]:
         self.calls += 1
-        try:
+        with self._failing(what):
             if self._compares:
                 self._compare(what)
+            yield
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
             yield
         except RuntimeError as error:
             raise self._diagnosed(f"in call {self.calls}, {what}", error) from error
@@ -80,6 +85,16 @@ class TorchCollectives(Collectives):
 
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         return self._watch(described(operation, x, label))
+
+    def _waiting(self, what: str) -> AbstractContextManager[Any]:
+        return self._failing(what)
+
+    def _start(
+        self, operation: str, source: ArrayView, target: ArrayView, stream: int
+    ) -> Callable[[int], object]:
+        call: Any = getattr(torch_compat, f"{operation}_single")
+        work = call(tensor_of(target), tensor_of(source), group=self.group, async_op=True)
+        return lambda stream: work.wait()
 
     def _diagnosed(self, own: str, error: RuntimeError) -> BackendError:
         """The error of all processes, of what each wrote into the store."""
