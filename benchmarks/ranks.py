@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.targets import EAGER, TORCH
+from benchmarks.targets import ALONE, EAGER, SHARDED, SUMMED, TENSOR, TORCH
 from benchmarks.torch_cases import free, put, reference, weights
 from benchmarks.torch_plain import Layer as Plain
 from benchmarks.torch_plain import plain
@@ -46,7 +46,7 @@ from fp8kit.arrays import Device
 from fp8kit.bench.contest import Contest, row_of
 from fp8kit.bench.layers import WARM_STEPS
 from fp8kit.bench.problem import RECIPES, Problem, Results, errors, layer_problem, verdict
-from fp8kit.bench.report import Row, Setting, Unavailable, attempt
+from fp8kit.bench.report import Row, Setting, attempt
 from fp8kit.bench.sizes import FULL, SIZES, Layer
 from fp8kit.bench.timing import Step
 from fp8kit.commands.launch import places
@@ -54,7 +54,6 @@ from fp8kit.recipe import Recipe
 
 RANKS = 2
 SECONDS = 400.0  # that the ranks may take together
-TENSOR, SHARDED, ROWS, ALONE = "TP, SP", "FSDP2", "DDP", "one GPU"
 
 
 class Model(NamedTuple):
@@ -298,7 +297,7 @@ def model_rows(setting: Setting) -> list[Row]:
     rows = contest.time()
     if setting.device.kind == "cuda":
         contest.look(f"{TORCH}, {SHARDED}")
-    for how in (ALONE, SHARDED, ROWS):
+    for how in (ALONE, SHARDED, SUMMED):
         _compare({case: row for case, row in contest.rows.items() if case.endswith(how)}, f"{EAGER}, {how}")
     for case, (name, how) in cases.items():
         times = [contest.rows.get(f"{name}, {kind}", {}).get("gpu_ms") for kind in (ALONE, how)]
@@ -308,7 +307,7 @@ def model_rows(setting: Setting) -> list[Row]:
 
 
 _RECIPES: Mapping[str, Recipe | None] = {f"fp8kit_torch {name}": own for name, own in RECIPES.items()}
-_CASES = {ALONE: (EAGER, TORCH), SHARDED: (EAGER, *_RECIPES), ROWS: (EAGER, TORCH)}
+_CASES = {ALONE: (EAGER, TORCH), SHARDED: (EAGER, *_RECIPES), SUMMED: (EAGER, TORCH)}
 
 
 def _trained(size: Model, name: str, how: str, setting: Setting) -> Callable[[], Any]:
@@ -330,7 +329,7 @@ def _trained(size: Model, name: str, how: str, setting: Setting) -> Callable[[],
         for each in net:
             fully_shard(each, mesh=mesh)
         fully_shard(net, mesh=mesh)
-    call = DistributedDataParallel(net, gradient_as_bucket_view=True) if how == ROWS else net
+    call = DistributedDataParallel(net, gradient_as_bucket_view=True) if how == SUMMED else net
     group = {} if how != ALONE else {"amax_reduction_group": _single()}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
     shape = own.sequence, own.batch, own.hidden

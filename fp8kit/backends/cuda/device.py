@@ -11,6 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,21 @@ class CudaProvider:
             current = self.current_stream(device)
             if current != stream and (current, stream) != (0, 1):
                 _order(current, stream, device)
+
+    def put(
+        self, device: Device, stream: int, name: str, work: Callable[..., None], addresses: tuple[int, ...]
+    ) -> None:
+        """``work(*addresses, stream)``, here and whenever a recorded call that it is part of is made again,
+        which no graph takes the place of: what a library, or a thread of its own, does beside kernels."""
+        here = launch.here
+        outer, here.recording = here.recording, None
+        try:
+            work(*addresses, stream)
+        finally:
+            here.recording = outer
+        if outer is not None:
+            step = Step(name, partial(work, *addresses, stream), None, work, addresses)
+            outer.add(device.index, stream, step)
 
     def fill_zero(self, view: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``."""
