@@ -220,8 +220,9 @@ def _torch_layer(problem: Problem) -> Callable[[], Any]:
     """The plain layer by torch's own plan: its sequence, dimension 1, stays divided outside of products."""
     module = plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
     mesh = init_device_mesh(problem.device.kind, (RANKS,))
-    columns, rows = partial(ColwiseParallel, input_layouts=Shard(1)), partial(
-        RowwiseParallel, output_layouts=Shard(1)
+    columns, rows = (
+        partial(ColwiseParallel, input_layouts=Shard(1)),
+        partial(RowwiseParallel, output_layouts=Shard(1)),
     )
     plan = {
         "norm": SequenceParallel(),

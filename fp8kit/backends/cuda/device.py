@@ -18,6 +18,7 @@ import numpy as np
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
+from fp8kit.backends.cuda.steps import Step
 from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, install
 

@@ -397,9 +397,7 @@ def exact_products(rank, world):
         g[-2, 9] = 448 if isinstance(recipe, Float8BlockScaling) else 57344
         whole = step_of(Linear(n, n, device=PLACE), recipe, x, w, b, g)
         for mode, sequence in itertools.product(("column", "row"), (True, False)):
-            layer = Linear(
-                n, n, device=PLACE, parallel_mode=mode, tp_group=group, sequence_parallel=sequence
-            )
+            layer = Linear(n, n, device=PLACE, parallel_mode=mode, tp_group=group, sequence_parallel=sequence)
 
             def own(tensor, dim, split, world=world):
                 return tensor.chunk(world, dim)[rank].contiguous() if split else tensor
@@ -418,11 +416,12 @@ def exact_products(rank, world):
 
 
 def step_of(layer, recipe, x, w, b, g):
-    """y, dx, dW and db of the second of two equal steps: delayed scaling has seen the values then."""
+    """y, dx, dW and db of the last of equal steps: delayed scaling has seen the values then, and a GPU's
+    calls are done from recordings."""
     with torch.no_grad():
         layer.weight.copy_(w)
         layer.bias.copy_(b)
-    for _ in range(2):
+    for _ in range(STEPS + 2):
         leaf = x.detach().to(PLACE, copy=True).requires_grad_()
         layer.zero_grad()
         with autocast(recipe=recipe):
@@ -447,9 +446,10 @@ def context_parallel(rank, world):
         return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]], 1)
 
     def step(layer, q, k, v, g):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o = layer(*leaves)
-        o.backward(g)
+        for _ in range(STEPS):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            o = layer(*leaves)
+            o.backward(g)
         return [o, *(leaf.grad for leaf in leaves)]
 
     wanted = step(DotProductAttention(heads, features, qkv_format="bshd"), *whole)

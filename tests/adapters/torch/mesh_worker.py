@@ -262,19 +262,20 @@ def plans_give_one_process(rank, ranks):
 
 def codes_are_gathered(rank, ranks):
     """Bytes that each kind of plan gathers: codes, an element each, where torch's own has four of float32."""
-    found, real = {}, TorchCollectives._all_gather
+    found, real = {}, TorchCollectives._start
     for mode in ("high", "codes"):
         moved = found[mode] = []
 
-        def noted(self, source, target, stream, moved=moved):
-            moved.append(source.nbytes)
-            real(self, source, target, stream)
+        def noted(self, operation, source, target, stream, moved=moved):
+            if operation == "all_gather":
+                moved.append(source.nbytes)
+            return real(self, operation, source, target, stream)
 
         torch.manual_seed(0)
         net = te.convert(Block(nn.LayerNorm(FEATURES)).to(PLACE))
         parallelize_module(net, mesh_of(ranks), plans(mode))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TorchCollectives, "_all_gather", noted)
+            patch.setattr(TorchCollectives, "_start", noted)
             x = drawn(0, 2, 64 // ranks, FEATURES)
             step(net, x, torch.ones_like(x), te.Float8CurrentScaling())
     rows = 2 * 64 // ranks
