@@ -198,7 +198,8 @@ def tensor_of(view: ArrayView) -> Tensor:
     if found is None:
         # of nobody's memory: of the same address there will be another array some time
         flat = ArrayView(view.ptr, (view.size,), view.dtype, view.device, None)
-        found = _TENSORS[key] = torch.from_dlpack(flat)
+        found = torch.from_dlpack(flat)
+        _TENSORS.put(key, found)
     return found
 
 

@@ -264,7 +264,12 @@ def _of_codes(
             grid = inverse if name == "w_q" else inverse.t()
             parts[f"{name}_inv"] = inverse.new_ones(of_scales)
             parts[f"{name}_inv"][: grid.shape[0], : grid.shape[1]] = grid
-    return parts if rule.granularity == _BLOCKS else parts | {"w_scale_inv": inverse.reshape(1)}
+    if rule.granularity != _BLOCKS:  # memory of its own: libraries want scales aligned
+        known = former.get("w_scale_inv")
+        parts["w_scale_inv"] = (
+            inverse.reshape(1).clone() if known is None else known.copy_(inverse.reshape(1))
+        )
+    return parts
 
 
 @memoized("parts of sharded weights")
