@@ -67,8 +67,8 @@ class _Rows:
             rule, rows = self.fp8.w, as_view(self.padded)
             self.codes = torch.empty(self.padded.shape, dtype=torch.uint8, device=self.padded.device)
             assert self.scale is not None
-            assert self.inverse is not None
-            views = as_view(self.codes), as_view(self.scale), as_view(self.inverse), None
+            taken = torch.empty_like(self.scale)  # the inverses, as ``inverse`` has them
+            views = as_view(self.codes), as_view(self.scale), as_view(taken), None
             how = rule.format, tiling(rule.granularity, rows.shape)[0], True, 0, 0, None
             dispatch.kernels(rows.device).quantize(rows, *views, *how, _stream(rows.device))
         return self.codes
@@ -144,7 +144,8 @@ class ShardedWeight(torch.Tensor):
         if rule.granularity == _BLOCKS:
             if rows.changed:
                 rows.take(None, *scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype))
-            return (rows.cast(), rows.inverse), None
+            # torch moves the first alone where there is one process
+            return ((rows.cast(), rows.inverse), None) if mesh.size() > 1 else ((rows.cast(),), rows.inverse)
         if rows.group is not (group := mesh.get_group()):
             rows.group = group
             _OF_GROUP.setdefault(group, []).append(weakref.ref(rows))

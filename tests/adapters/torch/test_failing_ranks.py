@@ -18,7 +18,7 @@ from fp8kit.errors import BackendError
 from tests.support.source import ROOT
 
 SAID = {
-    "tp": r"rank 0: in call \d+, all_gather of \w+ \(.*\) in LayerNormMLP mlp fc1",
+    "tp": r"rank 0: in call \d+, all_reduce max of float32 \(1,\) in LayerNormMLP mlp fc1",
     "fsdp": r"rank 0: in all_gather\w+ for 0",
 }
 
