@@ -164,7 +164,7 @@ def ranks(report: Report) -> str:
     versions = ", ".join(f"{name} {report.about['versions'][name]}" for name in ("fp8kit", "torch"))
     tables = []
     for workload in dict.fromkeys(row["workload"] for row in report.rows("ranks")):
-        rows = [row for row in report.rows("ranks") if row["workload"] == workload and "gpu_ms" in row]
+        rows = [row for row in report.rows("ranks") if row["workload"] == workload and row["status"] == "ok"]
         head = [workload, "ms", "of torch's", "MiB gathered", "ms of communication", "beside kernels"]
         cells = (
             [

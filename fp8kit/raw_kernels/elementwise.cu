@@ -1,4 +1,4 @@
-// functions: add, turn1 (copy), move1 (copy), move2 (copy, gemm, fp8_gemm), move4 (copy, gemm, fp8_gemm), rng_next
+// functions: add, move1 (copy), move2 (copy, gemm, fp8_gemm), move4 (copy, gemm, fp8_gemm), rng_next
 // variants: T=f32,bf16,f16
 //
 // Small things: sums of two arrays, copies between strided arrays (`moveN`, of N-byte elements), and
@@ -56,9 +56,10 @@ move4(const u32* x, u32* y, i64 units, const __grid_constant__ Layout layout) {
   move(x, y, units, layout);
 }
 
+// functions: turn1 (copy)
 // y = x transposed, of bytes: y (rows, columns) and x (columns, rows), whose rows begin every y_step and
-// x_step bytes; all four are multiples of 4, as are the addresses. A block turns 64 x 64 bytes, each thread 4 x 4
-// of them in registers, so that both sides are read and written in whole words.
+// x_step bytes; all four are multiples of 4, as are the addresses. A block turns 64 x 64 bytes, each thread
+// 4 x 4 of them in registers, so that both sides are read and written in whole words.
 extern "C" __global__ void __launch_bounds__(256)
 turn1(const u8* x, u8* y, i64 rows, i64 columns, i64 x_step, i64 y_step) {
   __shared__ u32 turned[64][17];
