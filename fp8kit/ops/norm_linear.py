@@ -145,7 +145,8 @@ class NormStage:
         del g
         if p.needs_x:
             dnormed, extra = ws.scratch["dnormed"], cotangents.get("normed")
-            p.finish(ws, dnormed)
+            if p.begins_dx:
+                p.finish(ws, dnormed)
             if extra is not None:
                 ws.kernels.add(dnormed, extra.rows(), dnormed, ws.stream)
             self.norm.backward(ws, dnormed, residual)
@@ -159,7 +160,8 @@ class NormStage:
             p.wgrad(ws, g, ws.inputs["x"].rows() if p.wgrad_reads_x else None)
         if p.needs_x:
             dx = ws.outputs["x"].rows()
-            p.finish(ws, dx)
+            if p.begins_dx:
+                p.finish(ws, dx)
             if residual is not None:
                 ws.kernels.add(dx, residual.rows(), dx, ws.stream)
 

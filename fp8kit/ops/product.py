@@ -96,6 +96,7 @@ class Product:
     collectives: Collectives | None = None
     split = ""
     wgrad_first = False  # whether backward calls ``wgrad`` before ``dgrad``
+    begins_dx = False  # whether ``dgrad`` leaves dx to ``finish``
     fprop_reads_x = wgrad_reads_x = reads_g = True
     casts_g = False
 
@@ -297,7 +298,8 @@ class Product:
         ws.kernels.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, space, ws.stream)
 
     def finish(self, ws: WorkingSet, dx: ArrayView) -> None:
-        """Wait for what ``dgrad`` began of ``dx``: before anything reads it, and after ``wgrad``."""
+        """Wait for what ``dgrad`` began of ``dx``: before anything reads it, and after ``wgrad``; where
+        ``begins_dx`` says so."""
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are

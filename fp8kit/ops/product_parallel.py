@@ -49,6 +49,7 @@ class ParallelProduct(Product):
         self.collectives = comm = collectives.named(spec.group)
         ranks, self.column = comm.size, spec.parallel == "column"
         self.gathers_x, self.gathers_g = spec.sequence and self.column, spec.sequence and not self.column
+        self.begins_dx = self.gathers_x
         self.whole_rows = rows * ranks if self.gathers_x else rows
         self.part_rows = rows if self.gathers_x else rows // ranks
         plain = replace(spec, parallel=None, group="", sequence=False)
