@@ -12,6 +12,7 @@ from benchmarks import (
     inspector,
     model,
     named,
+    ranks,
     shapes,
     soak,
     torch_cases,
@@ -100,6 +101,13 @@ PARTS = (
         model.model_part,
         usual=False,
         takes="6 min, most of it torch.compile's",
+    ),
+    Part(
+        "ranks",
+        "two GPUs: a layer by tensor parallelism, a model by FSDP2 and DDP, beside torch's own",
+        ranks.ranks_part,
+        usual=False,
+        takes="2 min on two H100",
     ),
     Part(
         "soak",

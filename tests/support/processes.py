@@ -13,13 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.source import ROOT
+
+PLACES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 
 def run(
     module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
 ) -> None:
     """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+    if place == "cuda":
+        import torch
+
+        found = torch.cuda.device_count()
+        assert found >= ranks, f"a gpu2 test needs {ranks} CUDA devices, torch finds {found}"
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     workers = [
