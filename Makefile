@@ -36,9 +36,10 @@ DOCS := $(VENV)/.installed-docs
 NOTEBOOKS := $(VENV)/.installed-notebooks
 
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without
-# LLVM's expensive passes, and without the emitters of fused loops that set up MLIR anew for each
+# LLVM's expensive passes, without the emitters of fused loops that set up MLIR anew for each, and in one part
 XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
-       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
+       --xla_cpu_parallel_codegen_split_count=1
 
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.

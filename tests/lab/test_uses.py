@@ -55,7 +55,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
     # nobody looks into the memory that a call works in, up to 32 MiB
-    monkeypatch.setattr(Sampler, "workspace", lambda sampler, nbytes: ArrayView(1 << 20, (nbytes,), uint8, CPU))
+    monkeypatch.setattr(
+        Sampler, "workspace", lambda sampler, nbytes: ArrayView(1 << 20, (nbytes,), uint8, CPU)
+    )
     with launch.launching_by(note):
         yield found
 

@@ -76,6 +76,7 @@ def test_a_killed_command_continues_with_the_same_bits(tmp_path):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
+@pytest.mark.programs
 def test_200_kills_during_saves_lose_nothing(tmp_path):
     command = [sys.executable, "-W", "error", "-m", "tests.models.kill_saves", str(tmp_path), "200", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}

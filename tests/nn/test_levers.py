@@ -72,7 +72,7 @@ def test_rotated_rows() -> None:
     same("y", found["y"], rows(X), rows(W).T)
 
 
-@combinations({"granularity": ["tensor", "row"], "bits": [32, 4]})
+@combinations({"granularity": ["tensor", "row"], "bits": [32, 4]}, usual=["row-4"])
 def test_stochastic_gradients_are_unbiased(granularity: str, bits: int) -> None:
     """The mean over many steps is the product of the unrounded gradient, within 5 standard errors, and of a
     step 2^-bits."""

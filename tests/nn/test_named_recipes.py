@@ -37,7 +37,7 @@ def test_kept_weights_and_recomputation(name, kind, dtype):
                 same(f"is_first_microbatch={first}", found, want)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@combinations({"name": RANDOM}, usual=RANDOM[::3])
 def test_kept_weights_with_random_bits_of_their_own(name):
     """A kept weight was cast by another pair of random numbers than the tensors that it meets: y, dx and dw
     are as near to the exact ones as without, within a quarter of the error."""
@@ -96,7 +96,7 @@ def test_segments(name, dtype):
                 assert_close(part, found[f"{part}_weight"], exact, dtype, slack)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@combinations({"name": list(RECIPES)}, usual=list(RECIPES)[::2])
 def test_16_bit_operands_are_those_of_float32(name):
     """A step in bfloat16 and in float16 is that in float32 on the same values, but for the rounding of
     results, and of the values that float32 scales make, in each operand."""

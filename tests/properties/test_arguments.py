@@ -11,7 +11,6 @@ from fp8kit.errors import Fp8kitError
 from tests.support.calls import CALLS
 from tests.support.junk import JUNK, PYTHONS, USERS
 
-
 PARTS = 3  # one of them for each argument in make test, another one for the next
 
 

@@ -8,7 +8,6 @@ from fp8kit.formats import float32
 from fp8kit.testing.contract import Case, cases
 from tests.support.combinations import covering
 
-
 # attention over thousands of pairs of tokens, for whose oracle the CPU takes a second
 LONG = ("long", "window-long", "many-tiles")
 

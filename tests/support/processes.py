@@ -16,15 +16,13 @@ from typing import Any
 from tests.support.source import ROOT
 
 
-def run(
-    module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
-) -> None:
-    """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+def start(module: str, ranks: int, *arguments: object, **environment: str) -> list[subprocess.Popen[str]]:
+    """The processes ``python -m MODULE RANK RANKS ARGUMENT...``, one for each rank."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    workers = [
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} | environment
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(ranks), str(folder), place, *cases],
+            [sys.executable, "-m", module, *map(str, (rank, ranks, *arguments))],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -33,6 +31,13 @@ def run(
         )
         for rank in range(ranks)
     ]
+
+
+def run(
+    module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
+) -> None:
+    """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+    workers = start(module, ranks, folder, place, *cases)
     try:
         results = [worker.communicate(timeout=timeout) for worker in workers]
     finally:

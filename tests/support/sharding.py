@@ -71,11 +71,15 @@ def check(function, args, specs, bound=BITS, gathers=False):
     step = squares(function, len(args))
     compiled = step.lower(*placed(args, specs)).compile()
     jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
-    found = [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
+    found = moves(compiled)
     assert bool(found) == gathers, found
     return compiled
+
+
+def moves(compiled):
+    """What a compiled program moves between devices."""
+    text = compiled.as_text()
+    return [kind for kind in MOVES if f" {kind}(" in text or f" {kind}-start(" in text]
 
 
 def two(recipe):
@@ -110,9 +114,7 @@ def check_explicit(function, args, specs, bound=BITS):
     jax.tree.map(lambda a, b: near(a, b, bound), got, want)
     for grad, own in zip(jax.tree.leaves(got[1]), jax.tree.leaves(given), strict=True):
         assert grad.sharding.is_equivalent_to(own.sharding, own.ndim)
-    assert not [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
+    assert not moves(compiled)
     return got[1], want[1]
 
 

@@ -11,6 +11,7 @@ import pytest
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 
 
 def draw(seed, *shape):
@@ -42,8 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("enabled", [False, True], ids=["high", "FP8"])
-@pytest.mark.parametrize("name", CASES)
+@combinations({"name": CASES.keys(), "enabled": {"high": False, "FP8": True}})
 def test_parameters_of_float32_beside_bfloat16(name, enabled):
     function, parameters = CASES[name]
     x = draw(0, 16, 32).astype(jnp.bfloat16)

@@ -161,7 +161,7 @@ def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
 
 
-@pytest.mark.parametrize("frontend", FRONTENDS)
+@combinations({"frontend": FRONTENDS.keys()}, usual=["flax"])
 def test_heads_that_are_wider_than_the_layer(frontend, device):
     """Three heads of 24 features in a layer of 48."""
     same_layer(frontend, "delayed", "bfloat16", True, device, head_dim=24)

@@ -37,7 +37,9 @@ from tests.support.sharding import (
 )
 
 
-@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]})
+@combinations(
+    {"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-tensor", "current-both"]
+)
 def test_an_mlp(recipe, axes):
     """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum
     over devices."""

@@ -94,8 +94,7 @@ def test_layer_variants(device, options):
     same_steps(ours, native, ours, RECIPES["delayed"], device, around=RECIPES["delayed"])
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "block"])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@combinations({"kind": list(ACTIVATIONS), "recipe": ["high", "delayed", "block"]})
 def test_activations(device, kind, recipe):
     ours, native = twins(
         "LayerNormMLP",
