@@ -6,7 +6,6 @@ import functools
 
 import fp8kit_jax as fj
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,7 +33,8 @@ CODES = 2.0**-9
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    # jnp.asarray compiles a program for each shape
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def mesh():
@@ -42,8 +42,11 @@ def mesh():
 
 
 def placed(args, specs, devices=mesh):
+    # of the host's arrays: those of a device are cut by a program for each shape
     return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(devices(), P(*own))), a)
+        jax.tree.map(
+            lambda leaf, own=own: jax.device_put(np.asarray(leaf), NamedSharding(devices(), P(*own))), a
+        )
         for a, own in zip(args, specs, strict=True)
     ]
 

@@ -139,11 +139,11 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize("along", [-1, 0])
-@pytest.mark.parametrize(("scaling", "rule", "signs"), ROTATED)
-def test_rotations_are_those_of_the_native_cast(scaling, rule, signs, along):
+@combinations({"kind": {"-".join(map(str, kind)): kind for kind in ROTATED}, "along": [-1, 0]})
+def test_rotations_are_those_of_the_native_cast(kind, along):
     """Codes, scales and what is rotated back, bit for bit, within ``jit`` too; and stochastically by the same
     key."""
+    scaling, rule, signs = kind
     if along == 0 and scaling in ("tensor", "row"):
         along = -1
     x = np.random.default_rng(0).standard_normal((70, 140)).astype(np.float32)

@@ -15,7 +15,7 @@ from tests.support.combinations import combinations
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 W = draw(1, 32, 48), draw(2, 48)

@@ -167,7 +167,9 @@ def test_what_an_mlp_adds_is_what_xla_adds(recipe):
     )
 
 
-@combinations({"recipe": RECIPES.keys(), "features": [(48,), (3, 16), ()]})
+@combinations(
+    {"recipe": RECIPES.keys(), "features": [(48,), (3, 16), ()]}, usual=["delayed-(3, 16)", "high-(48,)"]
+)
 def test_what_a_product_adds_is_what_xla_adds(recipe, features):
     """In float32 the same bits: y, every gradient, and the state."""
     args = operands(recipe, *features)
@@ -266,7 +268,16 @@ def split_case(recipe, split):
     return operands(recipe, *((3, n) if "three" in split else (n,))), (*SPLITS[split], ())
 
 
-@combinations({"recipe": RECIPES.keys(), "split": SPLITS.keys()})
+@combinations(
+    {"recipe": RECIPES.keys(), "split": SPLITS.keys()},
+    usual=[
+        "high-rows",
+        "delayed-columns",
+        "current-columns of three",
+        "block-contraction",
+        "current-contraction and columns",
+    ],
+)
 def test_a_product_over_devices(recipe, split):
     """Where y is a sum over devices, the residual joins it once. Nothing is gathered."""
     args, specs = split_case(recipe, split)

@@ -143,9 +143,18 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("frontend", "recipe", "dtype", "bias"), CASES)
-def test_a_transformer_layer(frontend, recipe, dtype, bias, device):
-    same_layer(frontend, recipe, dtype, bias, device)
+@combinations(
+    {"case": {"-".join(map(str, case)): case for case in CASES}},
+    usual=[
+        "flax-delayed-bfloat16-True",
+        "flax-block-bfloat16-False",
+        "nnx-delayed-float32-True",
+        "flax-current-float32-True",
+        "nnx-current-bfloat16-False",
+    ],
+)
+def test_a_transformer_layer(case, device):
+    same_layer(*case, device)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.sharding import BITS, mesh, near, same_bits
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 X, W, B = draw(0, 4, 8, 32), draw(1, 32, 48), draw(2, 48)
