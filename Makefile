@@ -52,11 +52,13 @@ TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 demo: $(DEMO)
 	$(BIN)/python -m fp8kit demo
 
+# mypy, which works on one core, beside the tests' start
 test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
-	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal
+	$(BIN)/mypy & types=$$!; \
+	  $(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels

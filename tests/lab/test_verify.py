@@ -43,7 +43,7 @@ def test_the_reference_is_right(operation: str) -> None:
     """Poisoned outputs, copies and bounds let the engine itself through, and the call still does what the
     contract's case wants."""
     kernels = _With(operation, verified(operation, reference(operation)))
-    for case in _cases(operation)[::2]:
+    for case in _cases(operation)[::3]:
         case.run(kernels, CPU)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import PRESETS, preset
 from fp8kit.models.resume import KIND, Checkpoint, Run, identity
 from fp8kit.models.train import fp8_recipe, train
+from tests.support.combinations import combinations
 from tests.support.source import ROOT
 from tests.support.stops import Stop, Stopped
 
@@ -40,7 +41,7 @@ def bits(run, path):
     return run.losses, run.statistics, run.validation_loss, arrays_of, said
 
 
-@pytest.mark.parametrize("label", RECIPES)
+@combinations({"label": list(RECIPES)}, usual=["FP8"])
 def test_a_stopped_run_continues_with_the_same_bits(corpus, tmp_path, label):
     recipe, quiet = RECIPES[label], Stop(None)
     whole = bits(train(TINY, corpus, recipe, label, CPU, 3, quiet, tmp_path / "whole"), tmp_path / "whole")
