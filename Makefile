@@ -38,9 +38,10 @@ DOCS := $(VENV)/.installed-docs
 NOTEBOOKS := $(VENV)/.installed-notebooks
 
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without
-# LLVM's expensive passes, and without the emitters of fused loops that set up MLIR anew for each
+# LLVM's expensive passes, without the emitters of fused loops that set up MLIR anew for each, and in one part
 XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
-       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
+       --xla_cpu_parallel_codegen_split_count=1
 
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
@@ -53,11 +54,13 @@ TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 demo: $(DEMO)
 	$(BIN)/python -m fp8kit demo
 
+# mypy, which works on one core, beside the tests' start
 test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
-	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal
+	$(BIN)/mypy & types=$$!; \
+	  $(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels

@@ -24,6 +24,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
+from tests.support.combinations import combinations
 
 E, K, N, M = 4, 136, 24, 40
 SIZES = np.array([7, 0, 20, 6], np.int32)  # seven rows of no group
@@ -112,8 +113,7 @@ def test_products_of_what_the_casts_give(recipe):
     assert not made["weight"][1].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+@combinations({"compiled": {"eager": False, "fullgraph": True}, "recipe": list(RECIPES)})
 def test_torch_modules_with_sizes_on_the_device(recipe, compiled):
     layer = ft.GroupedLinear(E, K, N, device="cpu", use_grouped_tensor=True)
     with torch.no_grad():

@@ -170,6 +170,7 @@ def test_the_inspector_in_small(tmp_path):
     assert all(row["status"] == "ok" and row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.programs
 def test_a_run_in_small(tmp_path, capsys):
     out = tmp_path / "deep" / "results"
     assert command.main(["gemm", "error", "memory", *QUICK, "--out", str(out)]) == 0

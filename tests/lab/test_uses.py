@@ -15,7 +15,8 @@ from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_flash, hopper_gemm,
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
-from fp8kit.testing.contract import SampleCall, cases
+from fp8kit.testing.contract import Case, SampleCall, Sampler, cases
+from tests.support.contract import usual
 
 GPU = Device("cuda", 0)
 
@@ -54,6 +55,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
+    # nobody looks into the memory that a call works in, up to 32 MiB
+    monkeypatch.setattr(
+        Sampler, "workspace", lambda sampler, nbytes: ArrayView(1 << 20, (nbytes,), uint8, CPU)
+    )
     with launch.launching_by(note):
         yield found
 
@@ -85,20 +90,45 @@ class _Here:
         return call
 
 
-@pytest.mark.parametrize("operation", [name for name in KERNELS if SPECS[name].launches])
+LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
+
+
+def launches(operation: str, case: Case) -> None:
+    """Nothing is computed, and nothing compared."""
+    kernels = _Here(operation)
+    SampleCall(case, kernels, CPU).run(kernels)
+
+
+def said(operation: str) -> set[tuple[str, str]]:
+    """(source, function) of all that the sources say it launches."""
+    uses = manifest.uses(operation)
+    return {(source, function) for source, functions in uses.items() for function in functions}
+
+
+@pytest.mark.parametrize("operation", LAUNCHING)
 def test_an_operation_launches_what_the_sources_say(operation: str, launched: set[tuple[str, str]]) -> None:
-    found = list(cases(operation))
-    for case in found[:: max(1, len(found) // 60)]:
-        kernels = _Here(operation)
-        SampleCall(case, kernels, CPU).run(kernels)  # nothing is computed, and nothing compared
-    known = {
-        (source, function) for source, functions in manifest.uses(operation).items() for function in functions
-    }
+    """By every value of every option, and by as many other cases as it takes."""
+    known = said(operation)
     only_with_cudnn = {
         ("attention_padding.cu", name) for name in manifest.source("attention_padding.cu").functions
     }
+    for case in usual(operation):
+        launches(operation, case)
+    for case in cases(operation):
+        if known - only_with_cudnn <= launched:
+            break
+        launches(operation, case)
     assert launched <= known
     assert known - only_with_cudnn <= launched
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("operation", LAUNCHING)
+def test_nor_do_the_other_cases_launch_more(operation: str, launched: set[tuple[str, str]]) -> None:
+    found = list(cases(operation))
+    for case in found[:: max(1, len(found) // 60)]:
+        launches(operation, case)
+    assert launched <= said(operation)
 
 
 def test_every_raw_kernel_names_operations_of_the_contract() -> None:

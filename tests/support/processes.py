@@ -20,6 +20,23 @@ from tests.support.source import ROOT
 PLACES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 
+def start(module: str, ranks: int, *arguments: object, **environment: str) -> list[subprocess.Popen[str]]:
+    """The processes ``python -m MODULE RANK RANKS ARGUMENT...``, one for each rank."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} | environment
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, (rank, ranks, *arguments))],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
 def run(
     module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
 ) -> None:
@@ -29,19 +46,7 @@ def run(
 
         found = torch.cuda.device_count()
         assert found >= ranks, f"a gpu2 test needs {ranks} CUDA devices, torch finds {found}"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(ranks), str(folder), place, *cases],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    workers = start(module, ranks, folder, place, *cases)
     try:
         results = [worker.communicate(timeout=timeout) for worker in workers]
     finally:

@@ -45,7 +45,7 @@ CASES = {
 
 
 def draw(seed, heads):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((B, S, heads, D)).astype(np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal((B, S, heads, D)).astype(np.float32))
 
 
 def mesh_of(kind, **axes):
