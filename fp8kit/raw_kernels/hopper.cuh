@@ -45,6 +45,14 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// What this thread wrote to shared memory is what its warpgroup's products read, once all threads are here.
+DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Waits until THREADS threads of the block are at barrier number N of the hardware.
+template <int N, int THREADS> DEVICE void wait_for_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
+}
+
 // --- clusters ----------------------------------------------------------------------------------------------
 
 DEVICE u32 cluster_rank() {
@@ -75,6 +83,15 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, u32 bar
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same of a map of three dimensions: matrix number `matrix`.
+DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 matrix, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
       : "memory");
 }
 

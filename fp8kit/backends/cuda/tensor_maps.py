@@ -26,16 +26,24 @@ _PROMOTE_256B = 3
 
 @memoized("tensor maps")
 def tensor_map(
-    kind: str, columns: int, rows: int, stride: int, box_columns: int, box_rows: int, swizzled: bool = False
+    kind: str,
+    columns: int,
+    rows: int,
+    stride: int,
+    box_columns: int,
+    box_rows: int,
+    swizzled: bool = False,
+    matrices: int = 0,
 ) -> bytes:
     """A map without its address: of a matrix of ``kind`` ("uint8", "float32") whose rows lie ``stride``
     elements apart, copied by boxes of so many columns and rows. ``swizzled``: chunks of 16 bytes in a box's
-    rows of 128 bytes are put as tensor cores find them without bank conflicts.
+    rows of 128 bytes are put as tensor cores find them without bank conflicts. ``matrices``: the map has a
+    third dimension, of so many of them, one behind the other; 0: it has two.
 
     BackendError where the driver refuses it: addresses and strides are multiples of 16 bytes, a box's sides
     at most 256; and where its maps are not what this module's text says.
     """
-    arguments = kind, columns, rows, stride, box_columns, box_rows, swizzled
+    arguments = kind, columns, rows, stride, box_columns, box_rows, swizzled, matrices
     made, other = (_encoded(address, *arguments) for address in (_SOME, _OTHER))
     if (made[:8], other[:8]) != (struct.pack("=Q", _SOME), struct.pack("=Q", _OTHER)) or made[8:] != other[
         8:
@@ -55,8 +63,14 @@ def _encoded(
     box_columns: int,
     box_rows: int,
     swizzled: bool,
+    matrices: int,
 ) -> bytes:
-    number, itemsize = _TYPES[kind]
+    sizes, boxes = [columns, rows], [box_columns, box_rows]
+    strides = [stride * _TYPES[kind][1], rows * stride * _TYPES[kind][1]]
+    if matrices:
+        sizes, boxes = [*sizes, matrices], [*boxes, 1]
+    rank = len(sizes)
+    number = _TYPES[kind][0]
     calls = launch.runtime()
     calls.setDevice(calls.getDevice())  # the driver wants a context, and a new thread has none
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
@@ -64,18 +78,18 @@ def _encoded(
     status = launch.driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(memory) + start),
         number,
-        2,
+        rank,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(stride * itemsize),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides[: rank - 1]),
+        (ctypes.c_uint32 * rank)(*boxes),
+        (ctypes.c_uint32 * rank)(*(1 for _ in sizes)),
         0,
         _SWIZZLE_128B if swizzled else _NO_SWIZZLE,
         _PROMOTE_256B,
         0,
     )
     if status:
-        what = f"{kind} ({rows}, {columns}), stride {stride}, box ({box_rows}, {box_columns})"
+        what = f"{kind} ({matrices or 1}, {rows}, {columns}), stride {stride}, box ({box_rows}, {box_columns})"
         raise BackendError(f"tensor_map: {what}: {launch.error_text(status)}")
     return memory.raw[start : start + _BYTES]
