@@ -6,14 +6,14 @@ captured into a CUDA graph, and works inside ``jax.jit``. Weights of all groups 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arguments import choice, integer
-from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol import Cast, Rule, block_shapes
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.protocol import BLOCK, Cast, Rule, block_shapes
 from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2, DType, float32, int32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
@@ -91,10 +91,11 @@ class _Operand(NamedTuple):
         made: dict[str, Meta] = {}
         stack, count, kind = (self.groups,) * bool(self.groups), max(self.groups, 1), self.rule.granularity
         if kind == "tensor":
-            made |= {f"{self.name}_{part}": Meta((count,), float32) for part in ("amax", "inv")}
+            made |= {f"{self.name}_{part}": Meta((count,), float32) for part in ("amax", "scale", "inv")}
         for side in self.sides:
             size = (self.rows, self.columns) if side == "q" else (self.columns, self.rows)
-            codes, name = (pad(size[0]), pad(size[1])), f"{self.name}_{side}"
+            codes: Shape = (pad(size[0]), pad(size[1]))
+            name = f"{self.name}_{side}"
             if kind == "row":
                 scales = Meta((count * codes[0],), float32)
                 made |= {f"{name}_{part}": scales for part in ("amax", "scale", "inv")}
@@ -119,38 +120,47 @@ class _Operand(NamedTuple):
         elif self.rule.granularity == "tensor":
             self._cast_tensors(ws, x)
         else:
-            own = self.rule
-            how = own.format, own.tile, own.power_2, own.epsilon
-            for e, part in enumerate(self._matrices(x)):
-                sides = [
-                    self._part(view, e)
-                    for side in ("q", "qt")
-                    for view in (self.side(ws, side) if side in self.sides else (None, None))
-                ]
-                ws.kernels.block_quantize(part, *sides, *how, ws.stream)
+            self._cast_blocks(ws, x)
 
-    def _matrices(self, x: ArrayView) -> Iterator[ArrayView]:
-        for e in range(x.shape[0]):
-            yield x.slice(0, e, 1).reshape(self.rows, self.columns)
+    def _parts(self, x: ArrayView, views: Sequence[ArrayView | None], at_once: bool) -> Iterator[list[Any]]:
+        """Each matrix of x, and what of the buffers ``views`` belongs to it; ``at_once``: all matrices as
+        one, which they are where nothing is padded and no scale is of two."""
+        for e in (0,) if at_once or not self.groups else range(self.groups):
+            found: list[Any] = []
+            for view in (x, *views):
+                if view is not None and (at_once or len(view.shape) < 3):
+                    view = view.reshape(view.size // view.shape[-1], view.shape[-1])
+                elif view is not None:
+                    view = view.slice(0, e, 1).reshape(*view.shape[1:])
+                found.append(view)
+            yield found
 
-    def _part(self, view: ArrayView | None, e: int) -> ArrayView | None:
-        """A buffer's part that belongs to matrix ``e``."""
-        if view is None or not self.groups:
-            return view
-        return view.slice(0, e, 1).reshape(*view.shape[1:])
+    def _cast_blocks(self, ws: WorkingSet, x: ArrayView) -> None:
+        own, views = self.rule, list[ArrayView | None]()
+        for side in ("q", "qt"):
+            views += self.side(ws, side) if side in self.sides else (None, None)
+        at_once = self.sides == ("q",) and own.tile == (BLOCK, BLOCK) and self.rows % BLOCK == 0
+        for parts in self._parts(x, views, at_once):
+            ws.kernels.block_quantize(*parts, own.format, own.tile, own.power_2, own.epsilon, ws.stream)
 
     def _cast_tensors(self, ws: WorkingSet, x: ArrayView) -> None:
         """Cast each matrix by a scale of its own, both sides at once."""
-        rule, k = Rule(self.rule.power_2, self.rule.epsilon), ws.kernels
-        amax, inverse = (ws.scratch[f"{self.name}_{part}"] for part in ("amax", "inv"))
-        arrays.provider(x.device).fill_zero(amax, ws.stream)
-        tile = max(self.rows, 1), max(self.columns, 1)
-        k.amax(x.reshape(x.shape[0] * self.rows, self.columns), amax, tile, ws.stream)
-        for e, part in enumerate(self._matrices(x)):
-            q, q_t = (self._part(ws.scratch.get(f"{self.name}_{side}"), e) for side in ("q", "qt"))
-            own = inverse.slice(0, e, 1), amax.slice(0, e, 1)
-            cast = Cast(self.rule.format, q, q_t, None, *own, rule)
-            k.quantize_transpose(part, cast, None, None, ws.stream)
+        own, k, stream = self.rule, ws.kernels, ws.stream
+        amax, scale, inverse = (ws.scratch[f"{self.name}_{part}"] for part in ("amax", "scale", "inv"))
+        codes = [ws.scratch.get(f"{self.name}_{side}") for side in ("q", "qt")]
+        arrays.provider(x.device).fill_zero(amax, stream)
+        whole, tile = x.reshape(-1, self.columns), (max(self.rows, 1), max(self.columns, 1))
+        k.amax(whole, amax, tile, stream)
+        dense = pad(self.rows) == self.rows and pad(self.columns) == self.columns
+        if self.groups and self.sides == ("q",) and dense and codes[0] is not None:  # all at once
+            q = codes[0].reshape(*whole.shape)
+            k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
+            k.quantize(whole, q, scale, inverse, None, own.format, tile, True, 0, 0, None, stream)
+            return
+        rule = Rule(own.power_2, own.epsilon)
+        for e, (part, q, q_t) in enumerate(self._parts(x, codes, False)):
+            to = Cast(own.format, q, q_t, None, inverse.slice(0, e, 1), amax.slice(0, e, 1), rule)
+            k.quantize_transpose(part, to, None, None, stream)
 
     def _cast_rows(self, ws: WorkingSet, x: ArrayView, side: str) -> None:
         """Cast the rows of matrices of any strides, each row by its own scale."""

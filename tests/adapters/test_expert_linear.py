@@ -112,6 +112,23 @@ def test_products_of_what_the_casts_give(recipe):
     assert not made["weight"][1].any()
 
 
+@pytest.mark.parametrize("recipe", ["current", "row", "block"])
+def test_weights_that_are_cast_at_once_have_the_same_codes(recipe):
+    """Those of a layout that is cast matrix by matrix, since it is transposed."""
+    weight = (
+        RNG.standard_normal((2, 128, 256)).astype(np.float32) * np.array([1, 9], np.float32)[:, None, None]
+    )
+    x, sizes = RNG.standard_normal((20, 256)).astype(np.float32), np.array([11, 9], np.int32)
+    made = []
+    for layout in ("oi", "io"):
+        w = weight if layout == "oi" else np.ascontiguousarray(weight.transpose(0, 2, 1))
+        spec = ExpertLinearSpec(2, 256, 128, layout, RECIPES[recipe].quantization)
+        given = {"x": x, "group_sizes": sizes, "weight": w}
+        leaves = {name: fk.tensor(value, device="cpu") for name, value in given.items()}
+        made.append(apply(expert_linear, spec, leaves | {"bias": None})["y"].numpy())
+    assert_same_bits("y", *made)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
 def test_torch_modules_with_sizes_on_the_device(recipe, compiled):

@@ -13,8 +13,8 @@ import pytest
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_gemm, hopper_grouped, implementation, launch
-from fp8kit.backends.registry import CannotTake
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
+from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.contract import SampleCall, cases

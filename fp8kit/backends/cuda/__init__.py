@@ -22,8 +22,8 @@ MIN_ARCH = 80  # bfloat16 starts with Ampere
 FP8_ARCH = 89  # FP8 tensor cores, which cuBLASLt's FP8 products are for, with Ada
 
 
-# A source whose kernels do what a library or a more general source does elsewhere: the kernels of the contract
-# which it implements so, and the modules that launch them.
+# A source whose kernels do what a library or a more general source does elsewhere: the kernels of the
+# contract which it implements so, and the modules that launch them.
 OWN = {
     "hopper_gemm.cu": {
         "fp8_gemm": "hopper_gemm",
@@ -32,7 +32,6 @@ OWN = {
     },
     "mma_gemm.cu": {"fp8_gemm": "mma_gemm", "block_gemm": "mma_gemm"},
 }
-CHOSEN = {"grouped_fp8_gemm"}  # of these kernels; the others where a policy names them
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
@@ -73,10 +72,9 @@ def register(registry: OpRegistry) -> None:
         if "timed" in inspect.signature(function).parameters:
             timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
-    for source, modules in OWN.items():
+    for source, modules in OWN.items():  # not chosen, unless a policy names them
         for name, module in modules.items():
             own = importlib.import_module(f"{__name__}.{module}")
-            priority = PRIORITY[Kind.VENDOR] + (1 if name in CHOSEN else -1)
             impl_id = f"{module.partition('_')[0]}_{name}"
-            more = {"priority": priority, "min_arch": own.LEAST_ARCH}
+            more = {"priority": PRIORITY[Kind.VENDOR] - 1, "min_arch": own.LEAST_ARCH}
             registry.register_impl(impl(name, impl_id, implementation(name, source), **more))

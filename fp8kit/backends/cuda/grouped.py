@@ -61,9 +61,7 @@ def _run(
         RIGHT=names[1],
         T=launch.type_name(out.dtype),
     )
-    problem = _GROUPED.pack(
-        *_matrix(*a), *_matrix(*b), groups, rows, columns, depth, slots, int(by_depth)
-    )
+    problem = _GROUPED.pack(*_matrix(*a), *_matrix(*b), groups, rows, columns, depth, slots, int(by_depth))
     grid = down * ceil_div(columns, _TILE)
     launch.launch(function, grid, 128, (sizes.ptr, address(bias), out.ptr, problem), stream)
 

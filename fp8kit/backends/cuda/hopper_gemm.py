@@ -69,7 +69,9 @@ def want_hopper(index: int, *strides: int) -> None:
         raise CannotTake("hopper_gemm", "device", f"compute capability {major}.{minor}", "9.0")
     if any(stride % 16 for stride in strides):
         wanted = "multiples of 16"
-        raise CannotTake("hopper_gemm", "a, b", f"{', '.join(map(str, strides))} codes from row to row", wanted)
+        raise CannotTake(
+            "hopper_gemm", "a, b", f"{', '.join(map(str, strides))} codes from row to row", wanted
+        )
 
 
 def band_of(clusters: int, rows: int, columns: int) -> int:

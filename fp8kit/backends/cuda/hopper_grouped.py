@@ -8,7 +8,7 @@ element is what ``fk.Accumulation``'s "hopper_fast" or "hopper_split" says.
 from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import grouped, launch
+from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
     COSTS,

@@ -90,6 +90,8 @@ def _encoded(
         0,
     )
     if status:
-        what = f"{kind} ({matrices or 1}, {rows}, {columns}), stride {stride}, box ({box_rows}, {box_columns})"
+        what = (
+            f"{kind} ({matrices or 1}, {rows}, {columns}), stride {stride}, box ({box_rows}, {box_columns})"
+        )
         raise BackendError(f"tensor_map: {what}: {launch.error_text(status)}")
     return memory.raw[start : start + _BYTES]

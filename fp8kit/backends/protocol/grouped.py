@@ -21,7 +21,7 @@ def _flops(a: Any) -> float:
 
 def _fp8_flops(a: Any) -> float:
     """Likewise."""
-    return 2.0 * a.out.shape[-2] * a.out.shape[-1] * a.a.shape[1]
+    return float(2 * a.out.shape[-2] * a.out.shape[-1] * a.a.shape[1])
 
 
 class GroupedProducts(Protocol):

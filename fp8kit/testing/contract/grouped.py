@@ -1,7 +1,7 @@
 """Grouped products against float64 products of the values that codes stand for; the order of sums is free.
 
-Tolerances: a float32 sum of K products; of codes that of ``fp8_gemm`` or ``block_gemm``, whose group it is (see
-the text of ``gemm`` and of ``block``).
+Tolerances: a float32 sum of K products; of codes that of ``fp8_gemm`` or ``block_gemm``, which each group's
+product is (see the text of ``gemm`` and of ``block``).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _operand(
     s: Sampler, groups: tuple[int, ...], rows: int, columns: int, fmt: Format, tile: Tile
 ) -> tuple[ArrayView, ArrayView]:
     """(codes, their scale_inv) of a matrix, or of one for each group, padded as casts pad; zeros beyond."""
+    codes: tuple[int, ...] = (-(-rows // 16) * 16, -(-columns // 16) * 16)
     if tile in (TENSOR, ROW):
-        codes = (-(-rows // 16) * 16, -(-columns // 16) * 16)
         scales: tuple[int, ...] = (int(np.prod(groups, dtype=int)) * (codes[0] if tile == ROW else 1),)
     else:
         codes, grid = block_shapes(rows, columns, tile)
@@ -99,8 +99,9 @@ def grouped_fp8_gemm(
     """``m`` rows in groups, results of ``n`` columns, ``k`` features of a."""
     sizes = _equal(m, sizes)
     groups = len(sizes)
-    shapes: Any = (((), m, k), ((groups,), n, k)) if along == "rows" else (((), k, m), ((), n, m))
-    (a, a_inv), (b, b_inv) = (_operand(s, *shapes[i], formats[i], tiles[i]) for i in (0, 1))
+    stack, left, right = ((groups,), (m, k), (n, k)) if along == "rows" else ((), (k, m), (n, m))
+    a, a_inv = _operand(s, (), *left, formats[0], tiles[0])
+    b, b_inv = _operand(s, stack, *right, formats[1], tiles[1])
     return {
         "a": a,
         "b": b,
@@ -208,7 +209,12 @@ _TILES: dict[str, dict[str, tuple[Tile, Tile]]] = {
         "squares": (SQUARE, SQUARE),
         "mixed": (ROW, TENSOR),
     },
-    "terms": {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "block": (LINE, LINE), "squares": (SQUARE, LINE)},
+    "terms": {
+        "tensor": (TENSOR, TENSOR),
+        "row": (ROW, ROW),
+        "block": (LINE, LINE),
+        "squares": (SQUARE, LINE),
+    },
 }
 _FP8: dict[str, Options] = {}
 for _along, _kinds in _TILES.items():
