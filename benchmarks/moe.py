@@ -1,6 +1,5 @@
 """Grouped products, and experts made of them: one launch for all groups beside cuBLASLt's products one after
-another and torch's ``_grouped_mm`` in bfloat16. The launch is that of ``hopper_gemm.cu``, where the device has
-it.
+another and torch's ``_grouped_mm`` in bfloat16. On Hopper the launch is that of ``hopper_gemm.cu``.
 
 The groups are uneven, as a router makes them. What runs one after another is one CUDA graph: the time of the
 GPU alone, which a loop on the host only reaches where groups are large.

@@ -164,8 +164,8 @@ def test_nothing_of_other_groups_is_in_a_sum(kind: str, hopper: None) -> None:
     tiles, sizes = KINDS["terms"][kind], np.array([100, 0, 37, 200, 63], np.int32)
     (a, a_inv), (b, b_inv) = (operand((), rows, 400, E4M3, rows, tiles[0]) for rows in (256, 384))
     inverses, found = [put(x, GPU) for x in (a_inv, b_inv)], []
-    for spoiled in (False, True):
-        if spoiled:
+    for marred in (False, True):
+        if marred:
             a[:, 100:137], b[:, 99] = 0x7F, 0xFF
         out = arrays.empty((5, 256, 384), float32, GPU)
         call(put(a, GPU), put(b, GPU), out, put(sizes, GPU), "terms", tiles, inverses, 0)

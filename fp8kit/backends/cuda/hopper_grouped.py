@@ -117,8 +117,8 @@ def _plan(
         b_step = ceil_div(terms, 4 * DEPTH) * 4
         b_group = ceil_div(b_shape[1], 128) * b_step
     sizes = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
-    band = band_of(blocks, at.rows, at.columns)
-    return Planned(kernel, blocks, maps, (*sizes, band, groups, slots, b_group, terms))  # type: ignore[arg-type]
+    own = band_of(blocks, at.rows, at.columns), groups, slots, b_group, terms
+    return Planned(kernel, blocks, maps, (*sizes, *own))  # type: ignore[arg-type]
 
 
 def grouped_fp8_gemm(

@@ -162,7 +162,7 @@ def _add_bias(a: Any, e: int, at: Any, out: Array, slack: Array) -> None:
 
 
 def grouped_fp8_gemm_oracle(a: Any) -> Results:
-    """Likewise."""
+    """A product of decoded operands for each group."""
     left = values_of(a.a, a.a_format, a.a_scale_inv, a.a_tile)
     right = values_of(a.b, a.b_format, a.b_scale_inv, a.b_tile)
     out, slack = np.zeros(a.out.shape), np.zeros(a.out.shape)
