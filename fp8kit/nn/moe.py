@@ -147,13 +147,12 @@ def grouped_dense(
     """
     op, state, fp8 = "grouped_dense", current(), None
     choice(op, "layout", layout, ("io", "oi"))
-    given = {"x": x, "weight": kernel, "group_sizes": group_sizes, "bias": bias}
-    names = {"weight": "kernel"}
-    inputs = {
-        key: None if value is None else as_tensor(op, names.get(key, key), value)
-        for key, value in given.items()
-    }
-    shape = inputs["weight"].shape  # type: ignore[union-attr]
+    weight = as_tensor(op, "kernel", kernel)
+    inputs = {"x": as_tensor(op, "x", x), "weight": weight}
+    inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)
+    if bias is not None:
+        inputs["bias"] = as_tensor(op, "bias", bias)
+    shape = weight.shape
     if len(shape) != 3:
         raise ShapeError(op, "kernel", f"shape {shape}", "(experts, in, out), or as layout says")
     if state is not None and state.calibrating and not state.enabled:
