@@ -288,6 +288,7 @@ def _expert_steps(size: Size, device: str) -> dict[str, Callable[[], Step]]:
 
             def step() -> None:
                 own.zero_grad(set_to_none=True)
+                x.grad = None
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     y = own(x, splits)
                 y.backward(g)
