@@ -103,14 +103,23 @@ def made_again(before: Caches, after: Caches) -> dict[str, int]:
     return {name: count for name, count in made.items() if count}
 
 
+def steady(name: str, series: list[int], size: Size) -> tuple[int, int, int]:
+    """Of a kind of memory: after the warm-up, the most from there on, and the most in the second half less
+    the most before. What is ``used`` counts by the least of every ``size.warm`` steps: a thread that times
+    products or builds a graph takes memory and gives it back, between which a step may end."""
+    every = size.warm if name == "used" else 1
+    least = [min(series[i : i + every]) for i in range(size.warm, len(series), every)]
+    half = (size.lengths - size.warm) // every
+    start = least[0] if name == "used" else series[size.warm - 1]
+    return start, max(least), max(least[half:]) - max(least[:half])
+
+
 def verdict(name: str, series: list[int], size: Size) -> str:
     """ "ok", or what has grown after the warm-up: by more than ``GROWTH`` of what it was then, and of the
     process by more than its plans of the lengths that came later take, too."""
-    start, most = series[size.warm - 1], max(series[size.warm :])
+    start, most, later = steady(name, series, size)
     allowed = GROWTH * start + (A_LENGTH * max(0, size.lengths - size.warm) if name == "process" else 0)
     # nothing new comes in the second half: no plan is an excuse there
-    half = size.lengths
-    later = max(series[half:]) - max(series[:half])
     if most - start <= allowed and later <= GROWTH * start:
         return "ok"
     said = f"{(most - start) / MIB:.1f} MiB more than after step {size.warm}, allowed {allowed / MIB:.1f}"
@@ -173,7 +182,7 @@ def _rows(
             name,
             verdict(name, found, size),
             mib=found[-1] / MIB,
-            value=(max(found[size.warm :]) - found[size.warm - 1]) / MIB,
+            value=(steady(name, found, size)[1] - steady(name, found, size)[0]) / MIB,
             unit=f"MiB more than after step {size.warm}",
         )
         for name, found in series.items()

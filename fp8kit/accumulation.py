@@ -107,6 +107,14 @@ ACCUMULATIONS = {
     "blackwell_fp4": Accumulation(35, 64, group=16),
 }
 SCALE_BITS = 3  # fraction bits of the scales of blocks that groups are multiplied by
+_HOPPER = 9, 0  # compute capability
+
+
+def on_chip(capability: tuple[int, int], fast: bool) -> Accumulation | None:
+    """How FP8 products are added on a chip of a compute capability, by cuBLASLt where it does not cut the
+    contraction into parts, and by ``hopper_gemm``, with or without fast accumulation. None where that was
+    not compared with the chip."""
+    return ACCUMULATIONS["hopper_fast" if fast else "hopper_split"] if capability == _HOPPER else None
 
 
 def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:

@@ -228,6 +228,7 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
     try:
         with contextlib.nullcontext() if device is None else launch.current_device(device.index):
             answer = dict(engine.explain(*asked))
+            own = "" if device is None else f" with {engine.own_kernels(*asked)}"
     except BackendError as error:
         return [("all paths", "missing", _line(str(error)))]
     rows: list[Row] = []
@@ -238,6 +239,8 @@ def _cuda(about: Question, device: Device | None) -> list[Row]:
         passed = "; ".join(f"{path}: {_line(why)}" for path, why in of.items() if why != runs)
         if device is None:
             taken = f"{runs}; on one {taken} would be asked"
+        elif taken == "flash":
+            taken += own
         taken += f", not {passed}" if passed else ""
         rows.append((direction, "missing" if device is None else "runs", taken))
     return rows

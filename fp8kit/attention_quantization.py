@@ -52,7 +52,12 @@ class AttentionQuantization:
       a head have one (FlashAttention-3's blocks).
     * ``rotation``: 0; or n of 16, 32, 64, 128: q and k are first rotated, n neighbouring features by a
       Hadamard matrix, or as many of these as a head has; S stays the same (FlashAttention-3's incoherent
-      processing). ``signs``: of the matrix's columns, "plus", "te", or "random", drawn for each call.
+      processing). ``rotation_v``: likewise of v's features, with which o and dO rotate: o is rotated back,
+      and dP and D stay the same. ``signs``: of the matrices' columns, "plus", "te", or "random", drawn for
+      each call. P and dS are made a tile at a time between the products, and their contractions run over
+      keys and queries of all tiles: these have no rotation.
+    * ``stochastic_bits`` of any quantizer: its codes are rounded stochastically, by bits that are drawn for
+      each call, the same on every engine. S has the same q and k in forward and backward.
     * ``joint``: q, k and v have one scale, and so have their gradients, whatever arrays they lie in
       (Transformer Engine's one quantizer for QKV).
     * ``o``, ``dqkv``: None; or how o, and the gradients of q, k and v, are rounded before they are handed on.
@@ -70,6 +75,7 @@ class AttentionQuantization:
     p: Quantizer = _PROBABILITIES
     rows_per_block: int = 0
     rotation: int = 0
+    rotation_v: int = 0
     signs: str = "plus"
     joint: bool = False
     o: Quantizer | None = None
@@ -83,9 +89,9 @@ class AttentionQuantization:
                 continue
             if not isinstance(own, Quantizer):
                 self._refuse(name, shown(own), "a Quantizer")
-            if own.stochastic_bits or own.hadamard or own.levers:
-                wanted = "codes rounded to nearest even, and no rotation but the field 'rotation'"
-                self._refuse(name, str(own), wanted)
+            if own.hadamard or own.levers:
+                fields = "rotations by the fields 'rotation', of q and k, and 'rotation_v', none of P and dS"
+                self._refuse(name, str(own), f"ties to even, no factor, no clip_gradient; {fields}")
             source = "static" if name == "p" else "current"
             if own.scale_source != source:
                 self._refuse(name, own.scale_source, f"scale_source {source!r}")
@@ -102,39 +108,51 @@ class AttentionQuantization:
         if not 0 < self.p.static_scale <= self.p.format.max:
             self._refuse("p", self.p.static_scale, "a static_scale up to the format's largest value")
         integer("AttentionQuantization", "rows_per_block", self.rows_per_block, 0, _MOST_ROWS, RecipeError)
-        if self.rotation not in (0, *ROTATIONS):
-            self._refuse("rotation", shown(self.rotation), f"one of {(0, *ROTATIONS)}")
+        for name in ("rotation", "rotation_v"):
+            if getattr(self, name) not in (0, *ROTATIONS):
+                self._refuse(name, shown(getattr(self, name)), f"one of {(0, *ROTATIONS)}")
         flag("AttentionQuantization", "emulated", self.emulated, RecipeError)
         choice("AttentionQuantization", "signs", self.signs, SIGNS, RecipeError)
         whole = all(operands[name].granularity == "tensor" for name in ("q", "k", "v", "do"))
         if self.rows_per_block and not whole:
             self._refuse("rows_per_block", self.rows_per_block, "0 beside blocks along the contraction")
         if self.joint and (
-            self.rows_per_block or self.rotation or not whole or not self.q == self.k == self.v
+            self.rows_per_block or self.rotates or not whole or not self.q == self.k == self.v
         ):
             wanted = (
                 "False beside blocks, a rotation or different quantizers: all three are cast as one tensor"
             )
             self._refuse("joint", True, wanted)
-        if self.dqkv is not None and self.rotation:
+        if self.dqkv is not None and self.rotates:
             self._refuse("dqkv", str(self.dqkv), "None beside a rotation, which is undone last")
 
     def _refuse(self, name: str, got: object, wanted: str) -> None:
         raise RecipeError("AttentionQuantization", name, got, wanted)
 
     @property
+    def rotates(self) -> bool:
+        """Whether any operand is rotated."""
+        return bool(self.rotation or self.rotation_v)
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """Whether codes of any operand are rounded stochastically."""
+        every = self.q, self.k, self.v, self.do, self.ds, self.p, self.o, self.dqkv
+        return any(own is not None and own.stochastic_bits for own in every)
+
+    @property
     def needs_rng(self) -> bool:
         """Whether a call draws random bits."""
-        return bool(self.rotation) and self.signs == "random"
+        return self.stochastic or (self.rotates and self.signs == "random")
 
     @cached_property
     def one_scale_a_tensor(self) -> bool:
         """Whether these are the rules that FP8 kernels of attention know (``fp8kit.ops.attention_native``):
-        one scale for each operand, no rotation, one format forward and one backward."""
+        one scale for each operand, no rotation, to nearest, one format forward and one backward."""
         forward = self.q, self.k, self.v, self.v if self.o is None else self.o
         backward = self.do, self.do if self.dqkv is None else self.dqkv
         return (
-            not (self.emulated or self.rows_per_block or self.rotation)
+            not (self.emulated or self.rows_per_block or self.rotates or self.stochastic)
             and all(own.granularity == "tensor" for own in (*forward, *backward))
             and all(own.format == self.p.format for own in forward)
             and all(own.format == self.ds.format for own in backward)
@@ -146,15 +164,16 @@ class AttentionQuantization:
         blocks = [own.tile[1] for own in (self.q, self.k, self.v, self.do) if own.granularity != "tensor"]
         return self.rows_per_block or max([1, *blocks])
 
-    def rotated(self, features: int) -> int:
-        """How many neighbours are rotated in heads of so many features, 0 for none. RecipeError where there
-        are fewer than any matrix has."""
-        if not self.rotation:
+    def rotated(self, features: int, of: str = "rotation") -> int:
+        """How many neighbours are rotated, by the field ``of``, in heads of so many features, 0 for none.
+        RecipeError where there are fewer than any matrix has."""
+        most = getattr(self, of)
+        if not most:
             return 0
-        fits = [n for n in ROTATIONS if n <= self.rotation and features % n == 0]
+        fits = [n for n in ROTATIONS if n <= most and features % n == 0]
         if not fits:
-            wanted = f"heads whose features are a multiple of {ROTATIONS[0]}, with a rotation of q and k"
-            raise RecipeError("AttentionQuantization", "rotation", f"{features} features", wanted)
+            wanted = f"heads whose features are a multiple of {ROTATIONS[0]}, with a rotation of these"
+            raise RecipeError("AttentionQuantization", of, f"{features} features", wanted)
         return fits[-1]
 
     def map(self, change: Callable[[Quantizer], Quantizer]) -> AttentionQuantization:
@@ -165,7 +184,8 @@ class AttentionQuantization:
         words = [f"{name}: {getattr(self, name)}" for name in ("q", "k", "v", "p", "do", "ds")]
         words += [f"{name}: {getattr(self, name)}" for name in ("o", "dqkv") if getattr(self, name)]
         words += [f"{self.rows_per_block} rows a block"] if self.rows_per_block else []
-        words += [f"rotation {self.rotation}, signs {self.signs}"] if self.rotation else []
+        for name, n in (("rotation", self.rotation), ("rotation of v", self.rotation_v)):
+            words += [f"{name} {n}, signs {self.signs}"] if n else []
         words += ["one scale for q, k and v"] if self.joint else []
         words += ["emulated everywhere"] if self.emulated else []
         return "; ".join(words)

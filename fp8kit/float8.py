@@ -22,7 +22,7 @@ from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import E2M1, E4M3, Format
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, TILES, Quantizer
 from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
-from fp8kit.tiles import Rotation, along_of, tiling, whole_amax
+from fp8kit.tiles import Rotation, along_of, cast_rotated, tiling, whole_amax
 
 __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
 
@@ -139,6 +139,11 @@ def quantize(
         quantizer = _quantizer(format, blocks, "current", rule, 0.0, 1.0, bits, hadamard, signs)
         target = codes.reshape(*rows.shape)
         scale_codes, tensor_scale = _by_rule(rows, target, scale_inv, quantizer, lies, state, kernels, stream)
+    elif hadamard and kind == "tensor" and scale is None and saturate and rows.size:
+        own = _quantizer(format, scaling, "current", rule, 0.0, 1.0, bits, hadamard, signs)
+        amax, factor = (arrays.empty((1,), formats.float32, where) for _ in range(2))
+        source, three = _high_precision(rows, kernels, stream), (amax, factor, scale_inv)
+        cast_rotated(kernels, source, codes.reshape(*rows.shape), None, three, own, lies, 0, state, stream)
     else:
         if hadamard and rows.size:
             source, drawn = _high_precision(rows, kernels, stream), state if random else None

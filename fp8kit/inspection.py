@@ -10,7 +10,7 @@ inspector itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -36,11 +36,13 @@ class TensorWatch:
 @dataclass(frozen=True)
 class ProductWatch:
     """What is wanted of one product: ``layer`` is its name, ``prefix`` that of the operation's names.
-    ``tensors``: of which something is wanted."""
+    ``tensors``: of which something is wanted. ``rounded``: pairs of a tensor that a GEMM makes and the
+    ``Quantizer`` whose values it is rounded to."""
 
     layer: str
     prefix: str
     tensors: tuple[TensorWatch, ...] = ()
+    rounded: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Watch:
         names = FORWARD if forward else BACKWARD
         return Watch(
             tuple(
-                ProductWatch(own.layer, own.prefix, tuple(t for t in own.tensors if t.tensor in names))
+                replace(own, tensors=tuple(t for t in own.tensors if t.tensor in names))
                 for own in self.products
             ),
             self.changed,
@@ -85,6 +87,28 @@ class Entry(NamedTuple):
     spec: Any
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which of stacked layers a call is of, where one call in a program stands for several: ``numbers``,
+    outermost first, each behind the name of its stack among ``names``; behind the layer's whole name where
+    that does not begin with it, and with ""."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def name_of(self, layer: str) -> str:
+        """The name of a layer there: "layers.3.mlp" of "layers.mlp"."""
+        ends = ""
+        for name, number in zip(
+            self.names[::-1], self.numbers[::-1], strict=True
+        ):  # a stack's holds inner ones
+            if name and f"{layer}.".startswith(f"{name}."):
+                layer = f"{name}.{number}{layer.removeprefix(name)}"
+            else:
+                ends = f".{number}{ends}"
+        return f"{layer}{ends}"
+
+
 class Inspector(Protocol):
     """What layers and frontends ask of the inspector."""
 
@@ -97,12 +121,16 @@ class Inspector(Protocol):
         """Likewise for products by (name, prefix), whose ``Quantization`` is ``base``; ``transposed``:
         whether their weights lie as (in, out)."""
 
+    def unseen(self, name: str) -> None:
+        """Take note that a layer of this name is called which shows nothing and is not changed."""
+
     def place(self, memory: Any, nbytes: int) -> Any:
         """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
         the stream of ``execution.Memory``, contents undefined."""
 
-    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
-        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet."""
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
+        """Take the arrays of a call, in the order of ``entries``; they may not be filled yet. ``place``: of
+        the layer in a stack, None where it is in none."""
 
 
 inspector: Inspector | None = None

@@ -16,14 +16,26 @@ from fp8kit import formats
 from fp8kit.arguments import function, integer, shown
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import RecipeError, meant, on_behalf_of
+from fp8kit.lru import LRU
 from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_fields import recipe_class
 
 log = logging.getLogger("fp8kit")
 _NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
-# what a DataRecipe's ``key`` stands for
-_DATA: dict[str, tuple[Quantization, AttentionQuantization | None, AmaxHistory | None]] = {}
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The fields of a ``DataRecipe`` but its name."""
+
+    data: Quantization
+    attention: AttentionQuantization | None
+    history: AmaxHistory | None
+
+
+# what a DataRecipe's ``key`` stands for, as long as a recipe has it
+_DATA: WeakValueDictionary[str, _Data] = WeakValueDictionary()
 
 
 @recipe_class
@@ -84,10 +96,11 @@ class DataRecipe(Recipe):
 
     def _keep(self) -> None:
         """Give it the key of its data: their text, which other functions of a history may have as well."""
-        own = self.data, self.attention, self.history
+        own = _Data(self.data, self.attention, self.history)
         key = repr(own)
-        while _DATA.setdefault(key, own) != own:
+        while (kept := _DATA.setdefault(key, own)) != own:
             key += " of other functions"
+        object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "key", key)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,14 +109,15 @@ class DataRecipe(Recipe):
 
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
-        """The recipe of this ``key``, made before in this process."""
-        data, attention, history = _DATA[key]
-        return cls(data, name, attention, history)
+        """The recipe of this ``key``, while another one has it."""
+        found = _DATA[key]
+        return cls(found.data, name, found.attention, found.history)
 
     @property
     def quantization(self) -> Quantization:
         """The data, the same object for equal data."""
-        return _DATA[self.key][0]
+        kept: _Data = self.kept  # type: ignore[attr-defined]
+        return kept.data
 
     @property
     def forward_format(self) -> formats.Format:
@@ -227,13 +241,14 @@ class PerLayer(Recipe):
         return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
 
 
-_UNNAMED: dict[object, None] = {}  # recipes, or functions, whose layers without names were warned of
+# recipes, or functions, whose layers without names were warned of
+_UNNAMED: LRU[object, bool] = LRU(256)
 
 
 def _say_unnamed(recipe: Recipe, kind: str, why: str, known_by: object) -> None:
     """Warn once for each ``known_by`` of a layer without a name."""
-    if known_by not in _UNNAMED:
-        _UNNAMED[known_by] = None
+    if not _UNNAMED.get(known_by):
+        _UNNAMED.put(known_by, True)
         log.warning(
             "%s has no name, so %s (%s): give it name=..., or call name_layers(model) of fk.nn, "
             "fp8kit_torch or fp8kit_jax.nnx",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fp8kit import accumulation as models
-from fp8kit import arrays, formats, slowness
+from fp8kit import arrays, formats, packing, slowness
 from fp8kit.arguments import flag
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.formats import E2M1, E4M3, E5M2, Format
 from fp8kit.quantization import TILES
 from fp8kit.tiles import Rotation, tiling
 
@@ -27,6 +27,12 @@ _FP8, _BLOCKS, _DECODED = "fp8_gemm", "block_gemm", "gemm"
 _DECODED_TAKEN = "the product of the decoded operands is taken, several times slower"
 _CURE = "QuantizedArray.explain() says what the FP8 products take"
 _NATIVE_BLOCKS = ("block_1x128", "block_128x128")
+_SCALED_ARCH = 100  # compute capability times ten from which on tensor cores take scales of MX and NVFP4
+# scaling -> the tile that ``block_gemm`` is told of these. A square's scale is given for each of its rows
+_SCALED = {"mx_1x32": (1, 32), "mx_32x32": (1, 32)} | dict.fromkeys(
+    ("nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"), (1, 16)
+)
+_SCALED_K = 32  # what their contraction is a multiple of
 
 
 class _Operand(NamedTuple):
@@ -36,20 +42,24 @@ class _Operand(NamedTuple):
     scaling: str
     along_k: bool  # whether its rows and blocks lie along the contraction
     rotation: Rotation | None
+    k: int  # the contraction's length
 
 
 def _left(a: QuantizedArray) -> _Operand:
-    return _Operand(a.format, a.scaling, bool(a.along), a.rotation)
+    return _Operand(a.format, a.scaling, bool(a.along), a.rotation, a.shape[-1])
 
 
 def _right(b: QuantizedArray) -> _Operand:
-    return _Operand(b.format, b.scaling, not b.along, b.rotation)
+    return _Operand(b.format, b.scaling, not b.along, b.rotation, b.shape[0])
 
 
-def _way(a: _Operand, b: _Operand) -> tuple[str, str]:
+def _way(a: _Operand, b: _Operand, where: Device) -> tuple[str, str]:
     """The kernel that multiplies two operands, and the reason. FormatError where their rotations differ."""
     if a.rotation or b.rotation:
         _want_equal_rotations(a, b)
+    if a.scaling in _SCALED and b.scaling in _SCALED and _takes_scales(where):
+        refused = _scaled_refusal(a, b)
+        return (_DECODED, refused) if refused else (_BLOCKS, "this chip's tensor cores take their scales")
     fp8 = (E4M3, E5M2)  # a tuple: asked by identity first
     if a.format not in fp8 or b.format not in fp8:
         return _DECODED, "the FP8 products take E4M3 and E5M2"
@@ -69,6 +79,24 @@ def _way(a: _Operand, b: _Operand) -> tuple[str, str]:
     if not all(side.along_k or side.scaling == "block_128x128" for side in (a, b)):
         return _DECODED, "the blocks of one side do not lie along the contraction"
     return _BLOCKS, "the blocks of 128 of both operands lie along the contraction"
+
+
+def _takes_scales(where: Device) -> bool:
+    """Whether a device's tensor cores multiply codes of MX and NVFP4 by their blocks' scales."""
+    arch = getattr(arrays.provider(where), "arch", None)
+    return arch is not None and arch(where) >= _SCALED_ARCH
+
+
+def _scaled_refusal(a: _Operand, b: _Operand) -> str:
+    """Why they do not multiply these; "" where they do."""
+    tile, formats_of = _SCALED[a.scaling], {a.format, b.format}
+    known = {E2M1} if tile[1] == 16 else {E4M3, E5M2}
+    if tile != _SCALED[b.scaling] or not formats_of <= known or formats_of == {E5M2}:
+        taken = "E4M3 and E5M2 (not E5M2 twice) by MX's blocks of 32, and E2M1 by NVFP4's of 16"
+        return f"this chip's tensor cores take {taken}"
+    if not (a.along_k and b.along_k) or a.k % _SCALED_K:
+        return f"this chip's tensor cores take blocks along a contraction of a multiple of {_SCALED_K}"
+    return ""
 
 
 def _want_equal_rotations(a: _Operand, b: _Operand) -> None:
@@ -105,7 +133,7 @@ def explain(a: QuantizedArray, b: QuantizedArray | None) -> str:
     right = _left(a) if b is None else _right(b)
     if b is not None:
         _shapes(a, b)
-    kernel, why = _way(_left(a), right)
+    kernel, why = _way(_left(a), right, a.device)
     sides = [f"{side.format} by {side.scaling}" for side in (_left(a), right)]
     how = {
         _FP8: "native, the FP8 product (kernel fp8_gemm), on the codes",
@@ -127,7 +155,7 @@ def matmul(a: QuantizedArray, b: QuantizedArray, dtype: Any, fast_accumulate: bo
     where = a.device
     default = formats.float32 if where.kind == "cpu" else formats.bfloat16
     kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype", formats.HIGH_PRECISION)
-    kernel, why = _way(_left(a), _right(b))
+    kernel, why = _way(_left(a), _right(b), where)
     if kernel == _DECODED and where.kind != "cpu":
         slowness.say(f"QuantizedArray: {why}", _DECODED_TAKEN, _CURE)
     kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
@@ -159,14 +187,19 @@ def _block_product(a: QuantizedArray, b: QuantizedArray, out: ArrayView, kernels
     """out = a @ b by ``block_gemm``; False where the kernels in force cannot take it."""
     codes, scales, tiles = zip(*(_block_operand(t, kernels, stream) for t in (a, b.T)), strict=True)
     workspace = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
-    pair = a.format, b.format
+    pair, two_levels = (a.format, b.format), (a._tensor_scale_inv, b._tensor_scale_inv)
+    after = two_levels != (None, None) and out.dtype is not formats.float32
+    sums = arrays.empty(out.shape, formats.float32, out.device) if after else out
     try:  # a plugin's kernel may refuse, and the other product is made
-        kernels.block_gemm(*codes, out, *pair, *scales, *tiles, None, None, workspace, stream)
+        kernels.block_gemm(*codes, sums, *pair, *scales, *tiles, None, None, workspace, stream)
     except CannotTake as reason:
         if kernels.policy.strict:
             raise
         slowness.say(f"QuantizedArray: {reason}", _DECODED_TAKEN, _CURE)
         return False
+    times_tensor_scales(sums, *two_levels, kernels, stream)
+    if after:
+        kernels.copy(sums, out, stream)
     return True
 
 
@@ -176,6 +209,13 @@ def _block_operand(
     """(codes, scale_inv, tile) of an array (rows, K) as ``block_gemm`` takes them: padded copies where need
     be."""
     codes = tensor._matrix()
+    if tensor.scaling in _SCALED:
+        rows, tile = -(-codes.shape[0] // 16) * 16, _SCALED[tensor.scaling]
+        codes = _within(codes, (rows, codes.shape[1]), kernels, stream)
+        if tile[1] == 16:
+            native = arrays.provider(codes.device).native(codes)
+            codes = arrays.as_view(packing.pack(native))
+        return codes, arrays.as_view(tensor.swizzled_scales()), tile
     grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]
     tile = (1, 128) if tensor.scaling == "block_1x128" else (128, 128)
     scales = tensor._scale_inv.reshape(*grid)

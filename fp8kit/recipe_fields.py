@@ -1,15 +1,20 @@
 """What recipes are made of, by Transformer Engine's names: a recipe's formats, how one operand is quantised,
-how one GEMM accumulates, and the base of all these values, which is strict. ``fp8kit.recipe`` has them."""
+how one GEMM accumulates; the base of all these values, which is strict, and that of all recipes.
+``fp8kit.recipe`` has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import copy
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
+from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
+from fp8kit.quantization import AmaxHistory, Quantization, Quantizer
 
 _Self = TypeVar("_Self", bound="Strict")
 _Class = TypeVar("_Class", bound=type[Any])
@@ -166,3 +171,146 @@ class QParams(Strict):
         self._want_defaults(
             random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False
         )
+
+
+_OVERRIDES = ("high_precision", "dequantized")
+
+
+class Recipe(Strict):
+    """Base of the recipes. The predicates are class methods, as in Transformer Engine:
+    ``recipe.delayed()``. What a recipe does is said by ``quantization`` and ``history``."""
+
+    fp8_format: Format
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
+    backward_override: str | None
+    # whether layers have recipes of their own (``for_layer``)
+    by_layer: ClassVar[bool] = False
+
+    def for_layer(self, kind: str, name: str) -> Recipe | None:
+        """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
+        where it has no name; None for high precision. The same object for the same layer."""
+        return self
+
+    @property
+    def quantization(self) -> Quantization:
+        """How the operands of a layer's GEMMs become FP8. The same object for equal recipes: layers know by
+        it what they have made for it."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> AttentionQuantization | None:
+        """How the products of attention are quantised; None where they are in high precision."""
+        return None
+
+    def attention_for(self, name: str) -> AttentionQuantization | None:
+        """``attention`` of a layer that is called ``name``."""
+        return self.attention
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        """How scales follow from the amaxes of earlier steps; None where no operand's scale does."""
+        return None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field, as Transformer Engine's programs do: checked as when the recipe is made, and it counts
+        from the next ``autocast`` on. RecipeError, and nothing is changed, for what is wrong."""
+        cls = type(self).__name__
+        known = [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
+        if name not in known:
+            wanted = f"one of {', '.join(known)}{meant(name, known)}"
+            raise RecipeError(cls, "field", repr(name), wanted)
+        if self.__dict__.get("fixed") is self:
+            wanted = "the recipe that was given to autocast, which holds this copy"
+            raise RecipeError(cls, name, "a recipe in force", wanted)
+        made = replace(self, **{name: value})  # type: ignore[type-var]
+        self.__dict__.clear()  # with what was derived from the fields
+        self.__dict__.update(made.__dict__)
+
+    @cached_property
+    def fixed(self) -> Recipe:
+        """The recipe as it is now, in an object whose fields cannot be set: what is kept of it. The same one
+        until a field is set."""
+        made = copy.copy(self)
+        made.__dict__["fixed"] = made
+        return made
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is NVFP4 block scaling."""
+        return False
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is MXFP8 block scaling."""
+        return False
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether scales come from the amax history of earlier steps."""
+        return False
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether scales come from the tensor that is being quantised."""
+        return False
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether each block of 128 elements has its own float32 scale."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether quantisers are the user's own."""
+        return False
+
+    @property
+    def forward_format(self) -> formats.Format:
+        """Format of inputs and weights."""
+        return self.fp8_format.forward
+
+    @property
+    def backward_format(self) -> formats.Format:
+        """Format of output gradients."""
+        return self.fp8_format.backward
+
+    def short_name(self) -> str:
+        """A printable name that fits into a log line."""
+        raise NotImplementedError
+
+    def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
+        """The operands, with the accumulation that the recipe's fields say."""
+        gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return self._overridden(Quantization.of(x, w, g, *(gemm.how for gemm in gemms)))
+
+    def _overridden(self, made: Quantization) -> Quantization:
+        """The GEMMs, with those of backward as ``backward_override`` says."""
+        how = self.backward_override or "quantized"
+        return Quantization(made.fprop, replace(made.dgrad, compute=how), replace(made.wgrad, compute=how))
+
+    def _want_override(self) -> None:
+        own = self.backward_override
+        if not (own is None or (isinstance(own, str) and own in _OVERRIDES)):
+            raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
+
+    def _more(self) -> str:
+        """What ``short_name`` says of attention and of ``backward_override``."""
+        return words_of(self) + (f", backward {self.backward_override}" if self.backward_override else "")
+
+    def _check_common(self, no_attention: str = "") -> None:
+        self._want(Format, "fp8_format")
+        if self.fp8_format is Format.E5M2:
+            raise self._refuse(
+                "fp8_format", "Format.HYBRID or Format.E4M3: the forward pass needs E4M3's precision"
+            )
+        if self.fp8_format is Format.E2M1:
+            raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
+        check_fields(self, no_attention)
+        self._want_override()

@@ -12,12 +12,12 @@ from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import CPU, Device
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, UnsupportedError, meant
+from fp8kit.errors import BackendError, UnsupportedError
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import OPERANDS, AmaxHistory, Quantization, Quantizer
 from fp8kit.recipe import Recipe
-from fp8kit.recipes import NAMED, Named
+from fp8kit.recipes import entry
 
 NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 
@@ -32,14 +32,6 @@ class Support(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.status}: {self.why}" if self.why else self.status
-
-
-def named(name: str) -> Named:
-    """The published recipe of that name. ArgumentError for another."""
-    if name not in NAMED:
-        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3)}"
-        raise ArgumentError("recipes", "name", repr(name), wanted)
-    return NAMED[name]
 
 
 def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
@@ -153,15 +145,16 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def attention_facts(recipe: Recipe) -> dict[str, Any]:
     """How attention's operands are cast, operand -> ``cast_facts``, and ``rows_per_block``, ``rotation``,
-    ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how the products run; {}
-    where attention is in high precision."""
+    ``rotation_v``, ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how
+    the products run; {} where attention is in high precision."""
     how = recipe.attention
     if how is None:
         return {}
     operands = {name: getattr(how, name) for name in ("q", "k", "v", "p", "do", "ds", "o", "dqkv")}
     found = {name: cast_facts(own) for name, own in operands.items() if own is not None}
     found["p"]["scale"] = f"static, {how.p.static_scale:g}"
-    options = {name: getattr(how, name) for name in ("rows_per_block", "rotation", "signs", "joint")}
+    names = "rows_per_block", "rotation", "rotation_v", "signs", "joint"
+    options = {name: getattr(how, name) for name in names}
     compute = f"{EMULATED}, but where cuDNN's FP8 kernels take them" if how.one_scale_a_tensor else EMULATED
     return {"operands": found, **options, "compute": compute}
 
@@ -176,7 +169,7 @@ def field_values(recipe: Recipe) -> dict[str, str]:
 
 def facts(name: str) -> dict[str, Any]:
     """All that is said of a published recipe, values that JSON has. ArgumentError for another name."""
-    recipe, source = named(name)
+    recipe, source = entry(name)
     return {
         "name": name,
         "recipe": type(recipe).__name__,

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8kit.arguments import choice, integer, shown
+from fp8kit.arguments import integer, shown
 from fp8kit.attention_quantization import attention_of
-from fp8kit.block_recipes import MXFP8BlockScaling, NVFP4BlockScaling
-from fp8kit.errors import ArgumentError, RecipeError
+from fp8kit.errors import ArgumentError, RecipeError, meant
 from fp8kit.formats import E2M1, E2M3, E3M2, E4M3, E4M3_240, E5M2
 from fp8kit.layer_recipes import DataRecipe
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
@@ -19,6 +18,8 @@ from fp8kit.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
@@ -258,9 +259,18 @@ TE_RECIPES = {
 }
 
 
+def entry(name: str, operation: str = "named") -> Named:
+    """A recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the nearest
+    names, for another one."""
+    if not isinstance(name, str) or name not in NAMED:
+        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3)}"
+        raise ArgumentError(operation, "name", shown(name), wanted)
+    return NAMED[name]
+
+
 def named(name: str) -> Recipe:
-    """A recipe by its name in ``NAMED``. ArgumentError, with the nearest name, for another one."""
-    return NAMED[choice("named", "name", name, NAMED)].recipe
+    """A recipe by its name in ``NAMED``. ArgumentError, with the nearest names, for another one."""
+    return entry(name).recipe
 
 
 def add(name: str, recipe: Recipe, source: str = "of one's own") -> None:

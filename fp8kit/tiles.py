@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from fp8kit import arrays
 from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import FormatError
@@ -44,6 +48,39 @@ def tiling(
     rows, columns = (tile or max(whole, 1) for tile, whole in zip(named, shape, strict=True))
     grid = max(1, -(-shape[0] // rows)), max(1, -(-shape[1] // columns))
     return (rows, columns), (1,) if scaling == "tensor" else grid
+
+
+@lru_cache(maxsize=256)
+def _by_blocks(own: Quantizer) -> Quantizer:
+    return replace(own, granularity="block_1x128", scale_source="current")
+
+
+def cast_rotated(
+    kernels: Any,
+    x: ArrayView,
+    codes: ArrayView | None,
+    values: ArrayView | None,
+    scales: tuple[ArrayView, ArrayView, ArrayView],
+    own: Quantizer,
+    along: int,
+    draw: int,
+    rng: ArrayView | None,
+    stream: int,
+    share: Callable[[ArrayView], None] | None = None,
+) -> None:
+    """The cast of x, h (R, C), rotated, with one scale from the rotated values: one pass for its amax, one
+    for the cast, and nothing that is rotated in memory. ``codes``: uint8 like x, ``values``: like x, or None;
+    ``scales``: float32 [1], the amax, which ``share`` makes that of all ranks, the scale and its inverse, all
+    written; ``draw``, ``rng``: of random bits and signs."""
+    amax, scale, inverse = scales
+    arrays.provider(amax.device).fill_zero(amax, stream)
+    drawn = rng if own.signs == "random" else None
+    kernels.rotate(x, None, amax, own.hadamard, own.signs, along, drawn, stream)
+    if share is not None:
+        share(amax)
+    kernels.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
+    how = _by_blocks(own), along, draw, rng if own.needs_rng else None, None
+    kernels.cast_blocks(x, codes, None, None, values, amax, None, *how, stream)
 
 
 def whole_amax(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8kit.accumulation import Accumulation
-from fp8kit.block_recipes import NVFP4BlockScaling
 from fp8kit.errors import ArgumentError, meant
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.layer_recipes import DataRecipe, PerLayer
@@ -16,7 +15,7 @@ from fp8kit.models import arrangements
 from fp8kit.models.arrangements import Arrangement
 from fp8kit.models.presets import Preset
 from fp8kit.quantization import Quantization, Quantizer
-from fp8kit.recipe import Float8CurrentScaling, MMParams, Recipe
+from fp8kit.recipe import Float8CurrentScaling, MMParams, NVFP4BlockScaling, Recipe
 from fp8kit.recipes import named
 
 SEEDS = 3

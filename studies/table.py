@@ -37,7 +37,7 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
         losses = "diverged" if own.mean is None else f"{own.mean:.4f}"
         if own.mean is not None and own.diverged:
             losses += f", {len(own.diverged)} diverged"
-        speed = speeds.get(name, {}).get("tokens_per_second")
+        speed = f"{speeds[name]['tokens_per_second']:,.0f}" if name in speeds else "not measured"
         found.append(
             (
                 f"`{name}`" + (" *" if name in earlier else ""),
@@ -47,7 +47,7 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
                 "" if own.deviation is None else f"{own.deviation:.4f}",
                 "" if own.percent is None else f"{own.percent:+.2f}",
                 _units(own),
-                "" if speed is None else f"{speed:,.0f}",
+                speed,
             )
         )
     return found

@@ -23,6 +23,7 @@ from fp8kit.ops.registry import register_operation
 from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
+from fp8kit_jax.capture import capture
 from fp8kit_jax.exporting import export
 from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
 from fp8kit_jax.functional import (
@@ -37,7 +38,7 @@ from fp8kit_jax.functional import (
     softmax,
 )
 from fp8kit_jax.grouped import grouped_dense, ragged_dot
-from fp8kit_jax.inspection import inspect
+from fp8kit_jax.inspection import inspect, layer_index
 from fp8kit_jax.keys import dropout_seed
 from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.moe import (
@@ -67,6 +68,7 @@ __all__ = [
     "as_transformer_engine",
     "autocast",
     "call",
+    "capture",
     "create_set",
     "dense",
     "dequantize",
@@ -83,6 +85,7 @@ __all__ = [
     "grouped_dense",
     "inspect",
     "l2norm",
+    "layer_index",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8kit import inspection
 from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
@@ -76,6 +77,8 @@ def grouped_dense(
     n = sides[1] if layout == "io" else sides[0]
     found = resolve(op, quantizer_set, name)
     fp8 = fp8_of(found)
+    if inspection.inspector is not None:
+        inspection.inspector.unseen(found.layer or op)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
     spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
     y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]

@@ -210,7 +210,7 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
 def _independent_rows(program: Program) -> tuple[str, ...]:
     """The arguments whose rows are computed each by itself, to the last bit where that is promised."""
     summed = program.policy.deterministic and program.op.products(program.spec)
-    if program.face != "forward" or summed or program.watched:
+    if program.face != "forward" or summed or program.is_whole:
         return ()
     return program.op.independent_rows(program.spec, program.interface.signature.saved)
 

@@ -102,6 +102,12 @@ class Program:
         names = {"forward": i.watched, "backward": i.grad_watched}.get(self.face, {})
         return watching.entries(self.op, self.spec, names)
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it runs whole, since the inspector looks at whole tensors or rounds them."""
+        watches = [own.watch.of(own.prefix) for own in self.op.products(self.spec) if own.watch is not None]
+        return bool(self.watched) or any(own.rounded for own in watches)
+
     def seen(self, kind: str) -> list[tuple[str, Shape]]:
         """Names and shapes of "arguments" or "results" as JAX has them, int64 as the operation has it."""
         views = dict(self.views)

@@ -55,11 +55,13 @@ _STATIC: Any = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
-    """Residuals: what backward reads, the amaxes of the forward pass where there is state, and the state."""
+    """Residuals: what backward reads, the amaxes of the forward pass where there is state, the state, and
+    which of stacked layers it is, where the inspector is to know."""
 
     read: Arrays
     amaxes: Arrays
     state: Any
+    place: Any
     program: Program = field(metadata=_STATIC)
     inputs: tuple[str, ...] = field(metadata=_STATIC)  # names of what is differentiated
     refused: str | None = field(metadata=_STATIC)  # why there is no gradient
@@ -107,7 +109,11 @@ def apply(
     seen = {name: arrays[name].shape for name in own} | dict(views or {})
     views = tuple(seen.items())
     static = _Static(operation.name, spec, pairs, scaling, axes, views, tuple(own.items()), kept_as)
-    run = functools.partial(_run, static)
+    place = inspection.place()
+
+    def run(arrays: Arrays, state: State) -> Arrays:
+        return _run(static, arrays, state, place)  # type: ignore[no-any-return]
+
     # a shard_map outside of jit refuses rules with symbolic zeros
     if jax.sharding.get_abstract_mesh().manual_axes:
         # of this call alone: the policy in force is no part of what jit would know it by
@@ -163,13 +169,13 @@ def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ..
 
 
 def _forward(
-    static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]
+    static: _Static, inputs: Arrays, state: State, place: Any, needs: tuple[str, ...]
 ) -> tuple[Program, Arrays, Arrays]:
     """The forward program, its arguments, and its results, passes included."""
     program, arguments = _program(static, inputs, state, needs)
     results = _bound(program, list(arguments.values()), static)
     passes = {name: arguments[source] for name, source in program.interface.passes.items()}
-    inspection.show(program, results)
+    inspection.show(program, results, place)
     return program, arguments, results | passes
 
 
@@ -180,26 +186,28 @@ def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, inputs: Arrays, state: State) -> Arrays:
-    program, _, results = _forward(static, inputs, state, ())
+def _run(static: _Static, inputs: Arrays, state: State, place: Any) -> Arrays:
+    program, _, results = _forward(static, inputs, state, place, ())
     return {name: results[name] for name in program.interface.results}
 
 
-def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kept]:
+def _run_forward(static: _Static, inputs: Any, state: Any, place: Any) -> tuple[Arrays, _Kept]:
     values = {name: leaf.value for name, leaf in inputs.items()}
     needs = tuple(
         name
         for name, leaf in inputs.items()
         if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating)
     )
-    slots = jax.tree.map(lambda leaf: leaf.value, state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    slots, place = jax.tree.map(
+        lambda leaf: leaf.value, (state, place), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
+    )
     refused = None
     try:  # it is said when a gradient is asked for: what a loss is no function of, such as a straight-through
         # estimate's rounding behind ``stop_gradient``, may well be differentiated on the way
         _ = _program(static, values, slots, needs)[0].interface
     except AutogradError as error:
         refused, needs = str(error), ()
-    program, arguments, results = _forward(static, values, slots, needs)
+    program, arguments, results = _forward(static, values, slots, place, needs)
     own, everything = program.interface, results | arguments
     read = {name: everything[name] for name in (*own.kept, *own.signature.saved)}
     amaxes = {name: results[name] for name in own.amaxes if state}
@@ -207,11 +215,11 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
         made = {name: value for name, value in read.items() if name not in arguments}
         read |= checkpoint_name(made, static.kept_as)
         amaxes = checkpoint_name(amaxes, static.kept_as)
-    kept = _Kept(read, amaxes, slots, program, tuple(inputs), refused)
+    kept = _Kept(read, amaxes, slots, place, program, tuple(inputs), refused)
     return {name: results[name] for name in own.results}, kept
 
 
-def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
+def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any, None]:
     if kept.refused is not None:
         raise AutogradError(kept.refused)
     program, state = kept.program, kept.state
@@ -226,21 +234,21 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         scales = {f"{key}_scale": slot.scale for key, slot in state.items()}
         backward = replace(program, face="backward", cotangents=incoming)
         found = _bound(backward, backward.ordered(kept.read | scales, g), static)
-        inspection.show(backward, found)
+        inspection.show(backward, found, kept.place)
     grads = {
         name: found[name] if passed is None else g.get(own.results[passed])
         for name, (_, passed) in zip(program.needs, own.gradients, strict=True)
     }
     inputs = {name: grads.get(name) for name in kept.inputs}
     if not state:
-        return inputs, state
+        return inputs, state, None
     if static.scaling is None:
         raise RecipeError(
             static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"
         )
     amaxes = kept.amaxes | {name: found[name] for name in own.grad_amaxes if name in found}
     largest = {name.removesuffix("_amax"): value for name, value in amaxes.items()}
-    return inputs, next_state(static.scaling, state, largest, static.axes)
+    return inputs, next_state(static.scaling, state, largest, static.axes), None
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

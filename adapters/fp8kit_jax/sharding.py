@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from fp8kit.errors import Fp8kitError
 from fp8kit.lru import memoized
 from fp8kit.ops.partition import Partition, part_of
+from fp8kit.ops.product import ProductSpec
 from fp8kit_jax import manual, shared_amaxes
 from fp8kit_jax.program import Program
 
@@ -52,7 +53,7 @@ class Chosen(NamedTuple):
 def partitions(program: Program) -> tuple[Partition, ...]:
     """The partitions of a program, those that cost no sum over devices first; none where the inspector looks
     at whole tensors."""
-    if program.watched:
+    if program.is_whole:
         return ()
     return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
 
@@ -189,9 +190,20 @@ def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
 
 
 def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str, P]:
-    """How the results are split, by name, where the arguments are split by ``specs``."""
+    """How the results are split, by name, where the arguments are split by ``specs``: as without the
+    inspector, which looks at them whole."""
+    program = _unwatched(program)
     found = _specs(program, _choose(program, mesh, specs), "results")
     return {name: spec for (name, _), spec in zip(program.results, found, strict=True)}
+
+
+def _unwatched(program: Program) -> Program:
+    """The program without what the inspector wants of it."""
+    if not program.is_whole:
+        return program
+    products = {name: own for name, own in vars(program.spec).items() if isinstance(own, ProductSpec)}
+    plain = {name: replace(own, watch=None) for name, own in products.items()}
+    return replace(program, spec=replace(program.spec, **plain))
 
 
 def _partition(

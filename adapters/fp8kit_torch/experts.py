@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fp8kit import inspection
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import UnsupportedError
 from fp8kit.layers.base import spec_object
@@ -31,6 +32,8 @@ def expert_product(
     bias (E, N) or None. ``layer``: class and name, by which recipes know it. UnsupportedError for recipes
     that ``expert_linear`` does not carry out, and while calibrating."""
     fields = weight.shape[0], weight.shape[2], weight.shape[1], "oi"
+    if not torch.compiler.is_compiling() and inspection.inspector is not None:
+        inspection.inspector.unseen(layer[1] or layer[0])
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")

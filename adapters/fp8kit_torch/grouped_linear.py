@@ -228,6 +228,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ArgumentError("GroupedLinear", "tp_group", f"a group of {ranks.size}", wanted)
         self.tp_group = tp_group
 
+    def ranks_of_weights(self) -> dict[str, Any]:
+        shared = self.tp_size > 1 and self.tp_group is not None and self.parallel_mode is not None
+        return dict.fromkeys(self.gemms, self.ranks_of("tp_group", self.tp_group)) if shared else {}
+
     def row_groups(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.reshape(-1, self.in_features).split(list(sizes))
 

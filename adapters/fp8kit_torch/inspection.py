@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError
-from fp8kit.numerics.inspect import Block, Names, layer_names, made
+from fp8kit.numerics.gathering import gathering as native_gathering
+from fp8kit.numerics.inspect import Block, Names, layer_names, made, parts_of
 from fp8kit.numerics.log import Inspector, Records
+from fp8kit_torch.collectives import TorchCollectives
 
 
 @torch.compiler.disable
@@ -29,6 +32,7 @@ def inspect(
     first_step: int = 0,
     keep: bool = True,
     group: Any = None,
+    whole_weights: bool = True,
 ) -> Any:
     """A context manager: within it the layers of ``model`` show and do what ``config`` says ::
 
@@ -43,7 +47,11 @@ def inspect(
     eagerly, and captured graphs are left out; the block stands around such code, since a block within it
     sees nothing.
     """
-    return _Block(inspector(config, layer_names(model), sinks, log_dir, first_step, keep, group))
+    if not isinstance(model, torch.nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ArgumentError("inspect", "model", got, "a torch.nn.Module")
+    names = layer_names(model, ": fp8kit_torch.convert makes such of torch's")
+    return _Block(inspector(config, names, sinks, log_dir, first_step, keep, group, whole_weights))
 
 
 def inspector(
@@ -54,6 +62,7 @@ def inspector(
     first_step: int,
     keep: bool = True,
     group: Any = None,
+    whole_weights: bool = True,
 ) -> Inspector:
     """The inspector, not begun."""
     there = distributed.is_available() and distributed.is_initialized()
@@ -70,6 +79,7 @@ def inspector(
         distributed.get_rank() if there else 0,
         (_save, ".pt"),
         gather=gathering(group),
+        gather_parts=parts_of(whole_weights, gathering_parts),
         switched=_Eager(),
     )
 
@@ -85,6 +95,11 @@ def gathering(group: Any) -> Any:
         return found
 
     return gather
+
+
+def gathering_parts(ranks: Collectives) -> Any:
+    """``gathering`` for the ranks that have parts of a weight."""
+    return gathering(ranks.group) if isinstance(ranks, TorchCollectives) else native_gathering(ranks)
 
 
 class _Block(Block):

@@ -9,7 +9,7 @@ What is static about a call travels as one text that any process can read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from fp8kit.arrays import Device
 from fp8kit.autocast import current, touch_forward
@@ -73,6 +72,7 @@ class StaticCall:
         self.forward, self.backward = forward_slots(gemms), backward_slots(gemms)
         self.forward_count, self.backward_count = FORWARD_SLOTS * len(gemms), BACKWARD_SLOTS * len(gemms)
         self.scales = tuple(f"{operand}_scale" for operand in self.forward)
+        self._bound: dict[Any, TorchOp] = {}  # by what tells the tensors apart
 
     def infer(self, tensors: Sequence[Tensor | TensorMeta]) -> Signature:
         """The operation's own ``infer`` for tensors like these, whose shapes may have symbols."""
@@ -87,10 +87,26 @@ class StaticCall:
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, self.operation, self.names, kinds) from None
 
-    def bind(self, tensors: Sequence[Tensor | TensorMeta]) -> TorchOp:
-        """The bound operation for tensors like these."""
-        kinds, kernels = [*map(_kind, tensors)], self._kernels(place_of(tensors[0].device))
-        return bind(self.operation, self.spec, self.needs, self.names, kinds, self.scales, kernels)
+    def bind(self, tensors: Sequence[Tensor]) -> TorchOp:
+        """The bound operation for these tensors."""
+        kinds = tuple(map(_kind, tensors))
+        return self._bind(kinds, kinds[0][2], lambda: kinds)
+
+    def bind_shapes(self, shapes: Sequence[int], dtypes: str, device: torch.device) -> TorchOp:
+        """The bound operation for tensors as ``_parsed`` takes them."""
+        return self._bind((*shapes, dtypes, device), device, lambda: _parsed(shapes, dtypes, device))
+
+    def _bind(self, key: Any, device: torch.device, kinds: Callable[[], Sequence[Any]]) -> TorchOp:
+        """Looked up here first: a compiled model calls with the same few shapes, and to bind takes as long as
+        to launch."""
+        kernels = self._kernels(place_of(device))
+        found = self._bound.get(key)
+        if found is None or found.kernels is not kernels:
+            if len(self._bound) >= _SHAPES:
+                self._bound.clear()
+            found = bind(self.operation, self.spec, self.needs, self.names, kinds(), self.scales, kernels)
+            self._bound[key] = found
+        return found
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy: backward has another thread's in force."""
@@ -100,6 +116,7 @@ class StaticCall:
             return dispatch.kernels(place)
 
 
+_SHAPES = 64  # bound operations that a call keeps
 _kind = attrgetter("shape", "dtype", "device")
 call_by = memoized("torch: calls of compiled models")(StaticCall)
 
@@ -177,6 +194,30 @@ def _slots(slots: Mapping[str, int], scale: Tensor, row: Tensor) -> tuple[dict[s
     return slot_addresses(slots, scale, "scale"), slot_addresses(slots, row, "amax")
 
 
+def op_of(
+    name: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    mutates: tuple[str, ...] = (),
+    tags: tuple[Any, ...] = (),
+) -> Any:
+    """``torch.ops.fp8kit.NAME``, which ``function`` computes on every device. ``gradient``: autograd's
+    formula, and what prepares its context.
+
+    torch's ``custom_op`` makes the same, and looks at every call whether a result shares memory with an
+    argument, which takes longer than to launch a product. Ours never do: ``opcheck`` tests it.
+    """
+    library, full = library_of_op("fp8kit", name), f"fp8kit::{name}"
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(full, fake, lib=library)
+    if gradient is not None:
+        torch.library.register_autograd(full, gradient[0], setup_context=gradient[1], lib=library)
+    return getattr(torch.ops.fp8kit, name).default
+
+
 def define(operation: Operation) -> None:
     """Make the torch ops of an operation; none for one that changes its inputs.
 
@@ -188,7 +229,6 @@ def define(operation: Operation) -> None:
     if operation.mutates or name in OPS:
         return
 
-    @custom_op(f"fp8kit::{name}", mutates_args=())
     def forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, tensors = call_by(call), _contiguous(inputs)
         op = found.bind(tensors)
@@ -199,8 +239,7 @@ def define(operation: Operation) -> None:
         outputs, saved = op.call(addresses(op, tensors)[1], binding)
         return [*outputs, *[tensors[at].clone() for at in op.through], *rows, *saved]
 
-    @forward.register_fake
-    def _(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
+    def fake_forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
         found, like = call_by(call), inputs[0]
         if onnx_mode.on:
             onnx_mode.check(found.spec)
@@ -214,7 +253,6 @@ def define(operation: Operation) -> None:
             made.append(like.new_empty(Layout(signature.saved).nbytes, dtype=torch.uint8))
         return made
 
-    @custom_op(f"fp8kit::{name}_backward", mutates_args=())
     def backward(
         kept: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
@@ -223,8 +261,9 @@ def define(operation: Operation) -> None:
         dtypes: str,
         call: str,
     ) -> list[Tensor]:
-        found = call_by(call)
-        op = found.bind(_parsed(shapes, dtypes, cotangents))
+        found, first = call_by(call), cotangents[0]
+        assert first is not None  # it always arrives
+        op = found.bind_shapes(shapes, dtypes, first.device)
         binding, row = NO_STATE, op.memory.zeros(found.backward_count)
         if state:
             binding = StateBinding({}, {}, *_slots(found.backward, state[0], row))
@@ -233,8 +272,7 @@ def define(operation: Operation) -> None:
         own = [g for n, g in zip(found.needs, made, strict=True) if n in op.grads and g is not None]
         return [*own, row] if state and op.grad_amaxes else own
 
-    @backward.register_fake
-    def _(
+    def fake_backward(
         kept: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         state: Sequence[Tensor],
@@ -244,7 +282,7 @@ def define(operation: Operation) -> None:
     ) -> list[Tensor]:
         found, like = call_by(call), cotangents[0]
         assert like is not None  # the first one always arrives
-        grads = found.infer(_parsed(shapes, dtypes, cotangents)).grads
+        grads = found.infer(_parsed(shapes, dtypes, like.device)).grads
         made = _blank({name: grads[name] for name in found.needs if name in grads}, like)
         if state and any(name not in found.names for name in grads):
             made.append(like.new_empty(found.backward_count, dtype=torch.float32))
@@ -276,7 +314,7 @@ def define(operation: Operation) -> None:
         made: list[Tensor] = []
         if signature.grads:
             kept = list(ctx.saved_tensors)
-            made = backward(kept, arrived, ctx.state, ctx.shapes, ctx.dtypes, ctx.call)
+            made = backward_op(kept, arrived, ctx.state, ctx.shapes, ctx.dtypes, ctx.call)
         names = [n for n in found.needs if n in signature.grads]
         own: dict[str, Tensor | None] = dict(zip(names, made, strict=False))
         if len(made) > len(names):
@@ -285,14 +323,14 @@ def define(operation: Operation) -> None:
         none = [None] * (1 + len(ctx.state)) if ctx.state else []
         return [own.get(n) for n in found.names], none, None
 
-    forward.register_autograd(differentiate, setup_context=setup)
-    OPS[name] = forward, backward
+    backward_op = op_of(f"{name}_backward", backward, fake_backward)
+    forward_op = op_of(name, forward, fake_forward, (differentiate, setup))
+    OPS[name] = forward_op, backward_op
 
 
-def _parsed(shapes: Sequence[int], dtypes: str, cotangents: Sequence[Any]) -> list[TensorMeta]:
-    """What the inputs were, from all their extents and, for each, its number of dimensions and its dtype;
-    they were where the first cotangent is."""
-    extents, device = iter(shapes), cotangents[0].device
+def _parsed(shapes: Sequence[int], dtypes: str, device: torch.device) -> list[TensorMeta]:
+    """What the inputs were, from all their extents and, for each, its number of dimensions and its dtype."""
+    extents = iter(shapes)
     return [
         TensorMeta(tuple(islice(extents, int(dtype[0]))), getattr(torch, dtype[1:]), device)
         for dtype in dtypes.split(",")
@@ -317,22 +355,13 @@ def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
         touch_forward(own, scope.recipe if scope.recipe.history == rule.history else rule, True)
 
 
-def _define_record() -> Any:
-    """``record_``, past what ``custom_op`` does at each call for ops that gradients pass or that return
-    tensors, which is half of its time: a compiled model calls this one twice for every product."""
-    schema = torch.library.infer_schema(_record, mutates_args=("history",))
-    library = library_of_op("fp8kit", "record_")
-    library.define(f"record_{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
-    library.impl("record_", torch.compiler.disable(_record), "CompositeExplicitAutograd")
-    torch.library.register_fake("fp8kit::record_", lambda *given: None, lib=library)
-    return torch.ops.fp8kit.record_.default
-
-
 # record_(history, amaxes, handle, recipe, when): history[0] = max(history[0], amaxes), NaN ignored; and the
 # state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``. It runs on the host too, so that a
 # captured graph is divided there. ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 ()
 # on the CPU; ``recipe``: text of an ``AmaxHistory``.
-record_: Any = _define_record()
+record_: Any = op_of(
+    "record_", _record, lambda *given: None, mutates=("history",), tags=(torch.Tag.cudagraph_unsafe,)
+)
 
 
 class _Rule(NamedTuple):
@@ -355,8 +384,7 @@ class _Parts(NamedTuple):
     group: None = None
 
 
-@custom_op("fp8kit::update_", mutates_args=("scales", "inverses", "histories"))
-def update_(
+def _update(
     scales: Sequence[Tensor],
     inverses: Sequence[Tensor],
     histories: Sequence[Tensor],
@@ -371,6 +399,7 @@ def update_(
     states.update(decode(recipe), own, forward)
 
 
+update_: Any = op_of("update_", _update, lambda *given: None, mutates=("scales", "inverses", "histories"))
 each_operation(define)
 
 

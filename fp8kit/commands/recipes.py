@@ -13,6 +13,7 @@ import numpy as np
 from fp8kit import recipe_info
 from fp8kit.commands import add_device, command, device_of, positive, recipes_compare, seed, table
 from fp8kit.errors import ArgumentError, Fp8kitError, meant
+from fp8kit.recipes import NAMED, entry
 
 _SHAPE = (256, 512, 512)
 _WORDS = (
@@ -74,8 +75,6 @@ def add(commands: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from fp8kit.recipes import NAMED
-
     found = [recipe_info.facts(name) for name in NAMED]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -97,7 +96,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    recipe, source = recipe_info.named(options.name)
+    recipe, source = entry(options.name, "recipes")
     found = recipe_info.facts(options.name)
     gemms, fields = recipe_info.gemm_facts(recipe), recipe_info.field_values(recipe)
     attention = recipe_info.attention_facts(recipe)
@@ -117,10 +116,7 @@ def _show(options: argparse.Namespace) -> int:
             how = (
                 [cast[name] for name in ("format", "granularity", "scale")] if cast else ["as it is", "", ""]
             )
-            rounding = (
-                "" if not cast else f"{cast['rounding_bits']} bits" if cast["rounding_bits"] else "nearest"
-            )
-            more = [rounding, (cast.get("rotation") or "none") if cast else ""]
+            more = [_rounding(cast), (cast.get("rotation") or "none") if cast else ""]
             rows.append((gemm, matrix, *how, *more, own["compute"], own["accumulation"]))
     head = ("GEMM", "operand", "format", "granularity", "scale", "rounding", "rotation", "compute")
     table((*head, "accumulation"), rows)
@@ -143,21 +139,28 @@ def _cast_anew(gemms: dict[str, Any]) -> str:
     return again and f"cast anew, from the values of fprop's codes: {again}"
 
 
+def _rounding(cast: dict[str, Any]) -> str:
+    """How codes are rounded, in a word; of an operand that is not cast none."""
+    bits = cast.get("rounding_bits")
+    return "" if not cast else f"{bits} bits" if bits else "nearest"
+
+
 def _show_attention(found: dict[str, Any]) -> None:
     """The operands of attention's products, and what they have in common."""
     if not found:
         print("attention: high precision\n")
         return
     rows = [
-        (name, *(cast[key] for key in ("format", "granularity", "scale")))
+        (name, *(cast[key] for key in ("format", "granularity", "scale")), _rounding(cast))
         for name, cast in found["operands"].items()
     ]
-    table(("attention", "format", "granularity", "scale"), rows)
+    table(("attention", "format", "granularity", "scale", "rounding"), rows)
     words = {
         "rows that share a scale": found["rows_per_block"] or "all",
-        "rotation of q and k": f"{found['rotation']}, signs {found['signs']}"
-        if found["rotation"]
-        else "none",
+        **{
+            f"rotation of {of}": f"{found[name]}, signs {found['signs']}" if found[name] else "none"
+            for of, name in (("q and k", "rotation"), ("v", "rotation_v"))
+        },
         "scales of q, k, v": "one" if found["joint"] else "one each",
         "products": found["compute"],
         "emulated sums": "float32",
@@ -233,7 +236,7 @@ def _matrices(options: argparse.Namespace) -> tuple[list[np.ndarray[Any, Any]], 
 
 
 def _check(options: argparse.Namespace) -> int:
-    recipe, _ = recipe_info.named(options.name)
+    recipe, _ = entry(options.name, "recipes")
     device = device_of(options)
     (x, w, g), said = _matrices(options)
     support = recipe_info.support_on(recipe, device)

@@ -9,6 +9,7 @@ from typing import Any
 from fp8kit import recipe_info
 from fp8kit.commands import add_device, command, device_of, positive, seed, table
 from fp8kit.errors import ArgumentError, CheckpointError
+from fp8kit.recipes import NAMED, entry
 
 _WORDS = (
     "DUMP is a file of fk.numerics.capture(model, batch).save(DUMP), or of fp8kit_torch.capture. Errors are "
@@ -47,11 +48,14 @@ def _compare(options: argparse.Namespace) -> int:
 
     from fp8kit.numerics.capture import Dump
     from fp8kit.numerics.compare import RESULTS, TENSORS, compare, summaries
-    from fp8kit.recipes import NAMED
 
     device = device_of(options)
     if options.recipes:
-        chosen = {name: recipe_info.named(name).recipe for name in options.recipes}
+        for name in options.recipes:
+            if "," in name:
+                wanted = "names with spaces between: --recipes mxfp8 current"
+                raise ArgumentError("recipes", "--recipes", repr(name), wanted)
+        chosen = {name: entry(name, "recipes").recipe for name in options.recipes}
     else:
         # those that differ in attention alone have the same GEMMs
         chosen, known = {}, set()

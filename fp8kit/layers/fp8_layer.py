@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import inspection
 from fp8kit.autocast import AutocastState, current
+from fp8kit.collectives import Collectives, named
 from fp8kit.errors import ArgumentError
 from fp8kit.inspection import Watch
 from fp8kit.layers.arguments import want_plain
@@ -51,9 +52,10 @@ def layer_spec(
     }
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
     watch = dict(more).get("watch")
-    for prefix, own in () if watch is None else watch.changed:
-        name = next(name for name in names if changes[name].prefix == prefix)
-        changes[name] = dataclasses.replace(changes[name], fp8=own)
+    other = {} if watch is None else dict(watch.changed)
+    for name, product in changes.items():  # those of groups are their one product's
+        if product.prefix in other:
+            changes[name] = dataclasses.replace(product, fp8=other[product.prefix])
     return dataclasses.replace(spec, **changes, **dict(options))
 
 
@@ -342,6 +344,11 @@ class FP8Layer(Layer):
         spec = self._spec_for(fp8, cached is not None, bias, options, fields)
         inputs = inputs | dict(codes or {}) | (cached or {})
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
+
+    def ranks_of_weights(self) -> dict[str, Collectives]:
+        """By prefix of a product whose weight ranks have parts of, what these communicate by."""
+        shared = (own for own in layer_products(self._spec) if own.parallel is not None)
+        return {own.prefix: named(own.group) for own in shared}
 
     def own_state(self, state: AutocastState) -> AutocastState | None:
         """The autocast as it is for this layer, whose recipes differ from layer to layer: with its own one,

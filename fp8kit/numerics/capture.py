@@ -240,12 +240,13 @@ def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) ->
     element; UnsupportedError for a weight that is multiplied twice, or has no gradient.
     """
     if not callable(getattr(model, "named_parameters", None)):
-        raise ArgumentError("capture", "model", f"a {type(model).__name__}", "an fk.nn.Module")
+        wanted = "an fk.nn.Module; fp8kit_jax.capture takes functions and Flax's modules"
+        raise ArgumentError("capture", "model", f"a {type(model).__name__}", wanted)
     if loss is not None:
         function("capture", "loss", loss)
     parameters = dict(model.named_parameters())
     if not all(isinstance(parameter, Tensor) for parameter in parameters.values()):
-        wanted = "an fk.nn.Module; fp8kit_torch.capture takes PyTorch's modules"
+        wanted = "an fk.nn.Module; fp8kit_torch.capture and fp8kit_jax.capture take other libraries' modules"
         raise ArgumentError("capture", "model", f"a {type(model).__name__} of another library", wanted)
     recorder = Recorder({name: parameter.view for name, parameter in parameters.items()})
     args, named = called(batch)

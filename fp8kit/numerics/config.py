@@ -37,6 +37,7 @@ _NAMESPACES = ("transformer_engine", "fp8kit")
 _STEPS = ("freq", "start_step", "end_step", "start_end_list")
 _SELECTIONS = ("layer_name_regex_pattern", "exact_layer_names", "layer_numbers", "layer_types")
 _NUMBER = re.compile(r"(?<!fc)(?<!\d)\d+")
+_SECTION = "a section: a mapping with enabled, layers and transformer_engine, where its features are"
 # formats of FakeQuant: Transformer Engine's names -> a named recipe's
 FAKE_FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")
 _OPERAND_TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
@@ -53,7 +54,7 @@ FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tensors", "tensors_struct", "stats"),
     ),
     "FakeQuant": (
-        "Computes GEMMs in high precision, on values that were rounded to a format by one scale a tensor.",
+        "Computes GEMMs in high precision, with operands and results that are rounded to a format's values.",
         ("gemms", "gemms_struct", "tensors", "tensors_struct", "quant_format"),
     ),
     "PerTensorScaling": (
@@ -233,9 +234,9 @@ def _twice(root: Any) -> Any:
     return None
 
 
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+def _mapping(where: str, value: Any, wanted: str = "a mapping") -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ArgumentError(_ASKED, where, shown(value), "a mapping")
+        raise ArgumentError(_ASKED, where, None if value is None else shown(value), wanted)
     return value
 
 
@@ -244,7 +245,8 @@ def _list(where: str, value: Any) -> list[Any]:
     if isinstance(value, str) and value:
         return [value]
     if not isinstance(value, list | tuple) or not value:
-        raise ArgumentError(_ASKED, where, shown(value), "a list that is not empty")
+        got = None if value is None else shown(value)
+        raise ArgumentError(_ASKED, where, got, "a list that is not empty")
     return list(value)
 
 
@@ -256,7 +258,10 @@ def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None
 
 
 def _section(name: str, value: Any) -> Section | None:
-    own = _mapping(name, value)
+    own = _mapping(name, value, _SECTION)
+    if name.lower() in (*ALIASES, *_NAMESPACES):
+        wanted = f"a name of your own, of {_SECTION}"
+        raise ArgumentError(_ASKED, "config", f"{name!r} as the name of a section", wanted)
     if "enabled" not in own:
         raise ArgumentError(_ASKED, f"{name}.enabled", None, "True or False")
     if not flag(_ASKED, f"{name}.enabled", own["enabled"]):
@@ -304,22 +309,28 @@ def _features(name: str, own: Mapping[str, Any]) -> Iterator[tuple[str, str, Map
         for feature, options in inside.items():
             found = ALIASES.get(str(feature).lower())
             if found is None:
-                wanted = f"a feature: {', '.join(FEATURES)}{meant(feature, FEATURES)}"
+                near = meant(feature, (*FEATURES, "enabled", "layers", *_NAMESPACES))
+                wanted = f"a feature: {', '.join(FEATURES)}{near}"
                 raise ArgumentError(_ASKED, name, repr(feature), wanted)
             yield found, str(feature), _mapping(f"{name}.{feature}", options)
 
 
 def _layers(where: str, value: Any) -> Mapping[str, Any]:
-    own = dict(_mapping(where, value))
+    own = dict(_mapping(where, value, f"a mapping with one of {', '.join(_SELECTIONS)}"))
     _known(where, own, _SELECTIONS)
     if not own:
         raise ArgumentError(_ASKED, where, "nothing", f"one of {', '.join(_SELECTIONS)}")
+    first = next((key for key in ("exact_layer_names", "layer_name_regex_pattern") if key in own), None)
+    unused = [key for key in own if key != first] if first is not None else []
+    if unused:  # as Transformer Engine does
+        log.warning("inspect: %s: %s counts, and not %s", where, first, " and ".join(unused))
     for key, chosen in own.items():
         if key == "layer_name_regex_pattern":
             try:
                 own[key] = re.compile(chosen)
             except (re.error, TypeError) as error:
-                got = f"{shown(chosen)}: {error}"
+                why = error if isinstance(chosen, str) else "it is no text"
+                got = f"{shown(chosen)}: {why}"
                 raise ArgumentError(_ASKED, f"{where}.{key}", got, "a regular expression") from None
         elif key == "layer_numbers":
             own[key] = _numbers(f"{where}.{key}", chosen)
@@ -331,14 +342,19 @@ def _layers(where: str, value: Any) -> Mapping[str, Any]:
 def _numbers(where: str, value: Any) -> frozenset[int] | None:
     """Numbers of layers; "2-5" are four of them, None is all."""
     found: set[int] = set()
+    wanted = "numbers of layers from 0 on, such as [0, 3] or '4-7', or 'all'"
     for part in value if isinstance(value, list | tuple) else [value]:
         if part == "all":
             return None
         ends = re.fullmatch(r"(\d+)-(\d+)", part) if isinstance(part, str) else None
-        if ends is not None:
+        if ends is not None and int(ends[1]) <= int(ends[2]):
             found |= set(range(int(ends[1]), int(ends[2]) + 1))
+        elif type(part) is int and part >= 0:
+            found.add(part)
         else:
-            found.add(integer(_ASKED, where, part, 0))
+            raise ArgumentError(_ASKED, where, shown(part), wanted)
+    if not found:
+        raise ArgumentError(_ASKED, where, shown(value), wanted)
     return frozenset(found)
 
 
@@ -355,7 +371,8 @@ def _steps(where: str, own: Mapping[str, Any]) -> Steps:
     for pair in _list(f"{where}.start_end_list", given):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ArgumentError(_ASKED, f"{where}.start_end_list", shown(pair), "pairs of steps")
-        first, last = (integer(_ASKED, f"{where}: step", step, -1) for step in pair)
+        ends = zip(("start_step", "end_step"), pair, strict=True)
+        first, last = (integer(_ASKED, f"{where}: {name}", step, -1) for name, step in ends)
         if last != -1 and first > last:
             wanted = "an end_step that is not before it, or -1 for no end"
             raise ArgumentError(_ASKED, f"{where}: start_step", f"{first}, with end_step {last}", wanted)
@@ -428,7 +445,7 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
         return
     fake = feature == "FakeQuant"
     nested = "gemms_struct" in own
-    kind = "fake" if fake else "current"
+    kind, known = ("fake", TENSORS) if fake else ("current", _READ)
     effects: list[Effect] = []
     for item in _items(where, own, "gemm", gemms):
         gemm = item["gemm"]
@@ -437,20 +454,24 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
             yield Effect("high_precision", gemm, (), _steps(where, item))
             continue
         found = []
-        for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", _READ):
+        for part in _items(f"{where}.{gemm}" if nested else where, item, "tensor", known):
             _known(where, part, ("gemm", "tensor", *(("quant_format",) if fake else ()), *_STEPS))
             form = ""
             if fake:
                 form = choice(_ASKED, f"{where}.quant_format", part.get("quant_format"), FAKE_FORMATS)
             found.append((part["tensor"], form))
         effects.append(Effect(kind, gemm, tuple(found), _steps(where, item)))
-    # one that stands in a list with others may read none: it is in high precision then
+    # one that stands in a list with others may have none: it is in high precision then
+    own = {
+        gemm: [*operands_of(gemm), *(made for made, by in MADE_BY.items() if fake and by == gemm)]
+        for gemm in gemms
+    }
     for group in [[effect] for effect in effects] if nested else [effects]:
-        reads = [tensor in operands_of(each.gemm) for each in group for tensor, _ in each.tensors]
-        if group and not any(reads):
+        has = [tensor in own[each.gemm] for each in group for tensor, _ in each.tensors]
+        if group and not any(has):
             gemm = group[0].gemm
             got = f"{', '.join(tensor for tensor, _ in group[0].tensors)} of {gemm}"
-            wanted = f"what {gemm} reads: {', '.join(operands_of(gemm))}"
+            wanted = f"what {gemm} reads{' or makes' if fake else ''}: {', '.join(own[gemm])}"
             raise ArgumentError(_ASKED, f"{where}.tensors", got, wanted)
     yield from effects
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit.errors import ArgumentError
 from fp8kit.float8 import quantize
 from fp8kit.inspection import Entry
 from fp8kit.numerics.config import Dumped
@@ -36,14 +38,19 @@ class Dumps:
         """Write one tensor."""
         arrays: dict[str, Any] = {"high_precision": array} if asked.plain else {}
         if asked.cast and entry.tensor in CAST and quantization is not None:
-            arrays["quantized"] = _quantized(on_host(array), entry.tensor, quantization)
+            with contextlib.suppress(ArgumentError):  # of a tensor that the first GEMM takes as it is
+                arrays["quantized"] = _quantized(on_host(array), entry.tensor, quantization)
         if not arrays:
             return
         folder = self._folder / f"iter_{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
         stem = _NO_NAME.sub("_", f"{entry.layer}_{entry.tensor}")
-        taken = sum(1 for number in range(4096) if (folder / _file(stem, number, self._ending)).exists())
-        self._save(arrays, folder / _file(stem, taken, self._ending))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            taken = sum(1 for number in range(4096) if (folder / _file(stem, number, self._ending)).exists())
+            self._save(arrays, folder / _file(stem, taken, self._ending))
+        except (OSError, RuntimeError) as error:  # torch's own of a file is a RuntimeError
+            wanted = f"a folder in which tensors can be written ({getattr(error, 'strerror', None) or error})"
+            raise ArgumentError("inspect", "log_dir", str(folder), wanted) from None
 
 
 def _file(stem: str, number: int, ending: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fp8kit.block_recipes import MXFP8BlockScaling
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import E4M3, E5M2
+from fp8kit.inspection import MADE_BY
 from fp8kit.numerics.config import Effect, operands_of
 from fp8kit.quantization import Gemm, Quantization, Quantizer
+from fp8kit.recipe import MXFP8BlockScaling
 
 _PLAIN = Quantizer(E4M3)
 HIGH_PRECISION = Quantization(*(Gemm(_PLAIN, _PLAIN, compute="high_precision") for _ in range(3)))
@@ -53,7 +54,8 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
             return Gemm(gemm.a, gemm.b, gemm.accumulation, "high_precision")
         own = {side: _FAKE[form] for side, form in sides.items()}
         plain = "".join(side for side in "ab" if side not in own)
-        return Gemm(own.get("a", _PLAIN), own.get("b", _PLAIN), "split", "quantized", plain=plain)
+        a, b = own.get("a", _PLAIN), own.get("b", _PLAIN)
+        return Gemm(a, b, "split", "quantized", plain=plain, emulated=True)  # as it is asked for
     if base is None or not base.fprop.a.needs_state:
         wanted = "DelayedScaling around the layer: others take no scales of earlier steps"
         got = "high precision" if base is None else f"a recipe whose input is {base.fprop.a}"
@@ -65,6 +67,17 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
         for side, q in (("a", gemm.a), ("b", gemm.b))
     )
     return replace(gemm, a=a, b=b)
+
+
+def rounded(effects: Iterable[Effect]) -> tuple[tuple[str, Quantizer], ...]:
+    """What GEMMs make and is rounded then: pairs of "output", "dgrad" or "wgrad" and how."""
+    fakes = [effect for effect in effects if effect.kind == "fake"]
+    return tuple(
+        (tensor, _FAKE[form])
+        for effect in fakes
+        for tensor, form in effect.tensors
+        if MADE_BY.get(tensor) == effect.gemm
+    )
 
 
 def active(effects: Iterable[Effect], step: int) -> tuple[Effect, ...]:

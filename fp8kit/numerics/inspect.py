@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import flag
+from fp8kit.arguments import flag, shown
+from fp8kit.autograd import Tensor
 from fp8kit.collectives import everyone
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.fp8_layer import FP8Layer
@@ -20,18 +22,25 @@ from fp8kit.numerics.gathering import gathering
 from fp8kit.numerics.log import Inspector
 from fp8kit.numerics.sinks import LogFile, sinks_of
 
+log = logging.getLogger("fp8kit")
 Names = Callable[[Any], str | None]
 
 
-def layer_names(model: Any) -> Names:
+def layer_names(model: Any, hint: str = "") -> Names:
     """The names of a model's layers: that under which ``named_modules()`` has each, its own ``name`` where it
-    is the model. ArgumentError for what is no module."""
-    if not callable(getattr(model, "named_modules", None)):
-        raise ArgumentError("inspect", "model", f"a {type(model).__name__}", "a module")
+    is the model. ArgumentError for what is no module; a model without layers is warned of, and its user
+    told the ``hint``."""
+    if isinstance(model, type) or not callable(getattr(model, "named_modules", None)):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ArgumentError("inspect", "model", got, "a module")
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, FP8Layer):
             found[id(module)] = path or module.name or module.layer_name
+    if not found:
+        log.warning(
+            "inspect: no layer of fp8kit is in the %s, so nothing is seen%s", type(model).__name__, hint
+        )
     return lambda layer: found.get(id(layer))
 
 
@@ -71,6 +80,8 @@ def made(
 ) -> Inspector:
     """The inspector of a frontend. ArgumentError for a configuration or a sink that is none."""
     found = read(config)
+    if not isinstance(log_dir, str | os.PathLike | None):
+        raise ArgumentError("inspect", "log_dir", shown(log_dir), "the path of a folder, or None")
     where = "." if log_dir is None else log_dir
     files = [] if log_dir is None else [LogFile(log_dir, rank)]
     return Inspector(
@@ -93,6 +104,7 @@ def inspect(
     first_step: int = 0,
     keep: bool = True,
     group: Any = None,
+    whole_weights: bool = True,
 ) -> Any:
     """A context manager: within it the layers of ``model`` show and do what ``config`` says::
 
@@ -115,12 +127,25 @@ def inspect(
     * ``group``: ranks, such as ``fk.distributed.init()``, whose tensors are taken together, weights aside;
       ``log.step()`` is then a call that all of them make. None: this rank's alone.
 
+    * ``whole_weights``: of a weight that tensor-parallel ranks have parts of, the statistics are of all parts
+      together; ``log.step()`` is then a call that these ranks make together. False: of this rank's part.
+
     ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
     that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
     process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
     first call, where several sections choose it.
     """
-    gather = gathering(group)
+    names = layer_names(model)
+    if not all(isinstance(p, Tensor) for _, p in model.named_parameters()):
+        wanted = "an fk.nn.Module; fp8kit_torch.inspect is for PyTorch's modules"
+        raise ArgumentError("inspect", "model", f"a {type(model).__name__} of another library", wanted)
     ranks = everyone() or group
+    more: Any = {"gather": gathering(group), "gather_parts": parts_of(whole_weights, gathering)}
     rank = 0 if ranks is None else ranks.rank
-    return Block(made(config, layer_names(model), sinks, log_dir, first_step, keep, rank, gather=gather))
+    return Block(made(config, names, sinks, log_dir, first_step, keep, rank, **more))
+
+
+def parts_of(whole_weights: Any, gathering: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """``gathering`` for the ranks of a weight, None where statistics are of this rank's part. ArgumentError
+    for what is no flag."""
+    return gathering if flag("inspect", "whole_weights", whole_weights) else None

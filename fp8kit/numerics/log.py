@@ -20,16 +20,17 @@ import numpy as np
 from fp8kit import inspection
 from fp8kit.arguments import integer
 from fp8kit.arrays import ArrayView
+from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError, meant
-from fp8kit.inspection import MADE_BY, Entry, ProductWatch, TensorWatch, Watch
+from fp8kit.inspection import MADE_BY, Entry, Place, ProductWatch, TensorWatch, Watch
 from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
-from fp8kit.numerics.effects import active, changed
+from fp8kit.numerics.effects import active, changed, rounded
 from fp8kit.numerics.names import Needs, Operand, request
 from fp8kit.numerics.shown import Blocks, Shown
 from fp8kit.numerics.sinks import Row, Sink
 from fp8kit.numerics.statistics import merge, values
-from fp8kit.quantization import Quantization
+from fp8kit.quantization import Quantization, Quantizer
 
 log = logging.getLogger("fp8kit")
 Record = np.ndarray[Any, Any]
@@ -40,12 +41,14 @@ _ENTRIES = 4096
 
 
 class _Asked(NamedTuple):
-    """What is wanted of a product in a step: (tensor, its needs) and dumps; what the product's rules are."""
+    """What is wanted of a product in a step: (tensor, its needs) and dumps; what the product's rules are, and
+    which of its results are rounded how."""
 
     needs: tuple[tuple[str, Needs], ...]
     dumped: tuple[Dumped, ...]
     quantization: Quantization | None
     is_changed: bool
+    rounded: tuple[tuple[str, Quantizer], ...]
 
 
 class _Logged(NamedTuple):
@@ -112,6 +115,8 @@ class Inspector:
 
     * ``names``: layer -> its name, None for a layer that is not inspected. ``sinks``: where rows go.
     * ``gather``: of the records of this rank, by (layer, tensor), those of all ranks; None for one rank.
+    * ``gather_parts``: of ranks that have parts of a weight, what ``gather`` is; None where a weight is this
+      rank's part.
     * ``first``: the number of the first step. ``keep``: whether ``rows`` keeps them. ``switched``: called
       when that changes with what the step that begins shows, None for nothing. ``wait``: called before what a
       step has shown is read.
@@ -126,11 +131,14 @@ class Inspector:
         first: int = 0,
         keep: bool = True,
         gather: Gather | None = None,
+        gather_parts: Callable[[Collectives], Gather | None] | None = None,
         dumps: Dumps | None = None,
         switched: Callable[[Any], None] | None = None,
         wait: Callable[[], Any] | None = None,
     ) -> None:
         self.config, self.names, self.sinks, self.gather = config, names, list(sinks), gather
+        self.gather_parts = gather_parts
+        self._shared: dict[str, Collectives] = {}  # by the product's name, the ranks that have parts of it
         self.number = integer("inspect", "first_step", first, 0)
         self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
         self._rows: list[Row] = []
@@ -145,7 +153,7 @@ class Inspector:
         self._now = _Like({}, {}, {}, {})
         self._said: set[tuple[str, str]] = set()
         self._checked = 0  # how many of ``_due`` have had their layers looked for
-        self._open, self._paused, self._serial = False, False, next(_SERIAL)
+        self._open, self._closed, self._paused, self._serial = False, False, False, next(_SERIAL)
         self._looked_at: Any = None
 
     # --- the user's ----------------------------------------------------------------------------------------
@@ -198,7 +206,10 @@ class Inspector:
     # --- the block -----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin. ArgumentError where another inspector has begun: there is one in a process."""
+        """Begin. ArgumentError where another inspector has begun, since there is one in a process, and where
+        this one has ended."""
+        if self._closed:
+            raise ArgumentError("inspect", "block", "one that has ended", "a new one: inspect(...) again")
         if _current[0] is not None:
             raise ArgumentError("inspect", "block", "one within another", "one at a time in a process")
         _current[0], self._open = self, True
@@ -219,12 +230,24 @@ class Inspector:
             log.warning("inspect: rows of the last steps are lost: %s", error)  # the failure itself goes on
         finally:
             self._shown, self._blocks, self._ended = Shown(), Blocks(), []
-            self._open, _current[0] = False, None
+            self._open, self._closed, _current[0] = False, True, None
             self._switch(None)
-            for sink in self.sinks:
-                sink.close()
+            self._close_sinks(failed)
         if not failed:
             self._say_missing()
+
+    def _close_sinks(self, failed: bool) -> None:
+        """Close all sinks, whatever one of them raises."""
+        errors = []
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                errors.append(error)
+        if errors and not failed:
+            raise errors[0]
+        for lost in errors:
+            log.warning("%s", lost)  # the failure itself goes on
 
     def _say_missing(self) -> None:
         """Warn, when the first step ends in which a section counts, that none of its layers has run, or which
@@ -272,6 +295,9 @@ class Inspector:
             return None
         on = state is not None and state.enabled
         products = tuple((product_name(name, prefix), prefix) for prefix in layer.gemms)
+        ranks = {} if self.gather_parts is None else layer.ranks_of_weights()
+        if ranks:
+            self._shared |= {product: ranks[prefix] for product, prefix in products if prefix in ranks}
         return self.of_products(products, state.recipe.quantization if on else None)
 
     def of_products(
@@ -305,7 +331,7 @@ class Inspector:
                 known = own.get(dump.tensor, TensorWatch(dump.tensor))
                 own[dump.tensor] = TensorWatch(known.tensor, known.statistics, True)
                 self._now.dumped[name, dump.tensor] = dump, asked.quantization
-            products.append(ProductWatch(name, prefix, tuple(own.values())))
+            products.append(ProductWatch(name, prefix, tuple(own.values()), asked.rounded))
         return _same(Watch(tuple(products), tuple(other))) if products else None
 
     def _wanted(self, name: str, base: Quantization | None, transposed: bool) -> _Asked | None:
@@ -328,17 +354,26 @@ class Inspector:
         if missing and (section.name, missing) not in self._said:
             self._said.add((section.name, missing))
             log.warning("inspect: section %s: left out, first in layer %s: %s", section.name, name, missing)
-        return _Asked(found, dumped, own, bool(effects) and own is not base)
+        return _Asked(found, dumped, own, bool(effects) and own is not base, rounded(effects))
+
+    def unseen(self, name: str) -> None:
+        """Warn once of a layer that shows nothing where a section chooses it."""
+        if (name, "unseen") not in self._said:
+            self._said.add((name, "unseen"))
+            section = self.config.section(name)
+            if section is not None:
+                what = f"section {section.name}: layer {name} shows nothing, and no feature changes it"
+                log.warning("inspect: %s, since its numbers of rows stay on the device", what)
 
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Where a call's counts and sums lie."""
         with self._lock:
             return self._blocks.place(memory, nbytes)
 
-    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any]) -> None:
+    def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
         """Keep what a call shows until the step ends."""
         with self._lock:
-            self._shown.take(entries, arrays)
+            self._shown.take(entries, arrays, place)
 
     # --- rows ----------------------------------------------------------------------------------------------
 
@@ -351,7 +386,7 @@ class Inspector:
             with self._lock:
                 shown, self._shown = self._shown, Shown()
                 # ranks gather together, at each end of a step
-                at_once = shown.fetch(self._blocks) or self.gather is not None
+                at_once = shown.fetch(self._blocks) or self.gather is not None or bool(self._shared)
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
 
@@ -363,48 +398,85 @@ class Inspector:
 
     def _rows_of_step(self, number: int, like: _Like, shown: Shown) -> None:
         """Make the rows of a step, and give them to the sinks."""
-        found: dict[int, tuple[_Logged, Record]] = {}
-        for entry, array in shown.taken:
+        found: dict[tuple[int, Place | None], tuple[_Logged, Record]] = {}
+        for entry, place, array in shown.taken:
             if entry.kind == "dump":
                 known = like.dumped.get((entry.layer, entry.tensor))
                 if self._dumps is not None and known is not None:
-                    self._dumps.write(number, entry, array, *known)
+                    layer = entry.layer if place is None else place.name_of(entry.layer)
+                    self._dumps.write(number, entry._replace(layer=layer), array, *known)
                 continue
             logged = like.logged(entry)
             if logged is None:
                 continue  # of a forward pass in an earlier step
-            earlier = found.get(id(logged))
-            if earlier is not None and entry.tensor == "weight":
-                continue  # the same in every micro-batch
+            key = id(logged), place
+            earlier = found.get(key)
             record = shown.host(array)
+            if earlier is not None and entry.tensor == "weight":
+                self._say_other_weight(logged.key[0], earlier[1], record)
+                continue  # the same in every micro-batch
             if earlier is not None:
                 record = merge(logged.needs, earlier[1], record)
-            found[id(logged)] = logged, record
-        if self.gather is not None:
+            found[key] = logged, record
+        if self.gather is not None or self._shared:
             records = {logged.key: record for logged, record in found.values()}
             gathered = self._of_all_ranks(records, like.asked)
-            found = {id(key): (like.asked[key], record) for key, record in gathered.items()}
+            found = {(id(key), None): (like.asked[key], record) for key, record in gathered.items()}
         made: list[Row] = []
-        for logged, record in sorted(found.values(), key=lambda one: one[0].place):
-            rows = logged.rows
+        for (_, place), (logged, record) in sorted(found.items(), key=_in_order):
+            own = {} if place is None else {"layer": place.name_of(logged.key[0])}
             for name, value in values(logged.needs, record).items():
-                made.append({"step": number, **rows[name], "value": value})
+                made.append({"step": number, **logged.rows[name], **own, "value": value})
         if self._keep:
             self._rows += made
         if made:
             for sink in self.sinks:
                 sink.write(made)
 
+    def _say_other_weight(self, layer: str, first: Record, other: Record) -> None:
+        """Warn once of a layer whose weight is not the same in all calls of a step: several layers with one
+        name, such as a scan's."""
+        if layer and (layer, "weight") not in self._said and not np.array_equal(first, other):
+            self._said.add((layer, "weight"))
+            log.warning(
+                "inspect: layer %s: its weight differs from call to call within a step, and the first one's "
+                "statistics are logged; fp8kit_jax.layer_index tells layers of a scan apart, and log.step() "
+                "ends a step before weights change",
+                layer,
+            )
+
     def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
-        """The records of all ranks together, the weights' as this rank has them."""
-        assert self.gather is not None
-        total: Records = {}
-        for records in self.gather({key: record for key, record in own.items() if key[1] != "weight"}):
-            for key, record in records.items():
-                if key in asked:
-                    needs = asked[key].needs
-                    total[key] = merge(needs, total[key], record) if key in total else record
-        return total | {key: record for key, record in own.items() if key[1] == "weight"}
+        """The records of all ranks together: of weights those of the ranks that have parts of one."""
+        weights = {key: record for key, record in own.items() if key[1] == "weight"}
+        found = {key: record for key, record in own.items() if key[1] != "weight"}
+        if self.gather is not None:
+            found = _total(self.gather(found), asked)
+        parts: dict[Collectives, Records] = {}
+        for key in sorted(weights, key=lambda key: key[0]):  # in the same order on all ranks
+            if key[0] in self._shared:
+                parts.setdefault(self._shared[key[0]], {})[key] = weights[key]
+        for ranks, records in parts.items():
+            assert self.gather_parts is not None
+            gather = self.gather_parts(ranks)
+            weights |= records if gather is None else _total(gather(records), asked)
+        return found | weights
+
+
+def _in_order(found: tuple[tuple[int, Place | None], tuple[_Logged, Record]]) -> tuple[Any, ...]:
+    """A key to sort a step's records by: layers by name, those of a stack by number, then tensors."""
+    (_, place), (logged, _) = found
+    layer, tensor = logged.place
+    return layer, () if place is None else place.numbers, tensor
+
+
+def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:
+    """The ranks' records together, of what is asked for."""
+    total: Records = {}
+    for records in ranks:
+        for key, record in records.items():
+            if key in asked:
+                total[key] = merge(asked[key].needs, total[key], record) if key in total else record
+    return total
 
 
 _current: list[Inspector | None] = [None]

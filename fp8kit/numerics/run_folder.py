@@ -39,14 +39,18 @@ _SEED = re.compile(r"^(.*?),?\s+seed[ =](\d+)$")
 # parts of a transformer layer's name, in the order in which they compute
 _ORDER = (
     "self_attention",
+    "attention",
     "inter_attention",
+    "encoder_decoder_attention",
     "layernorm_qkv",
     "qkv",
     "layernorm_query",
     "query",
     "key_value",
 )
-_PLACES = {name: i for i, name in enumerate((*_ORDER, "core_attention", "proj", "layernorm_mlp", "mlp"))}
+_REST = ("key", "value", "core_attention", "proj", "out", "layernorm_mlp", "mlp")
+_PLACES = {name: i for i, name in enumerate((*_ORDER, *_REST))}
+_NUMBERED = re.compile(r"(.*?)(\d+)")  # Flax's "layers_10", "fc1"
 
 
 class Key(NamedTuple):
@@ -235,10 +239,9 @@ def layer_order(name: str) -> tuple[Any, ...]:
     compute."""
     parts = []
     for word in name.split("."):
-        if word.isdecimal():
-            parts.append((0, int(word), ""))
-        else:
-            parts.append((1, _PLACES.get(word, len(_PLACES)), word))
+        found = _NUMBERED.fullmatch(word)
+        stem, number = (word, -1) if found is None else (found[1], int(found[2]))
+        parts.append((bool(stem), _PLACES.get(word, len(_PLACES)), stem, number))
     return tuple(parts)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.formats import uint8
-from fp8kit.inspection import Entry
+from fp8kit.inspection import Entry, Place
 from fp8kit.numerics.dumps import on_host
 from fp8kit.spec import Meta
 
@@ -114,22 +114,22 @@ class Blocks:
 
 
 class Shown:
-    """The arrays of one step, ``taken``: each with what it holds."""
+    """The arrays of one step, ``taken``: each with what it holds, and the place of its layer in a stack."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[Entry, Any]] = []
+        self.taken: list[tuple[Entry, Place | None, Any]] = []
         self._copies: dict[Block, Copy] = {}
 
-    def take(self, entries: Mapping[str, Entry], shown: Sequence[Any]) -> None:
+    def take(self, entries: Mapping[str, Entry], shown: Sequence[Any], place: Place | None = None) -> None:
         """Note what a call has shown."""
-        self.taken += zip(entries.values(), shown, strict=True)
+        self.taken += [(own, place, array) for own, array in zip(entries.values(), shown, strict=True)]
         for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
             block.waiting -= 1
 
     def fetch(self, blocks: Blocks) -> bool:
         """Begin to copy to the host. Whether it is all there already, or cannot come by itself."""
         self._copies = blocks.fetch()
-        others = any(not isinstance(_owner(array), Block) for _, array in self.taken)
+        others = any(not isinstance(_owner(array), Block) for *_, array in self.taken)
         return others or all(copy.on_host for copy in self._copies.values())
 
     def host(self, array: Any) -> Array:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class JsonLines:
     """A file of one JSON object a row (NaN and Inf as Python writes them), what is there already stays."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = _opened(path)
+        self._file = _TextFile(path)
 
     def write(self, rows: Sequence[Row]) -> None:
         self._file.write("".join([f"{_json(row)}\n" for row in rows]))
@@ -65,9 +66,9 @@ class Csv:
     """A file of comma-separated values with a head: FIELDS. Histograms are JSON lists in their field."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = _opened(path, newline="")
+        self._file = _TextFile(path, newline="")
         self._writer = csv.writer(self._file)
-        if not self._file.tell():
+        if self._file.is_empty:
             self._writer.writerow(FIELDS)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -89,7 +90,7 @@ class LogFile:
     def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
         where = Path(folder) / "nvdlfw_inspect_statistics_logs"
         self.path = where / f"nvdlfw_inspect_globalrank-{rank}.log"
-        self._file = _opened(self.path)
+        self._file = _TextFile(self.path, "log_dir")
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -212,14 +213,41 @@ class WeightsAndBiases:
         """The run is the user's."""
 
 
-def _opened(path: str | os.PathLike[str], **how: Any) -> Any:
-    where = Path(path)
-    try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-        return where.open("a", encoding="utf-8", **how)
-    except OSError as error:
-        wanted = f"a file that can be written ({error.strerror})"
-        raise ArgumentError("inspect", "sinks", str(where), wanted) from None
+class _TextFile:
+    """A file that text is written to behind what is there. ArgumentError, of ``argument``, where that
+    fails."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], argument: str = "sinks", newline: str | None = None
+    ) -> None:
+        self.path, self._argument = Path(path), argument
+        with self._named():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8", newline=newline)
+        self.is_empty = not self._file.tell()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            wanted = f"a file that can be written ({error.strerror})"
+            raise ArgumentError("inspect", self._argument, str(self.path), wanted) from None
+
+    def write(self, text: str) -> None:
+        """Write it, perhaps later."""
+        with self._named():
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Write it now."""
+        with self._named():
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        with self._named():
+            self._file.close()
 
 
 def _path_of(row: Row) -> str:
@@ -260,6 +288,11 @@ def sink_of(value: Any) -> Sink:
 
 
 def sinks_of(values: Any) -> list[Sink]:
-    """Those of one value or several."""
+    """Those of one value or several. ArgumentError for a file that is there twice."""
     several = isinstance(values, Iterable) and not isinstance(values, str | os.PathLike)
-    return [sink_of(value) for value in (values if several else [values])] if values is not None else []
+    given = [] if values is None else list(values) if several else [values]
+    files = [os.path.abspath(value) for value in given if isinstance(value, str | os.PathLike)]
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise ArgumentError("inspect", "sinks", f"{twice} twice", "each file once")
+    return [sink_of(value) for value in given]

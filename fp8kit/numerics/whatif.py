@@ -38,8 +38,10 @@ def cast_of(
     if gemm.compute == "dequantized" and source != "g":  # as the first GEMM casts it
         (first, place), along = readers[0], 1
         gemm = quantization.gemms[first]
-    if gemm.compute != "quantized":
-        wanted = f"a GEMM that multiplies codes of the {tensor}: {name} is computed {gemm.compute!r}"
+    as_it_is = gemm.plain == "ab"[place]
+    if gemm.compute != "quantized" or as_it_is:
+        how = f"{name} is computed {gemm.compute!r}" + f", with the {tensor} as it is" * as_it_is
+        wanted = f"a GEMM that multiplies codes of the {tensor}: {how}"
         raise ArgumentError("statistics", "stats", repr(stat), wanted)
     if transposed and tensor == "weight":
         along = 1 - along

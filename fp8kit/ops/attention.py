@@ -68,7 +68,7 @@ class Attention(Operation):
       inputs' dtype, with a bias.
     * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax
       type "learnable".
-    * ``rng``: int64 (2,) seed and offset, where dropout > 0 or a rotation has random signs.
+    * ``rng``: int64 (2,) seed and offset, where dropout > 0 or quantised operands draw (``needs_rng``).
       ``dropout_place``: int32 (3,), where ``placed``: which batch and which head of the larger attention the
       first ones are, and how many heads that has. On CUDA the unfused path takes it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
@@ -19,10 +20,19 @@ from fp8kit.ops.attention_spec import batch_of, length_of
 from fp8kit.ops.attention_views import Dense, side_of
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Views, WorkingSet
+from fp8kit.tiles import cast_rotated
 
 # operand -> along which dimensions it is contracted: 1, its features; 0, its rows
 _FORWARD = {"q": (1,), "k": (1,), "v": (0,)}
 _BACKWARD = {"q": (1, 0), "k": (1, 0), "v": (1,), "do": (1, 0)}
+# matrix -> the number of its cast, and of the one along its features the next one: those before are P's, dS's
+# and dropout's. An operand that forward and backward cast has the same bits in both
+_DRAWS = {name: 4 + 2 * i for i, name in enumerate(("q", "k", "v", "do", "o", "dq", "dk", "dv"))}
+
+
+@lru_cache(maxsize=256)
+def _turned(own: Quantizer, n: int, signs: str) -> Quantizer:
+    return dataclasses.replace(own, hadamard=n, signs=signs)
 
 
 class _Matrix(NamedTuple):
@@ -68,7 +78,10 @@ class QuantizedCall:
         assert spec.quantized is not None
         self.dense, self.how = dense, spec.quantized
         self.spec = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True, quantized=None)
-        self.rotation = self.how.rotated(spec.head_dim)
+        qk, v = self.how.rotated(spec.head_dim), self.how.rotated(spec.head_dim_v, "rotation_v")
+        # matrix -> neighbours of its features that are rotated together, where they are
+        own = dict.fromkeys(("q", "k"), qk) | dict.fromkeys(("v", "do", "o"), v)
+        self.rotations = {name: n for name, n in own.items() if n}
         form, step = spec.qkv_format, self.how.step
         self.matrices: dict[str, _Matrix] = {}
         for name, part in dense.parts.items():
@@ -108,7 +121,7 @@ class QuantizedCall:
             made |= {"wide_dbias": Meta(bias, float32)} if dbias else {}
         most = max(matrix.size for matrix in self.matrices.values())
         made["codes"] = Meta((most,), uint8)
-        if self.rotation or any(self._by_blocks(name) for name in uses):
+        if self.rotations or any(self._by_blocks(name) for name in uses):
             made["spare"] = Meta((most,), float32)
         rows = self.how.rows_per_block
         blocks = max(matrix.shape[0] for matrix in self.matrices.values()) // rows if rows else 1
@@ -155,32 +168,52 @@ class QuantizedCall:
             blocks, pairs = self._by_blocks(group[0]), []
             for name in group:
                 matrix = self.matrices[name]
-                rotated = self.rotation and name in ("q", "k")
+                rotated = name in self.rotations
+                if rotated and not blocks and not self.how.rows_per_block:
+                    self._make_rotated(ws, name, layers[name])
+                    continue
                 there = ws.scratch[f"rows_{name}" if blocks and 1 not in uses[name] else f"wide_{name}"]
                 source = self._spare(ws, matrix) if blocks and not rotated else there
                 self._gather(ws, name, layers[name], source)
                 if rotated:
                     source = self._spare(ws, matrix)
-                    self._rotate(ws, there, source, self.how.signs)
+                    self._rotate(ws, name, there, source)
                 pairs.append((source, there))
             own = self._quantizer(group[0])
+            if not pairs:
+                continue
             if not blocks:
                 rows = self.how.rows_per_block
-                self._round(ws, pairs, own, (rows, pairs[0][0].shape[1]) if rows else None)
+                tile = (rows, pairs[0][0].shape[1]) if rows else None
+                self._round(ws, pairs, own, _DRAWS[group[0]], tile)
                 continue
+            rng = ws.inputs["rng"] if own.stochastic_bits else None
             for along in uses[group[0]]:
                 values = ws.scratch[f"{'wide' if along else 'rows'}_{group[0]}"]
-                k.cast_blocks(source, None, None, None, values, None, None, own, along, 0, None, None, stream)
+                how = own, along, _DRAWS[group[0]] + along, rng, None
+                k.cast_blocks(source, None, None, None, values, None, None, *how, stream)
+
+    def _make_rotated(self, ws: WorkingSet, name: str, layer: ArrayView) -> None:
+        """Fill an operand with one scale, which is rotated in its cast."""
+        source, own = self._spare(ws, self.matrices[name]), self._quantizer(name)
+        self._gather(ws, name, layer, source)
+        scales = ws.scratch["scales"]
+        amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), 1) for i in range(3))
+        turned = _turned(own, self.rotations[name], self.how.signs)
+        rng = ws.inputs["rng"] if turned.needs_rng else None
+        three = (amax, scale, inverse), turned, 1, _DRAWS[name], rng, ws.stream
+        cast_rotated(ws.kernels, source, None, ws.scratch[f"wide_{name}"], *three)
 
     def _round(
         self,
         ws: WorkingSet,
         pairs: Iterable[tuple[ArrayView, ArrayView]],
         own: Quantizer,
+        draw: int,
         tile: Shape | None = None,
     ) -> None:
         """Values of the first matrix of each pair, rounded, into the second: with a scale for each ``tile``,
-        or one for all."""
+        or one for all. ``draw``: the number of the first one's cast, the others' come two by two after it."""
         k, stream, pairs = ws.kernels, ws.stream, list(pairs)
         scales, first = ws.scratch["scales"], pairs[0][0]
         count = first.shape[0] // tile[0] if tile else 1
@@ -189,26 +222,30 @@ class QuantizedCall:
         for source, _ in pairs:
             k.amax(source, amax, tile or source.shape, stream)
         k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
-        for source, into in pairs:
+        bits = own.stochastic_bits
+        rng = ws.inputs["rng"] if bits else None
+        for i, (source, into) in enumerate(pairs):
             codes = ws.scratch["codes"].slice(0, 0, source.size).reshape(*source.shape)
             how = own.format, tile or source.shape
-            k.quantize(source, codes, scale, inverse, None, *how, True, 0, 0, None, stream)
+            drawn = bits, draw + 2 * i if bits else 0, rng
+            k.quantize(source, codes, scale, inverse, None, *how, True, *drawn, stream)
             k.dequantize(codes, into, inverse, *how, stream)
 
-    def _rotate(self, ws: WorkingSet, x: ArrayView, out: ArrayView, signs: str) -> None:
-        rng = ws.inputs["rng"] if signs == "random" else None
-        ws.kernels.rotate(x, out, None, self.rotation, signs, 1, rng, ws.stream)
+    def _how_rotated(self, ws: WorkingSet, name: str) -> tuple[Any, ...]:
+        """How the features of an operand are rotated, as the contract's kernels take it."""
+        rng = ws.inputs["rng"] if self.how.signs == "random" else None
+        return self.rotations[name], self.how.signs, 1, rng, ws.stream
 
-    def _rotated_back(self, ws: WorkingSet, name: str) -> ArrayView:
-        """A gradient of rotated features as one of the features: times the matrix, which is its own inverse,
-        and then the signs, which are two of the matrix with one of the rotation between them."""
+    def _rotate(self, ws: WorkingSet, name: str, x: ArrayView, out: ArrayView) -> None:
+        ws.kernels.rotate(x, out, None, *self._how_rotated(ws, name))
+
+    def _as_it_was(self, ws: WorkingSet, name: str, of: str) -> ArrayView:
+        """A result of features that were rotated as ``of``'s were, as one of the features: rotated back."""
         there = ws.scratch[f"wide_{name}"]
+        if of not in self.rotations:
+            return there
         spare = self._spare(ws, self.matrices[name])
-        self._rotate(ws, there, spare, "plus")
-        if self.how.signs == "plus":
-            return spare
-        self._rotate(ws, spare, there, self.how.signs)
-        self._rotate(ws, there, spare, "plus")
+        ws.kernels.rotate_back(there, spare, None, *self._how_rotated(ws, of))
         return spare
 
     # --- directions -----------------------------------------------------------------------------------------
@@ -227,10 +264,12 @@ class QuantizedCall:
         self._make(ws, _FORWARD, dict(zip("qkv", layers, strict=True)))
         k, out, matrix = ws.kernels, ws.scratch["wide_o"], self.matrices["o"]
         operands = [self._operand(ws, name, along) for name, (along,) in _FORWARD.items()]
-        settings = self._extras(ws, extras), self.spec, self.how.p, ws.scratch["workspace"], ws.stream
+        drawn = ws.inputs["rng"] if self.how.p.stochastic_bits else None
+        settings = self._extras(ws, extras), self.spec, self.how.p, drawn, ws.scratch["workspace"], ws.stream
         k.quantized_attention_fwd(*operands, matrix.of(out, "bshd"), lse, *settings)
+        out = self._as_it_was(ws, "o", "o")
         if self.how.o is not None:
-            self._round(ws, [(out, out)], self.how.o)
+            self._round(ws, [(out, out)], self.how.o, _DRAWS["o"])
         k.copy(matrix.of(out, self.dense.spec.qkv_format), o, ws.stream)
 
     def backward(
@@ -246,8 +285,11 @@ class QuantizedCall:
         do, o: heads apart."""
         form, k, stream = self.dense.spec.qkv_format, ws.kernels, ws.stream
         self._make(ws, _BACKWARD, layers)
-        matrix = self.matrices["o"]
-        k.copy(o, matrix.of(ws.scratch["wide_o"], form), stream)
+        matrix, given = self.matrices["o"], ws.scratch["wide_o"]
+        k.copy(o, matrix.of(given, form), stream)
+        if "o" in self.rotations:  # rowsum(dO * o) is of both rotated
+            source, given = given, self._spare(ws, matrix)
+            self._rotate(ws, "o", source, given)
         do, q, key, v = (self._operand(ws, name, 1) for name in ("do", "q", "k", "v"))
         rows = [self._operand(ws, name, 0) for name in ("do", "q", "k")]
         made = [self.matrices[f"d{name}"].of(ws.scratch[f"wide_d{name}"], "bshd") for name in "qkv"]
@@ -258,7 +300,7 @@ class QuantizedCall:
             q,
             key,
             v,
-            matrix.of(ws.scratch["wide_o"], "bshd"),
+            matrix.of(given, "bshd"),
             lse,
             *rows,
             *made,
@@ -268,6 +310,7 @@ class QuantizedCall:
             self.spec,
             self.how.p,
             self.how.ds,
+            ws.inputs["rng"] if self.how.p.stochastic_bits or self.how.ds.stochastic_bits else None,
             ws.scratch["workspace"],
             stream,
         )
@@ -276,10 +319,9 @@ class QuantizedCall:
         if self.how.dqkv is not None:
             for group in self.groups:
                 own = [ws.scratch[f"wide_d{name}"] for name in group]
-                self._round(ws, zip(own, own, strict=True), self.how.dqkv)
+                self._round(ws, zip(own, own, strict=True), self.how.dqkv, _DRAWS[f"d{group[0]}"])
         for name in "qkv":
             into = gradients.get(name)
             if into is not None:
-                rotated = self.rotation and name != "v"
-                found = self._rotated_back(ws, f"d{name}") if rotated else ws.scratch[f"wide_d{name}"]
+                found = self._as_it_was(ws, f"d{name}", name)
                 k.copy(self.matrices[f"d{name}"].of(found, form), into, stream)

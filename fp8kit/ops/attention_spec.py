@@ -206,6 +206,7 @@ def check(spec: AttentionSpec) -> None:
     want("mask", not spec.packed or spec.padded, "one of the padding masks, with qkv_format 'thd'")
     if spec.quantized is not None:
         spec.quantized.rotated(spec.head_dim)
+        spec.quantized.rotated(spec.head_dim_v, "rotation_v")
     for field in ("max_seqlen_q", "max_seqlen_kv"):
         want(field, not spec.packed or getattr(spec, field) > 0, "at least 1, with qkv_format 'thd'")
 

@@ -13,7 +13,7 @@ from fp8kit.formats import E4M3, E8M0, float32
 from fp8kit.ops.product import Product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, WorkingSet
-from fp8kit.tiles import whole_amax
+from fp8kit.tiles import cast_rotated, whole_amax
 
 # operand -> the tensor that it is made of, and whether its contraction is that matrix's last dimension; the
 # weight's as PyTorch has it, (out, in)
@@ -137,7 +137,7 @@ class EmulatedCasts(Product):
     def _cast_lines(self, ws: WorkingSet, name: str, matrix: ArrayView, target: Target) -> None:
         """A cast with one scale for the tensor or for each line along the contraction."""
         k, stream, cast = ws.kernels, ws.stream, self._how(name)
-        own, rng, matrix = cast.quantizer, ws.inputs.get("rng"), self._rotated(ws, name, matrix)
+        own, rng = cast.quantizer, ws.inputs.get("rng")
         tile = matrix.shape if own.granularity == "tensor" else (1, matrix.shape[1])
         if own.granularity != "tensor" and not cast.along:
             tile = (matrix.shape[0], 1)
@@ -146,12 +146,17 @@ class EmulatedCasts(Product):
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), count) for i in range(3))
         if target.scales is not None:
             inverse = target.scales.reshape(count)
+        of = cast.source if own.granularity == "tensor" else name
+        if rotates_in_cast(own):
+            three = (amax, scale, inverse), own, cast.along, self._draw(name), rng, stream
+            cast_rotated(k, matrix, codes, target.values, *three, lambda amax: self.share(ws, of, amax))
+            return
+        matrix = self._rotated(ws, name, matrix)
         if codes is None:
             codes = ws.scratch[self._name("line_codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         if own.needs_state:
             scale = self._recorded(ws, name, matrix, inverse, scale)
         else:
-            of = self._how(name).source if own.granularity == "tensor" else name
             scale_lines_of(
                 k, matrix, own, tile, amax, scale, inverse, stream, lambda amax: self.share(ws, of, amax)
             )
@@ -234,6 +239,12 @@ class EmulatedCasts(Product):
             wide, out, *(lines if self.casts[array].along else lines[::-1]), None, None, ws.stream
         )
         return out
+
+
+def rotates_in_cast(own: Quantizer) -> bool:
+    """Whether a cast with scales of lines, or of all, rotates by itself: with one scale, from the rotated
+    values. Scales of lines need the amax of each whole rotated line."""
+    return bool(own.hadamard) and own.granularity == "tensor" and not (own.needs_state or own.static)
 
 
 def scale_lines_of(

@@ -23,8 +23,12 @@ class GroupedLinearSpec:
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        """The groups' products, whose names begin with the group's number: "0_", "1_"..."""
-        return tuple(replace(self.product, prefix=f"{i}_") for i in range(len(self.rows)))
+        """The groups' products, whose names begin with the group's number: "0_", "1_"..., each with the rules
+        that the inspector has for it, where it has some."""
+        watch, fp8 = self.product.watch, self.product.fp8
+        own = {} if watch is None else dict(watch.changed)
+        prefixes = [f"{i}_" for i in range(len(self.rows))]
+        return tuple(replace(self.product, prefix=name, fp8=own.get(name, fp8)) for name in prefixes)
 
 
 class GroupedLinear(Products):

@@ -23,8 +23,9 @@ from fp8kit.inspection import Watch
 from fp8kit.quantization import Quantization
 from fp8kit.spec import Meta, Metas, WorkingSet
 
-# what an operand extends over, of m rows, n output and k input features, or the lines of it
-_DIMENSIONS = {"x": "mk", "w": "nk", "g": "mn"}
+# what an operand, or a GEMM's result, extends over, of m rows, n output and k input features, or the lines of
+# an operand
+_DIMENSIONS = {"x": "mk", "w": "nk", "g": "mn", "output": "mn", "dgrad": "mk", "wgrad": "nk"}
 _DIMENSIONS |= {"x_q": "k", "w_q": "k", "g_q": "n", "w_qt": "n", "g_qt": "m", "x_qt": "m"}
 
 
@@ -152,8 +153,9 @@ class Product:
         return *x[:-1], self.n
 
     def share(self, ws: WorkingSet, operand: str, amax: ArrayView | None) -> None:
-        """Make amaxes those of all ranks, where these have parts of what they are of: "x", "w" or "g" as a
-        whole, or the lines of a GEMM's operand, "x_q" or another, along its contraction."""
+        """Make amaxes those of all ranks, where these have parts of what they are of: "x", "w", "g" or a
+        GEMM's result as a whole, or the lines of a GEMM's operand, "x_q" or another, along its
+        contraction."""
         if self.split and self.split in _DIMENSIONS[operand]:
             assert self.collectives is not None and amax is not None
             self.collectives.all_reduce(amax, "max", ws.stream, self.spec.label)

@@ -20,7 +20,7 @@ from fp8kit.arrays import CPU, ArrayView
 from fp8kit.buffers import free
 from fp8kit.devices import NOWHERE
 from fp8kit.formats import float16, float32, uint8
-from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, PARTS, Cast, EmulatedCasts
+from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, PARTS, Cast, EmulatedCasts, rotates_in_cast
 from fp8kit.ops.product import ProductSpec, want, want_rng
 from fp8kit.ops.product_quantized import GEMMS, unsupported
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -445,7 +445,8 @@ class EmulatedProduct(EmulatedCasts):
 
 def _is_rotated(quantizer: Quantizer) -> bool:
     """Whether a rotated copy of the matrix is made before the cast."""
-    return bool(quantizer.hadamard) and (quantizer.granularity in LINES or quantizer.row_scaled)
+    lines = quantizer.granularity in LINES and not rotates_in_cast(quantizer)
+    return bool(quantizer.hadamard) and (lines or quantizer.row_scaled)
 
 
 def _say_slow(kind: str) -> None:

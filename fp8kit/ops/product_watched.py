@@ -3,7 +3,8 @@ at. The only place where the inspector touches the products.
 
 A watched product makes its operands in high precision before it casts them, where a fused kernel would
 otherwise write codes alone: the same codes, by one more pass. Next to each of its steps it collects what its
-``ProductWatch`` asks for. What it makes of the call is what the product makes.
+``ProductWatch`` asks for. What it makes of the call is what the product makes, rounded where the watch says
+so: before anything is added to it, before ranks sum it, and before it is looked at.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fp8kit.inspection import BACKWARD, FORWARD, WATCHED, Entry, TensorWatch
 from fp8kit.ops.collect import Collector
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.products import WATCHED as WATCHED_CLASS
+from fp8kit.ops.rounding import Rounding
+from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
 _OPERANDS = {"activation": "x", "weight": "w", "gradient": "g"}
@@ -46,8 +49,9 @@ class WatchedProduct(Product):
             self.wgrad_reads_x = True
         if self.twins & {"dgrad", "wgrad"}:
             self.reads_g = True
+        self.rounded = {tensor: self._rounding(tensor, how) for tensor, how in own.rounded}
         self.alone: Product | None = None
-        if self.adds and self._arrays_of("wgrad"):
+        if self.adds and (self._arrays_of("wgrad") or "wgrad" in self.rounded):
             self.alone = type(self).__bases__[1](replace(spec, watch=None, overwrite_grad=True), *of_the_call)
 
     def _add(self, layer: str, watch: TensorWatch) -> None:
@@ -75,6 +79,16 @@ class WatchedProduct(Product):
                 self.shown_metas[self._entry(layer, tensor, "dump", i, None)] = Meta(shape, dtype)
         if watch.statistics is not None and watch.statistics.twin:
             self.twins.add(tensor)
+
+    def _rounding(self, tensor: str, how: Quantizer) -> Rounding:
+        sizes = {
+            "output": self.m * self.n,
+            "dgrad": self.m * self.k,
+            "wgrad": max(self.spec.segments) * self.k,
+        }
+        along = 0 if tensor == "wgrad" and not self.oi else 1  # as in (out, in)
+        dtype = self.grad_dtype if tensor == "wgrad" else self.dtype
+        return Rounding(self._shown(f"{tensor}_rounded"), how, along, sizes[tensor], dtype)
 
     def _entry(self, layer: str, tensor: str, kind: str, part: int, spec: Any) -> str:
         name = f"{self.spec.prefix}{WATCHED}{tensor}_{kind}{part}"
@@ -115,9 +129,9 @@ class WatchedProduct(Product):
         own = super().scratch() | self._weight_buffer()
         if "output" in self.twins:
             own |= {self._shown("again"): Meta((self.m, self.n), self.dtype)} | self._bias_buffer()
-        if self._arrays_of("output"):
+        if self._arrays_of("output") or "output" in self.rounded:
             own[self._shown("y")] = Meta((self.m, self.n), self.dtype)
-        return own
+        return own | (self.rounded["output"].scratch() if "output" in self.rounded else {})
 
     def backward_scratch(self) -> dict[str, Meta]:
         own = super().backward_scratch()
@@ -125,6 +139,8 @@ class WatchedProduct(Product):
         if sizes:
             wider = max(self.dtype, self.grad_dtype, key=lambda dtype: dtype.itemsize)
             own |= {self._shown("again"): Meta((max(sizes),), wider)} | self._weight_buffer()
+        for tensor, wanted in (("dgrad", self.needs_x), ("wgrad", self.needs_w)):
+            own |= self.rounded[tensor].scratch() if wanted and tensor in self.rounded else {}
         return own | (self._alone_buffers() if self.needs_w else {})
 
     def _alone_buffers(self) -> dict[str, Meta]:
@@ -147,12 +163,17 @@ class WatchedProduct(Product):
     def fprop(
         self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
-        looked_at = self._sees(ws, "output")
-        alone = y
-        if addend is not None and looked_at:
-            alone = ws.scratch[self._shown("y")]
-            super().fprop(ws, x, alone, None)
-        super().fprop(ws, x, y, addend)
+        looked_at, is_rounded = self._sees(ws, "output"), "output" in self.rounded
+        apart = addend is not None and (looked_at or is_rounded)
+        alone = ws.scratch[self._shown("y")] if apart else y
+        if apart:
+            super().fprop(self._lasting(ws), x, alone, None)
+        if not (apart and is_rounded):
+            super().fprop(ws, x, y, addend)
+        self._round(ws, "output", alone)
+        if apart and is_rounded:
+            assert addend is not None
+            ws.kernels.add(alone, addend, y, ws.stream)
         if self._sees(ws, "weight"):
             self._look(ws, "weight", self._whole_weight(ws))
         twin = None
@@ -167,6 +188,7 @@ class WatchedProduct(Product):
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         super().dgrad(ws, g, dx)
+        self._round(ws, "dgrad", dx)
         twin = None
         if "dgrad" in self.twins and self._sees(ws, "dgrad"):
             twin = self._made_again(ws, dx)
@@ -174,9 +196,13 @@ class WatchedProduct(Product):
         self._look(ws, "dgrad", dx, twin)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
-        seen = self._sees(ws, "wgrad")
-        alone = self._alone(ws, g, x) if seen else {}
-        super().wgrad(ws, g, x)
+        seen, is_rounded = self._sees(ws, "wgrad"), "wgrad" in self.rounded
+        alone = self._alone(ws, g, x) if seen or is_rounded else {}
+        if not (alone and is_rounded):
+            super().wgrad(ws, g, x)
+        self._round(ws, "wgrad", *(alone or {name: ws.outputs[name] for name in self.weights}).values())
+        for weight, made in alone.items() if is_rounded else ():
+            ws.kernels.add(ws.outputs[weight], made, ws.outputs[weight], ws.stream)
         for i, (weight, (start, n)) in enumerate(self.weights.items() if seen else ()):
             out, twin = alone.get(weight, ws.outputs[weight]), None
             if "wgrad" in self.twins:
@@ -195,14 +221,19 @@ class WatchedProduct(Product):
             return {}
         made = {name: ws.scratch[self._shown(f"alone_{name}")] for name in self.weights}
         self.alone.collectives, self.alone.split = self.collectives, self.split
-        # nothing is freed before the call's own wgrad has read it
-        again = ws._replace(
-            outputs={**ws.outputs, **made},
-            saved=MappingProxyType(ws.saved),
-            scratch=MappingProxyType(ws.scratch),
-        )
-        self.alone.wgrad(again, g, x)
+        self.alone.wgrad(self._lasting(ws)._replace(outputs={**ws.outputs, **made}), g, x)
         return made
+
+    @staticmethod
+    def _lasting(ws: WorkingSet) -> WorkingSet:
+        """For a GEMM that is not the last one of its kind: nothing is freed before the call's own has read
+        it."""
+        return ws._replace(saved=MappingProxyType(ws.saved), scratch=MappingProxyType(ws.scratch))
+
+    def _round(self, ws: WorkingSet, tensor: str, *parts: ArrayView) -> None:
+        """Round what a GEMM has made, where that is asked for."""
+        if tensor in self.rounded:
+            self.rounded[tensor].run(ws, parts, lambda amax: self.share(ws, tensor, amax))
 
     def _shown(self, buffer: str) -> str:
         return f"{self.spec.prefix}{WATCHED}{buffer}"

@@ -303,6 +303,9 @@ def _refuse(spec: AttentionSpec) -> None:
     ):
         if found not in wanted:
             raise UnsupportedError(op, field, repr(found), f"{' or '.join(map(repr, wanted))}: {parts}")
+    if spec.quantized is not None and spec.quantized.stochastic:
+        same = f"codes rounded to nearest: {parts}, and all would draw the same bits"
+        raise UnsupportedError(op, "quantized", str(spec.quantized), same)
 
 
 def _inputs(

@@ -80,14 +80,16 @@ DEVICE Scale mx_scale(const BlockCast& how, float amax) {
   return Scale{power(byte == 255 ? 255u : 254u - (u32)byte), inverse, inverse, (u32)byte};
 }
 
-// The scale of a tensor whose blocks have scales in E4M3, its reciprocal, and the tensor's amax.
+// The scale of a tensor whose blocks have scales in E4M3, its reciprocal, and the tensor's amax; of FLOATS
+// the least amax of a block alone.
 struct TensorScale {
   float scale, inverse, amax;
 };
 
 DEVICE TensorScale tensor_scale(const BlockCast& how, const float* amax) {
   const bool has_one = how.kind == NVFP4 || (LEVERS && how.kind == MOSS);
-  if (!has_one || amax == nullptr) return TensorScale{1.0f, 1.0f, 0.0f};
+  if (!has_one || amax == nullptr)
+    return TensorScale{1.0f, 1.0f, how.kind == FLOATS && amax != nullptr ? *amax : 0.0f};
   float scale = __fdiv_rn(how.tensor_max, *amax);
   if (!(*amax > 0.0f && *amax < INF)) scale = 1.0f;
   if (scale > FLT_MAX) scale = FLT_MAX;
@@ -131,6 +133,7 @@ DEVICE Scale block_scale(const BlockCast& how, TensorScale tensor, float amax) {
     if (scale > FLT_MAX) scale = FLT_MAX;
     return Scale{scale, __fmul_rn(own.inverse, tensor.inverse), own.value, own.code};
   }
+  if (amax < tensor.amax) amax = tensor.amax;
   const float scale = scale_of(amax, how.max, how.epsilon, how.for_inf, how.power_2 != 0);
   const float inverse = __fdiv_rn(1.0f, scale);
   return Scale{scale, inverse, inverse, 0};

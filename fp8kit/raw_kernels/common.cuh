@@ -192,6 +192,8 @@ DEVICE void start_early() {
 #endif
 }
 
+DEVICE int lane() { return threadIdx.x % 32; }
+
 // Index of the calling thread in a one-dimensional grid, and how many there are:
 // `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }

@@ -130,14 +130,11 @@ DEVICE Row row_at(const Rules& rules, const Span& span, int batch, int head, int
 // What a made score is multiplied by for units of log 2.
 DEVICE float unit_of(const Rules& rules) { return GENERAL ? LOG2E : (float)rules.scale * LOG2E; }
 
-// q k^T to scores, -Inf where a row does not see a column; without the scale unless GENERAL. The
-// accumulator's first element is of row `row0` and column `column0`; TRANSPOSED: its rows are columns of
-// scores.
-template <bool TRANSPOSED, int M, int N>
-DEVICE void make_scores(Sums<M, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
-                        int column0) {
-  constexpr int HEIGHT = TRANSPOSED ? 8 * N : 16 * M, WIDTH = TRANSPOSED ? 16 * M : 8 * N;
-  if (!GENERAL && span.whole(row0, HEIGHT, column0, WIDTH)) return;
+// -Inf in place of the scores that rows do not see. The accumulator's first element is of row `row0` and
+// column `column0`; TRANSPOSED: its rows are columns of scores. One that is seen
+// becomes score(i, j, q k^T).
+template <bool TRANSPOSED, int M, int N, typename F>
+DEVICE void keep_seen(Sums<M, N>& p, const Span& span, int row0, int column0, F score) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -151,16 +148,30 @@ DEVICE void make_scores(Sums<M, N>& p, const Rules& rules, const Span& span, int
         for (int e = 0; e < 2; ++e) {
           const int along = 8 * n + 2 * (lane() % 4) + e;
           float& x = p.at[m][n][2 * half + e];
-          if constexpr (GENERAL) {
-            const int i = row0 + (TRANSPOSED ? along : across), j = column0 + (TRANSPOSED ? across : along);
-            x = along >= seen.low && along < seen.high
-                    ? score(rules, row_at(rules, span, batch, head, i), j, x)
-                    : -INF;
-          } else {
-            x = along >= seen.low && along < seen.high ? x : -INF;
-          }
+          const int i = row0 + (TRANSPOSED ? along : across), j = column0 + (TRANSPOSED ? across : along);
+          x = along >= seen.low && along < seen.high ? score(i, j, x) : -INF;
         }
     }
+}
+
+// The same where a score is q k^T.
+template <bool TRANSPOSED, int M, int N>
+DEVICE void keep_seen(Sums<M, N>& p, const Span& span, int row0, int column0) {
+  constexpr int HEIGHT = TRANSPOSED ? 8 * N : 16 * M, WIDTH = TRANSPOSED ? 16 * M : 8 * N;
+  if (span.whole(row0, HEIGHT, column0, WIDTH)) return;
+  keep_seen<TRANSPOSED>(p, span, row0, column0, [](int, int, float product) { return product; });
+}
+
+// q k^T to scores, without the scale unless GENERAL.
+template <bool TRANSPOSED, int M, int N>
+DEVICE void make_scores(Sums<M, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
+                        int column0) {
+  if constexpr (GENERAL)
+    keep_seen<TRANSPOSED>(p, span, row0, column0, [&](int i, int j, float product) {
+      return score(rules, row_at(rules, span, batch, head, i), j, product);
+    });
+  else
+    keep_seen<TRANSPOSED>(p, span, row0, column0);
 }
 
 // --- dropout -----------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@
 #pragma once
 #include "common.cuh"
 
-DEVICE int lane() { return threadIdx.x % 32; }
-
 // --- barriers ----------------------------------------------------------------------------------------------
 // A barrier counts arrivals and, where it is told, bytes that are on their way. When all are there its phase
 // ends, and the next one (of the other parity) begins.
@@ -66,6 +64,16 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// --- rings -------------------------------------------------------------------------------------------------
+
+// A place of a ring of STAGES places in shared memory, and the parity of its barriers' phase.
+template <u32 STAGES> struct RingPlace {
+  u32 stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
 // --- copies ------------------------------------------------------------------------------------------------
 
 // Where a matrix lies, and how large the tiles are that are copied of it. The driver makes it
@@ -86,22 +94,51 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, u32 bar
       : "memory");
 }
 
-// The same of a map of three dimensions: matrix number `matrix`.
-DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 matrix, u32 barrier) {
+// The same of an array of three dimensions, and of four: a tile has rows of the first along the second.
+DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 third, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];"
-      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(third), "r"(barrier)
+      : "memory");
+}
+DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 third, i32 fourth, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(third), "r"(fourth), "r"(barrier)
       : "memory");
 }
 
-// The same to the same place in each of the cluster's `blocks`, a bit a block.
+// As the first, to the same place in each of the cluster's `blocks`, a bit a block.
 DEVICE void copy_tile_to(u32 to, const TensorMap& map, i32 column, i32 row, u32 barrier, u16 blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%2, %3}], [%4], %5;"
       ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
       : "memory");
+}
+
+// --- numbers in shared memory ------------------------------------------------------------------------------
+
+DEVICE float load_shared(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE float2 load_shared_pair(u32 address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+DEVICE void store_shared(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+// Clears the bits that are 0 in `mask`.
+DEVICE void mask_shared(u32 address, u32 mask) {
+  asm volatile("{.reg .b32 x; ld.shared.b32 x, [%0]; and.b32 x, x, %1; st.shared.b32 [%0], x;}"
+               ::"r"(address), "r"(mask)
+               : "memory");
 }
 
 // --- registers ---------------------------------------------------------------------------------------------

@@ -94,13 +94,7 @@ static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
 static_assert(!GROUPED || CLUSTER == 1, "groups have no clusters");
 
-// A place of the ring, and the parity of its phase.
-struct Place {
-  u32 stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
 DEVICE i32 first_lane(i32 x) { return GROUPED ? __shfl_sync(~0u, x, 0) : x; }
@@ -205,24 +199,6 @@ struct Memory {
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
 };
 
-DEVICE float shared_float(u32 address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-  return x;
-}
-
-DEVICE void shared_and(u32 address, u32 mask) {
-  asm volatile("{.reg .b32 x; ld.shared.b32 x, [%0]; and.b32 x, x, %1; st.shared.b32 [%0], x;}"
-               ::"r"(address), "r"(mask)
-               : "memory");
-}
-
-DEVICE float2 shared_pair(u32 address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-  return x;
-}
-
 // --- the loader --------------------------------------------------------------------------------------------
 
 // One operand's tile of ROWS rows. A cluster of two loads half a shared one in each block. With GROUPS rows b
@@ -296,7 +272,7 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
 #pragma unroll
   for (int j = 0; j < BN / 8; ++j) {
     float2 columns{1.0f, 1.0f};
-    if constexpr (B_LINES) columns = shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
+    if constexpr (B_LINES) columns = load_shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -330,7 +306,7 @@ template <int ROWS> DEVICE void clear_outside(u32 tile, int thread, int threads,
         const i32 at = column + 4 * w + c;
         keep |= at >= begin && at < stop ? 0xFFu << 8 * c : 0u;
       }
-      shared_and(address + 4 * w, keep);
+      mask_shared(address + 4 * w, keep);
     }
   }
 }
@@ -422,7 +398,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         for (int h = 0; h < 2; ++h) {
           rows[h] = square;
           const u32 line = memory.a_scales(stage) + 4 * (row + 64 * w + 8 * h);
-          if constexpr (A_LINES) rows[h] = __fmul_rn(shared_float(line), square);
+          if constexpr (A_LINES) rows[h] = __fmul_rn(load_shared(line), square);
         }
         products_wait<0>();
         hold(part);

@@ -10,16 +10,26 @@
 #include "fp8.cuh"
 
 // What the host packs (backends/cuda/quantized_attention.py): rules, and how probabilities and the scores'
-// gradients are rounded. The latter's scale lies in memory.
+// gradients are rounded. The latter's scale lies in memory. `rng`: what is rounded stochastically draws from
+// it, by the numbers of the casts; null where nothing is.
 struct QuantizedRules {
   Rules rules;
   Narrow p;
   float scale, inverse;
   Narrow ds;
+  const i64* rng;
+  u64 p_draw, ds_draw;  // where the words of a cast begin
 };
 
-DEVICE float round_to(const Narrow& format, float x, float scale, float inverse) {
-  return decode(format, encode(format, x * scale, 0u)) * inverse;
+DEVICE float round_to(const Narrow& format, float x, float scale, float inverse, u32 word) {
+  return decode(format, encode(format, x * scale, word)) * inverse;
+}
+
+// The words of columns j ... j + 3 of a row for a cast whose words begin at `draw`.
+DEVICE void cast_words(const QuantizedRules& how, const Narrow& format, u64 draw, const Row& row, i64 j,
+                       u32 (&words)[4]) {
+  if (!format.random_bits) return;
+  philox_words<4>(load_rng(how.rng), draw + (u64)(row.stats * how.rules.s_kv + j), words);
 }
 
 DEVICE Row tile_row(const Rules& rules, i64 batch, i64 head0, i64 head_step, i64 row0) {
@@ -52,13 +62,15 @@ extern "C" __global__ void quantized_softmax(float* scores, float* inverse, floa
   for (i64 j = 4 * (i64)threadIdx.x; j < s_kv; j += 4 * blockDim.x) {
     float keep[4];
     dropout_factors(rules, row, j, keep);
+    u32 words[4] = {};
+    cast_words(how, how.p, how.p_draw, row, j, words);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (j + n >= s_kv) break;
       float x = 0.0f;
       if (sees(row, j + n)) {
         x = expf(score(rules, row, j + n, scores[start + j + n]) - shift);
-        x = round_to(how.p, x, how.scale, how.inverse) * keep[n];
+        x = round_to(how.p, x, how.scale, how.inverse, words[n]) * keep[n];
       }
       scores[start + j + n] = x;
     }
@@ -102,6 +114,11 @@ extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const
   for (i64 j = 4 * (i64)threadIdx.x; j < s_kv; j += 4 * blockDim.x) {
     float keep[4];
     dropout_factors(rules, row, j, keep);
+    u32 words[4] = {}, ds_words[4] = {};
+    if (rounds) {
+      cast_words(how, how.p, how.p_draw, row, j, words);
+      cast_words(how, how.ds, how.ds_draw, row, j, ds_words);
+    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (j + n >= s_kv) break;
@@ -110,8 +127,8 @@ extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const
       const float weight = seen ? expf(score(rules, row, j + n, scores[at]) - shift) : 0.0f;
       const float slope = seen ? factor * weight * (keep[n] * dp[at] - dot) : 0.0f;
       most = amax_of(most, slope);
-      dp[at] = rounds ? round_to(how.ds, slope, scale, inverse) : slope;
-      if (rounds) scores[at] = round_to(how.p, weight, how.scale, how.inverse) * keep[n];
+      dp[at] = rounds ? round_to(how.ds, slope, scale, inverse, ds_words[n]) : slope;
+      if (rounds) scores[at] = round_to(how.p, weight, how.scale, how.inverse, words[n]) * keep[n];
     }
   }
   if (!rounds) {

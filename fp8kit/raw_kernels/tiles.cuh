@@ -21,8 +21,6 @@ template <int ROWS, int COLUMNS> struct Tile {
   }
 };
 
-DEVICE int lane() { return threadIdx.x % 32; }
-
 // --- global memory to shared memory, asynchronously --------------------------------------------------------
 
 // Copies 16 bytes, or writes 16 zeros and reads nothing.

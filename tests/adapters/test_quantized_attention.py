@@ -34,9 +34,12 @@ from tests.support.quantized_attention import cast
 
 B, S, HEADS, DIM = 2, 33, 4, 16
 CURRENT = Float8CurrentScaling(fp8_dpa=True)
-RANDOM = DataRecipe(
-    CURRENT.quantization, "random", replace(CURRENT.attention, rows_per_block=16, rotation=16, signs="random")
-)
+ROUNDED = {
+    name: replace(getattr(CURRENT.attention, name), stochastic_bits=bits)
+    for name, bits in {"q": 32, "k": 32, "v": 8, "do": 8, "p": 16, "ds": 32}.items()
+}
+LEVERS = {"rows_per_block": 16, "rotation": 16, "rotation_v": 16, "signs": "random"}
+RANDOM = DataRecipe(CURRENT.quantization, "random", replace(CURRENT.attention, **LEVERS, **ROUNDED))
 RECIPES = {
     "delayed": DelayedScaling(fp8_dpa=True),
     "delayed mha": DelayedScaling(fp8_dpa=True, fp8_mha=True),

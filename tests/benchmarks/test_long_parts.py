@@ -154,9 +154,9 @@ def test_the_visits_of_a_soak():
 def test_what_flat_memory_is(series, fine):
     size = soak.Size(32, 2, 8, 4, 6, 2)
     bytes_ = [value * soak.MIB for value in series]
-    assert (soak.verdict("used", bytes_, size) == "ok") == fine
+    assert (soak.verdict("device", bytes_, size) == "ok") == fine
     if not fine:
-        assert soak.verdict("used", bytes_, size).startswith("WRONG: ")
+        assert soak.verdict("device", bytes_, size).startswith("WRONG: ")
 
 
 def test_caches_that_are_too_small():
@@ -187,3 +187,15 @@ def test_the_device_of_a_soak_is_asked(monkeypatch):
         "device": 99,
     }
     assert found["process"] > 2**20
+
+
+def test_a_soak_finds_growth_and_forgives_what_is_given_back():
+    size, flat = soak.TINY, [100 * soak.MIB] * (2 * soak.TINY.lengths)
+    briefly = [held * (2 if i % 3 == 1 else 1) for i, held in enumerate(flat)]
+    leak = [held + i * soak.MIB for i, held in enumerate(flat)]
+    late = [held * (2 if i >= size.lengths else 1) for i, held in enumerate(flat)]
+    assert soak.verdict("used", flat, size) == soak.verdict("used", briefly, size) == "ok"
+    assert soak.verdict("device", briefly, size).startswith("WRONG: 100.0 MiB more than after step 4")
+    for name in ("used", "device"):
+        assert soak.verdict(name, leak, size).startswith("WRONG")
+        assert "100.0 of them in the second half" in soak.verdict(name, late, size)

@@ -197,9 +197,14 @@ def test_info_refuses_what_it_cannot_read(asked, capsys):
 def test_info_explains_an_attention_on_a_gpu(capsys):
     """What the engine would do, by path: cuDNN takes the plain one, flash a small one, and nothing but the
     unfused path takes float32."""
+    from fp8kit.backends.cuda.launch import capability
+
+    (major, minor), own = capability(0), "Hopper"
+    if (major, minor) != (9, 0):
+        own = f"any chip (compute capability {major}.{minor}: they are for 9.0)"
     for asked, wanted in (
         (EXAMPLE.replace("window=128,0", "window=none"), "cuDNN"),
-        ("sequence=64", "flash, not cuDNN: too small to be worth a graph"),
+        ("sequence=64", f"flash with its kernels for {own}, not cuDNN: too small to be worth a graph"),
         ("dtype=float32", f"unfused, not cuDNN: dtype float32: cuDNN takes bfloat16 and float16; {FLASH}"),
     ):
         assert cli.main(["info", "--attention", asked]) == 0

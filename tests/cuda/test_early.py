@@ -14,10 +14,11 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import implementation
 from fp8kit.backends.cuda.device import provider
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import AttentionExtras, Cast
 from fp8kit.formats import E4M3, bfloat16, float32, uint8
 from fp8kit.quantization import Quantizer
 from fp8kit.raw_kernels import manifest
+from fp8kit.testing.attention import Rules
 
 pytestmark = pytest.mark.gpu
 GPU = Device("cuda", 0)
@@ -84,6 +85,13 @@ class Memory:
 
 LINES = Quantizer(E4M3, "mx_1x32", scale_rule="te")
 GRIDS = {1: (ROWS, COLUMNS // 32), 0: (ROWS // 32, COLUMNS)}  # of its scales, by the dimension they lie along
+
+CAUSAL, HEADS = Rules(window=(-1, 0)), (ROWS, 1, COLUMNS // 64, 64)
+
+
+def heads(x: ArrayView) -> ArrayView:
+    return ArrayView(x.ptr, HEADS, x.dtype, GPU, x)
+
 
 Call = Callable[[Any, ArrayView, Memory], None]
 # what is called, and how, where its name alone does not say it
@@ -196,6 +204,28 @@ CALLS: dict[str, Call] = {
         None,
         True,
         None,
+        0,
+    ),
+    "attention_fwd": lambda k, x, r: k.attention_fwd(
+        *[heads(x)] * 3,
+        r.blank(*HEADS, dtype=bfloat16),
+        r.blank(1, HEADS[2], ROWS),
+        AttentionExtras(),
+        CAUSAL,
+        None,
+        0,
+    ),
+    "attention_bwd": lambda k, x, r: k.attention_bwd(
+        *[heads(x)] * 4,
+        r.ones(*HEADS),
+        r.ones(1, HEADS[2], ROWS, dtype=float32),
+        *[r.blank(*HEADS, dtype=bfloat16) for _ in range(3)],
+        None,
+        None,
+        AttentionExtras(),
+        CAUSAL,
+        True,
+        r.space(4 * HEADS[2] * ROWS),
         0,
     ),
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(

@@ -24,7 +24,7 @@ from fp8kit.testing.contract import Case, cases
 GPU = Device("cuda", 0)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
-_MAP = "=8q56x"  # what a stand-in of a map says
+_MAP = "=9q48x"  # what a stand-in of a map says
 _KINDS = ("uint8", "float32")
 
 
@@ -34,23 +34,26 @@ def memory(address: int, count: int, dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
 
 
-def map_of(kind: str, *numbers: Any) -> bytes:
-    """A stand-in for ``tensor_map``."""
-    full = [*numbers, *(0, 0, 0)][:7]
-    return struct.pack(_MAP, _KINDS.index(kind), *map(int, full))
+def map_of(kind: str, sizes: Any, strides: Any, area: Any, swizzled: bool = False) -> bytes:
+    """A stand-in for ``tensor_map``, of three dimensions."""
+    full = (*sizes, 1)[:3], (*strides, 0)[:2], (*area, 1)[:3]
+    return struct.pack(_MAP, _KINDS.index(kind), *full[0], *full[1], *full[2])
 
 
 def box(address: int, tensor_map: bytes, column: int, row: int, matrix: int = 0) -> np.ndarray[Any, Any]:
     """What one copy brings: zeros outside of the array."""
-    kind, columns, rows, stride, width, height, _, matrices = struct.unpack(_MAP, tensor_map)
+    kind, columns, rows, matrices, stride, apart, width, height, one = struct.unpack(_MAP, tensor_map)
     dtype = np.dtype(_KINDS[kind])
+    assert one == 1
     assert column * dtype.itemsize % 16 == 0
     assert address % 16 == 0
-    assert stride * dtype.itemsize % 16 == 0
+    assert (stride | apart) * dtype.itemsize % 16 == 0
+    assert apart in (0, rows * stride)
     made = np.zeros((height, width), dtype)
-    flat = memory(address, max(matrices, 1) * rows * stride, dtype).reshape(-1, rows, stride)
-    part = flat[matrix, max(row, 0) : row + height, column : min(column + width, columns)]
-    made[: part.shape[0], : part.shape[1]] = part
+    flat = memory(address, matrices * rows * stride, dtype).reshape(-1, rows, stride)
+    if matrix < matrices:
+        part = flat[matrix, max(row, 0) : row + height, column : min(column + width, columns)]
+        made[: part.shape[0], : part.shape[1]] = part
     return made
 
 

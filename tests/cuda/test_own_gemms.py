@@ -13,7 +13,8 @@ from fp8kit import arrays, formats
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, hopper_gemm, launch, mma_gemm, own_gemm, register
+from fp8kit.backends.cuda import OWN, gemm, hopper_gemm, launch, mma_gemm, own_gemm, register
+from fp8kit.backends.manager import chain
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
@@ -245,6 +246,44 @@ def test_what_none_of_them_takes_is_said() -> None:
 def test_few_tiles_have_few_rows(m: int, n: int, rows: int) -> None:
     """So that half of the multiprocessors have one at least."""
     assert mma_gemm.tile_rows(m, n, 132) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "how"),
+    [
+        ("fp8_gemm", {"fast_accumulate": True}, "hopper_fast"),
+        ("fp8_gemm", {"fast_accumulate": False}, "hopper_split"),
+        ("block_gemm", {"a_tile": LINE, "b_tile": SQUARE}, "hopper_split"),
+    ],
+)
+def test_who_says_how_products_are_added(
+    name: str, more: dict[str, Any], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLASLt's products, timed or not, and our own for Hopper, on Hopper, whose bits the contract then asks
+    for; not another chip's, nor a contraction that is cut, nor nothing, nor the other kernels."""
+    registry, made, chip = OpRegistry(), SimpleNamespace(splits=1), [(9, 0)]
+    register(registry)
+    monkeypatch.setattr(gemm, "_fp8_plan", lambda *call: (made, False, 0))
+    monkeypatch.setattr(launch, "capability", lambda index: chip[0])
+    sizes = {"a": (32, 64), "b": (16, 64), "out": (32, 16), "a_scale_inv": (1,), "b_scale_inv": (1,)}
+    arguments: dict[str, Any] = {key: ArrayView(4096, shape, float32, GPU) for key, shape in sizes.items()}
+    arguments |= dict.fromkeys(("bias", "addend", "workspace")) | dict.fromkeys(
+        ("a_format", "b_format"), E4M3
+    )
+    call, found = SimpleNamespace(**arguments, **more), registry.get_implementations(name)
+    says = {impl.impl_id: getattr(impl.fn, "_sums", None) for impl in found}
+    assert says.pop(f"cuda.mma_{name}") is None
+    assert set(says) == {f"cuda.timed_{name}", f"cuda.{name}", f"cuda.hopper_{name}"}
+    chained: Any = chain(found, [impl.fn for impl in found])
+    assert chained._sums is says[f"cuda.timed_{name}"]
+    assert all(sums(call) is ACCUMULATIONS[how] for sums in says.values())
+    theirs = says[f"cuda.{name}"]
+    made.splits = 2
+    assert theirs(call) is None
+    made.splits = 1
+    assert theirs(SimpleNamespace(**{**vars(call), "out": ArrayView(4096, (0, 16), float32, GPU)})) is None
+    chip[0] = (8, 9)
+    assert all(sums(call) is None for sums in says.values())
 
 
 def test_they_are_not_chosen_where_no_policy_names_them() -> None:

@@ -31,6 +31,15 @@ HOW = {
     "flash attention 3": replace(PLAIN, rows_per_block=64, rotation=64, signs="random"),
     "mx": attention_of(*[Quantizer(fmt, "mx_1x32", scale_rule="te") for fmt in (E4M3, E5M2)]),
     "mha": attention_of(Quantizer(E4M3), Quantizer(E5M2), True),
+    "v rotated": replace(PLAIN, rotation_v=64, signs="te"),
+    "stochastic": replace(
+        PLAIN,
+        rotation_v=64,
+        **{
+            name: replace(getattr(PLAIN, name), stochastic_bits=bits)
+            for name, bits in {"q": 32, "k": 8, "v": 8, "do": 32, "p": 8, "ds": 32}.items()
+        },
+    ),
 }
 B, S, HEADS, GROUPS, DIM = 2, 150, 4, 2, 64
 
@@ -87,7 +96,7 @@ def test_runs_give_the_same_bits(name: str) -> None:
 
 def test_the_structure_has_the_sources_layout() -> None:
     """The rules, then as many 32-bit words as raw_kernels/quantized_attention.cu declares: two formats, and
-    between them a scale and its inverse."""
+    between them a scale and its inverse; then where random numbers lie, and the first ones of two casts."""
     source = manifest.text("quantized_attention.cu")
     body = re.search(r"struct QuantizedRules \{(.*?)\};", source, re.DOTALL)
     assert body is not None
@@ -96,12 +105,19 @@ def test_the_structure_has_the_sources_layout() -> None:
         "Narrow p;",
         "float scale, inverse;",
         "Narrow ds;",
+        "const i64* rng;",
+        "u64 p_draw, ds_draw;  // where the words of a cast begin",
     ]
     fields = re.search(r"struct Narrow \{(.*?)\};", manifest.text("fp8.cuh"), re.DOTALL)
     assert fields is not None
     count = len(re.findall(r"^\s*i32 \w+;", fields[1], re.MULTILINE))
-    made = engine._roundings(PLAIN.p, PLAIN.ds)
-    assert len(made) == 4 * (2 * count + 2)
+    formats = 4 * (2 * count + 2)
+    whole: Any = engine._roundings(PLAIN.p, PLAIN.ds, fk.tensor(np.int64([3, 5]), device="cpu").view)
+    made = whole[:formats]
+    assert (len(whole), whole.pointers) == (formats + 24, (formats,))
+    assert np.frombuffer(whole, np.int64, 2, formats + 8).tolist() == [2 << 48, 3 << 48]
+    forward = engine._roundings(PLAIN.p, None, None)
+    assert np.frombuffer(forward, np.int64, 3, formats).tolist() == [0, 1 << 48, 3 << 48]
     scale, inverse = np.frombuffer(made, np.float32)[count : count + 2]
     assert (scale, inverse) == (256.0, 2.0**-8)
     mantissas = np.frombuffer(made, np.int32)[[0, count + 2]]

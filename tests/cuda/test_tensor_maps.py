@@ -37,13 +37,17 @@ def driver(monkeypatch: pytest.MonkeyPatch, first: int = 0, status: int = 0) -> 
 
 def test_a_map_is_an_address_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = driver(monkeypatch)
-    found = tensor_maps.tensor_map("float32", 100, 60, 112, 64, 1)
+    found = tensor_maps.tensor_map("float32", (100, 60), (112,), (64, 1))
     assert found == struct.pack("=15Q", *[7] * 15)
     aligned, kind, rank, _, sizes, strides, box, steps, *how = asked[0]
     assert (aligned, kind, rank, sizes, strides, box, steps) == (0, 7, 2, (100, 60), (448,), (64, 1), (1, 1))
     assert how == [0, 0, 3, 0]
-    tensor_maps.tensor_map("uint8", 100, 60, 112, 128, 60, True)
+    tensor_maps.tensor_map("uint8", (100, 60), (112,), (128, 60), True)
     assert (asked[-1][1], asked[-1][-3]) == (0, 3)
+    tensor_maps.tensor_map("bfloat16", (64, 7, 3, 2), (192, 64, 1344), (64, 5, 1, 1), True)
+    _, *what = asked[-1]
+    assert (what[0], what[1]) == (9, 4)
+    assert what[3:7] == [(64, 7, 3, 2), (384, 128, 2688), (64, 5, 1, 1), (1, 1, 1, 1)]
     packed = Packer(CODES * 2).pack(1 << 40, found, *NONE)
     assert packed.pointers == (0, 128)
     assert packed == struct.pack("=Q", 1 << 40) + found + bytes(128)
@@ -56,4 +60,4 @@ def test_another_layout_and_a_refusal_are_errors(
     driver(monkeypatch, **how)
     said = "status 1" if "status" in how else "120 bytes that do not depend"
     with pytest.raises(BackendError, match=said):
-        tensor_maps.tensor_map("uint8", 16, 16, 16, 128, 64, True)
+        tensor_maps.tensor_map("uint8", (16, 16), (16,), (128, 64), True)

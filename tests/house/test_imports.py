@@ -18,15 +18,7 @@ PACKAGES = {
         for name in (
             *("errors", "arguments", "settings", "slowness", "cache", "formats", "arrays", "devices"),
             *("dlpack", "codec", "lru", "nests", "collectives", "aliases", "rendezvous"),
-            *(
-                "buffers",
-                "checkpoint_format",
-                "recipe",
-                "recipe_fields",
-                "recipes",
-                "block_recipes",
-                "layer_recipes",
-            ),
+            *("buffers", "checkpoint_format", "recipe", "recipe_fields", "recipes", "layer_recipes"),
             *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
             *("printing", "tiles", "scoped", "inspection"),
             *("moments", "raw_kernels"),

@@ -12,7 +12,16 @@ import pytest
 
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_gemm, hopper_grouped, implementation, launch
+from fp8kit.backends.cuda import (
+    OWN,
+    cublaslt,
+    gemm,
+    hopper_flash,
+    hopper_gemm,
+    hopper_grouped,
+    implementation,
+    launch,
+)
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
 from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import uint8
@@ -50,9 +59,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    for own in (hopper_gemm, hopper_grouped):
-        monkeypatch.setattr(own, "tensor_map", lambda *arguments: bytes(120))
-        monkeypatch.setattr(own, "_plan", own._plan.__wrapped__)
+    for module in (hopper_gemm, hopper_grouped, hopper_flash):
+        monkeypatch.setattr(module, "tensor_map", lambda *arguments: bytes(120))
+    for module in (hopper_gemm, hopper_grouped):
+        monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)

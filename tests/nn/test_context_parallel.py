@@ -11,14 +11,17 @@ import pytest
 
 import fp8kit as fk
 from fp8kit.arrays import as_view
+from fp8kit.attention_quantization import attention_of
 from fp8kit.autograd import apply
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, UnsupportedError
+from fp8kit.formats import E4M3, E5M2
 from fp8kit.layers import context_maps as maps
 from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import AttentionSpec
 from fp8kit.ops.communicate import GroupSpec, columns_to_rows, rows_to_columns
 from fp8kit.ops.ring_attention import RingSpec, ring_attention
+from fp8kit.quantization import Quantizer
 from fp8kit.testing.compare import assert_close
 
 S, B, H, G, D = 32, 2, 4, 2, 16
@@ -205,10 +208,12 @@ def test_what_a_rank_that_calls_something_else_is_told():
 def test_what_the_ring_refuses():
     group, x = FakeCollectives(2), np.zeros((2, 4, 2, 32), np.float32)
     name = group.ranks[0].name
+    random = attention_of(Quantizer(E4M3, stochastic_bits=8), Quantizer(E5M2))
     for changes, arrays, error, text in (
         ({"layout": "qkv"}, (x, x, x), UnsupportedError, "layout: got 'qkv'"),
         ({"dropout": 0.1}, (x, x, x), UnsupportedError, "dropout"),
         ({"window_size": (3, 0)}, (x, x, x), UnsupportedError, "window_size"),
+        ({"quantized": random}, (x, x, x), UnsupportedError, "would draw the same bits"),
         ({}, (x[:1], x, x), ShapeError, "q: got shape"),
         ({}, (x[:, :0], x[:, :0], x[:, :0]), ShapeError, "an empty chunk"),
         ({"mask": "padding"}, (x, x, x), ShapeError, "cu_seqlens_q"),

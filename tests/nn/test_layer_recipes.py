@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -271,6 +272,19 @@ def test_the_keys_of_recipes_whose_functions_have_the_same_text() -> None:
     assert made[0].key == made[2].key != made[1].key
     for each, rule in zip(made, (*rules, rules[0]), strict=True):
         assert recipe.DataRecipe.of_key(each.key, "again").history is rule
+
+
+def test_what_a_key_stands_for_goes_with_the_recipes_that_have_it() -> None:
+    own = Quantizer(E4M3, epsilon=0.123)
+    made = recipe.DataRecipe(Quantization.of(own, own, own))
+    key, again = made.key, recipe.DataRecipe(Quantization.of(own, own, own), "again")
+    assert again.quantization is made.quantization
+    copied = pickle.loads(pickle.dumps(again))
+    assert (copied, copied.quantization) == (again, made.quantization)
+    del made, again, copied
+    gc.collect()
+    with pytest.raises(KeyError):
+        recipe.DataRecipe.of_key(key, "again")
 
 
 def test_scales_of_earlier_steps_without_a_rule_are_refused_by_the_recipes_name() -> None:

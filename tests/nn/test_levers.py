@@ -9,6 +9,8 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import blocks, codec, formats, nn, recipe, recipe_info
+from fp8kit.arrays import CPU
+from fp8kit.backends import dispatch
 from fp8kit.errors import RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -63,13 +65,23 @@ def test_static_scales() -> None:
     assert np.abs(G * np.float32(g)).max() > E5M2.max  # some were clipped
 
 
-def test_rotated_rows() -> None:
-    """Both operands of wgrad, along its contraction, the first dimension."""
-    turned = Quantizer(E4M3, "row", hadamard=16, signs="te")
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_rotated_rows_and_tensors(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both operands of wgrad, along its contraction, the first dimension. With one scale nothing rotated is
+    stored: the rotation is taken for the amax, and again in the cast."""
+    kernels, stored = dispatch.kernels(CPU), []
+    rotate = kernels.rotate
+    monkeypatch.setattr(kernels, "rotate", lambda x, out, *how: stored.append(out) or rotate(x, out, *how))
+    turned = Quantizer(E4M3, granularity, hadamard=16, signs="te")
     found = step(recipe.DataRecipe(Quantization(Gemm(ROWS, ROWS), Gemm(ROWS, ROWS), Gemm(turned, turned))))
-    left, right = (rows(blocks.hadamard(np.ascontiguousarray(a.T), 16, "te")) for a in (G, X))
-    same("dw", found["dw"], left, right.T)
+
+    def cast(a: Any) -> Any:
+        values = blocks.hadamard(np.ascontiguousarray(a.T), 16, "te")
+        return rows(values if granularity == "row" else values.reshape(1, -1)).reshape(values.shape)
+
+    same("dw", found["dw"], cast(G), cast(X).T)
     same("y", found["y"], rows(X), rows(W).T)
+    assert [out is None for out in stored] == [granularity == "tensor"] * 2
 
 
 @combinations({"granularity": ["tensor", "row"], "bits": [32, 4]})

@@ -79,12 +79,32 @@ def test_a_name_with_two_numbers():
 LOG = logged(["max"])["LogTensorStats"]
 WRONG = {
     "config": ("text", "a mapping of sections"),
-    "no section": ({"a": 1}, "a mapping"),
+    "no section": (
+        {"a": 1},
+        "a: got 1, expected a section: a mapping with enabled, layers and transformer_e",
+    ),
+    "no name": (section(logged(["max"]))["section"], "enabled: got True, expected a section"),
+    "a feature alone": (logged(["max"]), "got 'LogTensorStats' as the name of a section, expected a name of"),
+    "no namespace": (
+        {"a": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engin": {}}},
+        "did you mean transformer_engine",
+    ),
     "enabled": ({"a": {"layers": {"layer_types": ["all"]}}}, "True or False"),
     "no layers": ({"a": {"enabled": True}}, "a mapping"),
     "layers": (section(logged(["max"]), {"layer_type": ["all"]}), "did you mean layer_types"),
     "pattern": (section(logged(["max"]), {"layer_name_regex_pattern": "("}), "a regular expression"),
-    "numbers": (section(logged(["max"]), {"layer_numbers": ["a"]}), "an int"),
+    "no pattern": (section(logged(["max"]), {"layer_name_regex_pattern": ["a"]}), "it is no text"),
+    "numbers": (
+        section(logged(["max"]), {"layer_numbers": ["a"]}),
+        r"'a', expected numbers .* '4-7', or 'all'",
+    ),
+    "no numbers": (section(logged(["max"]), {"layer_numbers": []}), r"got \[\], expected numbers of layers"),
+    "backwards": (
+        section(logged(["max"]), {"layer_numbers": "7-4"}),
+        "got '7-4', expected numbers of layers",
+    ),
+    "step": (section(logged(["max"], start_step="a")), "start_step: got 'a', expected an int"),
+    "no stats": (section({"LogTensorStats": {"tensors": ["weight"]}}), "stats: missing, expected a list"),
     "feature": (section({"LogTensorStat": LOG}), "did you mean LogTensorStats"),
     "option": (section({"LogTensorStats": {**LOG, "frequency": 2}}), "did you mean freq"),
     "stat": (section(logged(["maximum"])), "one of min, max"),
@@ -97,10 +117,14 @@ WRONG = {
     "never": (section(logged(["max"], start_step=4, end_step=2)), "an end_step that is not before it"),
     "gemm": (section({"DisableFP8GEMM": {"gemms": ["forward"]}}), "fprop"),
     "format": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}), "FP8E4M3"),
-    "result": (section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),
+    "result": (section({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["output"]}}), "activation"),
+    "another's result": (
+        section({"FakeQuant": {"gemms": ["dgrad"], "tensors": ["output"], "quant_format": "FP8E4M3"}}),
+        "got output of dgrad, expected what dgrad reads or makes: gradient, weight, dgrad",
+    ),
     "unread": (
         section({"FakeQuant": {"gemms": ["fprop"], "tensors": ["gradient"], "quant_format": "FP8E4M3"}}),
-        "FakeQuant.tensors: got gradient of fprop, expected what fprop reads: activation, weight",
+        "tensors: got gradient of fprop, expected what fprop reads or makes: activation, weight, output",
     ),
     "unread of one": (
         section(
@@ -131,6 +155,15 @@ WRONG = {
     ),
     "dump": (section({"DumpTensors": {"tensors": ["weight"]}}), "high_precision_tensor or"),
 }
+
+
+def test_a_choice_of_layers_that_does_not_count_is_said(caplog):
+    layers = {"layer_types": ["fc"], "exact_layer_names": ["fc1"], "layer_name_regex_pattern": "fc2"}
+    config = read(section(logged(["max"]), layers))
+    assert config.section("fc1")
+    assert not config.section("fc2")
+    said = "exact_layer_names counts, and not layer_types and layer_name_regex_pattern"
+    assert caplog.messages == [f"inspect: section.layers: {said}"]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ import pytest
 import fp8kit as fk
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError
-from fp8kit.numerics import Operand, collect, merge, request, values
+from fp8kit.numerics import Operand, collect, merge, request, tensor_statistics, values
 from fp8kit.numerics.gathering import gathering
 from fp8kit.recipes import NAMED
 from tests.support.inspected import W3, G, Native, X, by_name
+from tests.support.inspecting_rank import PARTS, STATS
 from tests.support.source import ROOT
 
 
@@ -55,9 +55,14 @@ def test_what_is_no_group():
         fk.inspect(Native(), None, group="world")
 
 
+def read(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.mark.programs
 def test_two_processes(tmp_path):
-    """Two micro-batches on each of two ranks are one tensor, and a weight is there once."""
+    """Two micro-batches on each of two ranks are one tensor, and a weight is there once. Of a weight that
+    both have parts of, the statistics are the whole one's, or each part's."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "FP8KIT_DEVICE": "cpu"}
     words = [sys.executable, "-m", "fp8kit", "launch", "-n", "2", "-m", "tests.support.inspecting_rank"]
@@ -65,8 +70,7 @@ def test_two_processes(tmp_path):
         [*words, str(tmp_path / "rows")], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    files = [Path(tmp_path / f"rows.{rank}.jsonl") for rank in range(2)]
-    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    rows = [read(tmp_path / f"rows.{rank}.jsonl") for rank in range(2)]
     assert rows[0] == rows[1]
     found = by_name(rows[0])
     g, w = G.astype(np.float64), np.abs(W3.astype(np.float64))
@@ -74,3 +78,15 @@ def test_two_processes(tmp_path):
     assert found["out", "gradient", "l1_norm"] == pytest.approx(np.abs(g).sum(), rel=1e-6)
     assert sum(found["out", "gradient", "exponents"]) == G.size
     assert found["out", "weight", "l1_norm"] == pytest.approx(w.sum(), rel=1e-6)
+    for whole in (True, False):
+        parts = [read(tmp_path / f"rows.{whole}.{rank}.jsonl") for rank in range(2)]
+        assert (parts[0] == parts[1]) == whole
+        for mode, dim in PARTS.items():
+            for rank, rows in enumerate(parts):
+                weight = W3 if whole else np.array_split(W3, 2, dim)[rank]
+                want = tensor_statistics(weight, STATS, tensor="weight")
+                for step in range(2):
+                    got = by_name([row for row in rows if row["step"] == step])
+                    for stat, value in want.items():
+                        exact = isinstance(value, list) or stat in ("max", "mxfp8_underflows%")
+                        assert got[mode, "weight", stat] == (value if exact else pytest.approx(value, 1e-12))

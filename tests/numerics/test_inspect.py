@@ -7,9 +7,12 @@ import json
 import math
 import pstats
 from collections import Counter
+from dataclasses import replace
 
+import fp8kit_torch as te
 import numpy as np
 import pytest
+import torch
 
 import fp8kit as fk
 from fp8kit import inspection, nn, recipe
@@ -485,6 +488,32 @@ def test_one_inspector_at_a_time():
         log.step()
 
 
+def test_a_block_is_entered_once():
+    block = fk.inspect(Native(), section(logged(["max"])))
+    with block:
+        pass
+    with pytest.raises(ArgumentError, match="one that has ended, expected a new one: inspect"), block:
+        pass
+    assert inspection.inspector is None
+
+
+def test_what_is_no_model(caplog):
+    config = section(logged(["max"]))
+    for model, said in ((Native, "the class Native, expected a module"), (config, "a dict, expected a mod")):
+        with pytest.raises(ArgumentError, match=said):
+            fk.inspect(model, config)
+    with pytest.raises(ArgumentError, match=r"a Linear of another library, .* fp8kit_torch\.inspect is for"):
+        fk.inspect(torch.nn.Linear(3, 3), config)
+    with pytest.raises(ArgumentError, match=r"model: got a Native, expected a torch\.nn\.Module"):
+        te.inspect(Native(), config)
+    caplog.clear()
+    te.inspect(torch.nn.Linear(3, 3), config)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "inspect: no layer of fp8kit is in the Linear, so nothing is seen: fp8kit_torch.c"
+    )
+
+
 def test_dumps(tmp_path):
     features = {"DumpTensors": {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True}}
     features["DumpTensors"] |= {"quantized_tensor": True, "freq": 2}
@@ -499,6 +528,26 @@ def test_dumps(tmp_path):
     with np.load(tmp_path / files[0]) as found:
         assert np.array_equal(found["high_precision"], X)
         assert np.array_equal(found["quantized"], fk.quantize(X, fk.E4M3).dequantize())
+
+
+def test_an_operand_that_a_gemm_takes_as_it_is_has_no_cast(tmp_path):
+    """Neither in a dump nor in statistics; the other one has."""
+    data = RECIPES["current"].quantization
+    data = replace(data, fprop=replace(data.fprop, plain="a"))
+    both = {"enabled": True, "tensors": ["activation", "weight"]}
+    features = {
+        "DumpTensors": {**both, "quantized_tensor": True, "high_precision_tensor": True},
+        "LogFp8TensorStats": {**both, "stats": ["mse"]},
+    }
+    model = Native()
+    with fk.inspect(model, section(features, OUT_LAYER), log_dir=tmp_path) as log:
+        with fk.autocast(recipe=fk.recipe.DataRecipe(data)):
+            model.out(fk.tensor(X))
+        log.step()
+    assert [(row["tensor"], row["stat"]) for row in log.rows()] == [("weight", "mse")]
+    for name, kept in (("activation", ["high_precision"]), ("weight", ["high_precision", "quantized"])):
+        with np.load(next(tmp_path.rglob(f"out_{name}.npz"))) as found:
+            assert sorted(found) == kept
 
 
 def test_transformer_layers_have_transformer_engines_names():

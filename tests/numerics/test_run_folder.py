@@ -122,7 +122,15 @@ def test_layers_stand_in_the_order_in_which_they_compute() -> None:
         "layers.10.layernorm_mlp.fc1",
         "layers.10.layernorm_mlp.fc2",
     ]
-    sorted(["head", "0", "a.1.b", "1", "a.b"], key=layer_order)  # names of any kind can be compared
+    sorted(
+        ["head", "0", "a.1.b", "1", "a.b", "a1", "_1"], key=layer_order
+    )  # names of any kind can be compared
+    flax = [
+        f"layers_{i}.{part}"
+        for i in (0, 2, 10)
+        for part in ("attention.qkv", "attention.out", "mlp.fc1", "mlp.fc2")
+    ]
+    assert sorted(sorted(flax), key=layer_order) == flax
 
 
 def test_histograms_are_told_by_their_names() -> None:

@@ -197,6 +197,53 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         LogFile(tmp_path / "file")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_is_full_is_named_and_the_other_sinks_are_closed(tmp_path):
+    class Other:
+        closed = 0
+
+        def write(self, rows):
+            pass
+
+        def close(self):
+            self.closed += 1
+
+    full, other = tmp_path / "full.jsonl", Other()
+    full.symlink_to("/dev/full")
+    wanted = r"sinks: got .*full\.jsonl, expected a file that can be written \(No space left on device\)"
+    with pytest.raises(ArgumentError, match=wanted):
+        run([full, other])
+    assert other.closed == 1
+    run([])
+
+
+def test_a_folder_that_takes_no_dumps_is_named(tmp_path):
+    (tmp_path / "tensor_dumps").write_text("in the way")
+    config = section(
+        {"DumpTensors": {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True}}
+    )
+    model = Native()
+    wanted = r"log_dir: got .*iter_000000, expected a folder in which tensors"
+    with fk.inspect(model, config, log_dir=tmp_path) as log:
+        model.train_step()
+        with pytest.raises(ArgumentError, match=wanted):
+            log.step()
+
+
+def test_what_is_no_folder(tmp_path):
+    with pytest.raises(ArgumentError, match="log_dir: got 3, expected the path of a folder, or None"):
+        fk.inspect(Native(), CONFIG, log_dir=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"log_dir: got .*, expected a file that can be written"):
+        fk.inspect(Native(), CONFIG, log_dir=tmp_path / "file")
+
+
+def test_a_file_that_is_there_twice_is_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    with pytest.raises(ArgumentError, match=r"sinks: got .*rows.jsonl twice, expected each file once"):
+        fk.inspect(Native(), CONFIG, sinks=[file, str(file)])
+
+
 def test_what_is_no_sink():
     with pytest.raises(ArgumentError, match="sinks"), fk.inspect(Native(), None, sinks="file.txt"):
         pass

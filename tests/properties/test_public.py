@@ -43,7 +43,6 @@ ELSEWHERE = {
     "serialization.Stateful": "a protocol",
     "serialization.Loadable": "a base class; what has it is tried: modules, optimisers, schedulers",
     "serialization.Part": "a protocol",
-    "recipe.Recipe": "an abstract base; its subclasses are tried",
     "autograd.Context": "a bag of attributes that Function hands over; tests/autograd/test_ops.py",
     "autograd.apply": "takes operations, not arrays alone; tests/autograd/test_ops.py",
     "autograd.validate": "likewise; tests/nn/test_refusals.py",

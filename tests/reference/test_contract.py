@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 
 from fp8kit import arrays
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arrays import CPU, ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import KERNELS, SPECS, signature
 from fp8kit.backends.reference import IMPLEMENTATIONS
+from fp8kit.formats import float32
 from fp8kit.testing import epsilon
 from fp8kit.testing.contract import Case, SampleCall, cases
+from fp8kit.testing.contract.gemm import modelled
 from tests.support.contract import usual
 
 LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
@@ -105,6 +109,43 @@ def test_what_is_written_where_nothing_should_be_is_found(where: str) -> None:
 
     with pytest.raises(AssertionError, match=f"memory of {'x' if where == 'input' else 'y'}, beside"):
         run_with(case, careless)
+
+
+@pytest.mark.parametrize("kernel", ["fp8_gemm", "block_gemm"])
+def test_who_says_how_it_sums_is_held_to_every_bit(kernel: str) -> None:
+    """A product by the model of those sums keeps the contract; float32's, which is within the bound, and
+    the model of other sums, do not."""
+    kernels, right = dispatch.kernels(CPU), IMPLEMENTATIONS[kernel]
+    chosen = [case for case in cases(kernel) if case.options.get("dtype", float32) is float32]
+
+    def says(call: Any) -> Accumulation:
+        return ACCUMULATIONS["hopper_fast" if getattr(call, "fast_accumulate", False) else "hopper_split"]
+
+    def product(cut: bool) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            right(*args)
+            a = SimpleNamespace(**SPECS[kernel].bind(*args))
+            how = says(a)
+            how = replace(how, fraction_bits=how.fraction_bits - 1) if cut else how
+            for value in modelled(how, kernels, a).values():
+                arrays.assign(a.out, arrays.as_view(value))
+
+        call._sums = says  # type: ignore[attr-defined]
+        return call
+
+    def plain(*args: Any) -> None:
+        right(*args)
+
+    plain._sums = says  # type: ignore[attr-defined]
+    found = {"float32": 0, "cut": 0}
+    for case in chosen:
+        run_with(case, product(False))
+        for name, other in (("float32", plain), ("cut", product(True))):
+            try:
+                run_with(case, other)
+            except AssertionError:
+                found[name] += 1
+    assert min(found.values()) >= 10, found
 
 
 def test_what_is_read_outside_an_input_shows() -> None:

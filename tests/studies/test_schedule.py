@@ -171,6 +171,7 @@ def test_the_table_and_its_files(tmp_path, capsys):
     text = capsys.readouterr().out
     row = "| `current` | one scale a tensor, of the tensor | 1 | 2.0500 |  | +2.50 | +2.5 | 1,234 |"
     assert row in text
+    assert "| 3 | 2.0000 | 0.0200 |  |  | not measured |" in text  # bf16, whose speed is not there
     assert (tmp_path / "table.md").read_text() in text
     assert (tmp_path / "curves.csv").read_text().splitlines()[1] == "1,3.00000,3.00000,3.00000,3.00000"
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -186,7 +187,10 @@ def test_a_case_of_an_earlier_call_counts_until_it_has_runs(tmp_path):
     own = {"mean": 2.1, "deviation": None, "percent": 5.0, "units": 5.0, "losses": [[4.0, 3.0]]}
     files.write(tmp_path / "earlier.json", {"about": "of a first call.", "cases": {"current": own}})
     text = table.write(tmp_path)
-    assert "| `current` * | one scale a tensor, of the tensor | 1 | 2.1000 |  | +5.00 | +5.0 |  |" in text
+    assert (
+        "| `current` * | one scale a tensor, of the tensor | 1 | 2.1000 |  | +5.00 | +5.0 | not measured |"
+        in text
+    )
     assert "*: of a first call." in text
     assert (tmp_path / "curves.csv").read_text().splitlines()[:2] == [
         "step,bf16.0,bf16.1,bf16.2,current.0", "1,3.00000,3.00000,3.00000,4.00000"
@@ -195,7 +199,10 @@ def test_a_case_of_an_earlier_call_counts_until_it_has_runs(tmp_path):
     assert ("current", 0) in {(job.case.name, job.seed) for job in left}
     write(tmp_path, ("current", 0, 2.05))
     text = table.write(tmp_path)
-    assert "| `current` | one scale a tensor, of the tensor | 1 | 2.0500 |  | +2.50 | +2.5 |  |" in text
+    assert (
+        "| `current` | one scale a tensor, of the tensor | 1 | 2.0500 |  | +2.50 | +2.5 | not measured |"
+        in text
+    )
     assert "first call" not in text
 
 

@@ -63,6 +63,7 @@ class Library:
 
     def __init__(self) -> None:
         self.attributes: list[tuple[int, int]] = []
+        self.layouts: list[tuple[int, ...]] = []  # type, rows, columns, distance of columns
         self.products: list[tuple[int, ...]] = []
         self.created = 100
         self.refused = ""  # the function that refuses
@@ -78,12 +79,17 @@ class Library:
     def matmul_desc_destroy(self, description: int) -> None:
         pass
 
-    create = matmul_desc_create = matrix_layout_create = matmul_preference_create = _create
+    create = matmul_desc_create = matmul_preference_create = _create
+
+    def matrix_layout_create(self, *layout: int) -> int:
+        self.layouts.append(layout)
+        return self._create()
 
     def _ignore(self, *_: object) -> None:
         return None
 
     matrix_layout_set_attribute = matmul_preference_set_attribute = matmul_preference_destroy = _ignore
+    matrix_layout_destroy = _ignore
 
     def matmul_desc_set_attribute(self, _: int, attribute: int, address: int, size: int) -> None:
         self._allow("matmul_desc_set_attribute")

@@ -10,15 +10,24 @@ import numpy as np
 from fp8kit import blocks, codec
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.quantization import Quantizer
+from fp8kit.testing.contract.dropout import philox
 
 Array = Any
 F = np.float32
+_FIRST = {name: 4 + 2 * i for i, name in enumerate(("q", "k", "v", "do", "o", "dq", "dk", "dv"))}
 
 
-def by_scale(x: Array, fmt: Any, scale: Any) -> Array:
+def encoded(x: Array, own: Quantizer, words: Array | None) -> Array:
+    """Codes, stochastically by ``words`` of x's shape."""
+    if words is None:
+        return codec.encode(x, own.format)
+    return codec.encode(x, own.format, "stochastic", True, words, own.stochastic_bits)
+
+
+def by_scale(x: Array, own: Quantizer, scale: Any, words: Array | None = None) -> Array:
     """Values of codes with a scale."""
-    inverse = F(1) / F(scale)
-    return (codec.decode(codec.encode(x * F(scale), fmt), fmt).astype(F) * inverse).astype(F)
+    inverse, codes = F(1) / F(scale), encoded(x * F(scale), own, words)
+    return (codec.decode(codes, own.format).astype(F) * inverse).astype(F)
 
 
 def current_scale(x: Array, own: Quantizer) -> Any:
@@ -30,10 +39,10 @@ def current_scale(x: Array, own: Quantizer) -> Any:
     return F(2.0 ** np.floor(np.log2(np.float64(scale)))) if own.power_2 else F(scale)
 
 
-def by_lines(x: Array, own: Quantizer, along: int) -> Array:
+def by_lines(x: Array, own: Quantizer, along: int, words: Array | None) -> Array:
     """Values of a head (s, d) cast by blocks along one dimension."""
     if not along:
-        return by_lines(x.T, own, 1).T
+        return by_lines(x.T, own, 1, None if words is None else words.T).T
     n, out = own.tile[1], np.empty_like(x)
     for start in range(0, x.shape[1], n):
         part = x[:, start : start + n]
@@ -43,23 +52,33 @@ def by_lines(x: Array, own: Quantizer, along: int) -> Array:
         else:
             byte = blocks.scale_bytes(np.abs(part).max(1), own.format, own.scale_rule)
             scale, inverse = blocks.scales_of_bytes(byte)
-        codes = codec.encode(part * scale[:, None], own.format)
+        drawn = None if words is None else words[:, start : start + n]
+        codes = encoded(part * scale[:, None], own, drawn)
         out[:, start : start + n] = codec.decode(codes, own.format).astype(F) * inverse[:, None]
     return out
 
 
-def cast(x: Array, own: Quantizer, how: AttentionQuantization, along: int, scale: Any = None) -> Array:
+def cast(
+    x: Array,
+    own: Quantizer,
+    how: AttentionQuantization,
+    along: int,
+    scale: Any = None,
+    words: Array | None = None,
+) -> Array:
     """An operand (b, heads, s, d) as its products read it; ``scale``: of the whole, where it is shared."""
-    if own.granularity != "tensor":
-        return np.stack([[by_lines(head, own, along) for head in batch] for batch in x])
-    rows = how.rows_per_block
-    if not rows:
-        return by_scale(x, own.format, current_scale(x, own) if scale is None else scale)
-    out = np.empty_like(x)
+    out, rows = np.empty_like(x), how.rows_per_block
+    if own.granularity == "tensor" and not rows:
+        return by_scale(x, own, current_scale(x, own) if scale is None else scale, words)
     for at in np.ndindex(*x.shape[:2]):
+        drawn = None if words is None else words[at]
+        if own.granularity != "tensor":
+            out[at] = by_lines(x[at], own, along, drawn)
+            continue
         for start in range(0, x.shape[2], rows):
-            part = x[at][start : start + rows]
-            out[at][start : start + rows] = by_scale(part, own.format, current_scale(part, own))
+            part = slice(start, start + rows)
+            some = None if drawn is None else drawn[part]
+            out[at][part] = by_scale(x[at][part], own, current_scale(x[at][part], own), some)
     return out
 
 
@@ -74,7 +93,10 @@ def rotation(d: int, n: int, signs: Array) -> Array:
 
 class Transcribed:
     """o and, with an output gradient, dq, dk, dv of q (b, h, s_q, d), k, v (b, g, s_kv, d), float32;
-    ``seen``: bool (s_q, s_kv)."""
+    ``seen``: bool (s_q, s_kv); ``pair``: seed and offset of the random words. Casts have the numbers P 1, in
+    backward 2, dS 3, and from 4 on, two by two, q, k, v, dO, o, dq, dk, dv, of blocks along the features one
+    more; an element's is counted in its matrix of all heads, each padded to whole blocks, of P and dS in all
+    scores."""
 
     def __init__(
         self,
@@ -87,19 +109,37 @@ class Transcribed:
         signs: Array | None = None,
         do: Array | None = None,
         exact: bool = False,
+        pair: tuple[int, int] = (0, 0),
     ) -> None:
         group, d, joint = q.shape[1] // k.shape[1], q.shape[3], how.joint
-        turn = None
-        if how.rotation:
-            turn = rotation(d, how.rotated(d), np.ones(d) if signs is None else signs)
-            q, k = ((x.astype(np.float64) @ turn).astype(F) for x in (q, k))
+        turns = {
+            of: rotation(d, how.rotated(d, of), np.ones(d) if signs is None else signs)
+            for of in ("rotation", "rotation_v")
+            if getattr(how, of)
+        }
+
+        def turned(x: Array, of: str, back: bool = False) -> Array:
+            turn = turns.get(of)
+            return x if turn is None else (x.astype(np.float64) @ (turn.T if back else turn)).astype(F)
+
+        q, k, v = turned(q, "rotation"), turned(k, "rotation"), turned(v, "rotation_v")
+
+        def words(own: Quantizer, draw: int, shape: tuple[int, ...], padded: int) -> Array | None:
+            if not own.stochastic_bits:
+                return None
+            place = np.arange(np.prod(shape[:2]) * padded * shape[3]).reshape(*shape[:2], padded, shape[3])
+            return philox(pair, (draw << 48) + place[:, :, : shape[2]]).astype(np.uint32)
+
         shared = current_scale(np.concatenate([x.reshape(-1) for x in (q, k, v)]), how.q) if joint else None
 
         def made(x: Array, name: str, along: int) -> Array:
-            return x if exact else cast(x, getattr(how, name), how, along, shared if name in "qkv" else None)
+            own, padded = getattr(how, name), -(-x.shape[2] // how.step) * how.step
+            draw = _FIRST[name] + (along if own.granularity != "tensor" else 0)
+            drawn = words(own, draw, x.shape, padded)
+            return x if exact else cast(x, own, how, along, shared if name in "qkv" else None, drawn)
 
-        def rounded(x: Array, own: Quantizer, by: Any) -> Array:
-            return x if exact else by_scale(x, own.format, by)
+        def rounded(x: Array, own: Quantizer, by: Any, draw: int) -> Array:
+            return x if exact else by_scale(x, own, by, words(own, draw, x.shape, x.shape[2]))
 
         def repeated(x: Array) -> Array:
             return np.repeat(x, group, 1)
@@ -112,24 +152,26 @@ class Transcribed:
         top = scores.max(-1, keepdims=True)
         e = np.exp(scores - top)
         total = e.sum(-1, keepdims=True)
-        self.p = rounded(e, how.p, how.p.static_scale)
-        self.o = (self.p @ repeated(made(v, "v", 0))) / total
+        self.p = rounded(e, how.p, how.p.static_scale, 1)
+        self.o = turned((self.p @ repeated(made(v, "v", 0))) / total, "rotation_v", back=True)
         if how.o is not None:
-            self.o = rounded(self.o, how.o, current_scale(self.o, how.o))
+            self.o = rounded(self.o, how.o, current_scale(self.o, how.o), _FIRST["o"])
         if do is None:
             return
         p = np.exp(scores - (top + np.log(total)))
+        do = turned(do, "rotation_v")
         upstream = made(do, "do", 1)
-        delta = (upstream * self.o).sum(-1, keepdims=True)
+        delta = (upstream * turned(self.o, "rotation_v")).sum(-1, keepdims=True)
         ds = F(scale) * p * (upstream @ repeated(made(v, "v", 1)).swapaxes(2, 3) - delta)
-        ds = rounded(ds, how.ds, current_scale(ds, how.ds))
-        weights = rounded(p, how.p, how.p.static_scale)
+        ds = rounded(ds, how.ds, current_scale(ds, how.ds), 3)
+        weights = rounded(p, how.p, how.p.static_scale, 2)
         dv = summed(weights.swapaxes(2, 3) @ made(do, "do", 0))
         dq, dk = ds @ repeated(made(k, "k", 0)), summed(ds.swapaxes(2, 3) @ made(q, "q", 0))
         if how.dqkv is not None:
             parts = [x.reshape(-1) for x in (dq, dk, dv)]
             by = [current_scale(np.concatenate(parts) if joint else x, how.dqkv) for x in parts]
-            dq, dk, dv = (rounded(x, how.dqkv, s) for x, s in zip((dq, dk, dv), by, strict=True))
-        if turn is not None:
-            dq, dk = (x.astype(np.float64) @ turn.T for x in (dq, dk))
-        self.grads = {"q": dq, "k": dk, "v": dv}
+            first = (_FIRST[name] for name in ("dq", "dk", "dv"))
+            parts = zip((dq, dk, dv), by, first, strict=True)
+            dq, dk, dv = (rounded(x, how.dqkv, scale, draw) for x, scale, draw in parts)
+        dq, dk = (turned(x, "rotation", back=True) for x in (dq, dk))
+        self.grads = {"q": dq, "k": dk, "v": turned(dv, "rotation_v", back=True)}

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
+from fp8kit.arguments import flag
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.dot_product_attention import DotProductAttention
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.numerics.config import FEATURES, read
+from fp8kit.numerics.inspect import parts_of
 from fp8kit.numerics.log import Inspector
 from fp8kit.numerics.sinks import Scalars, TensorBoard
-from fp8kit_torch.inspection import gathering, inspector
+from fp8kit_torch.inspection import gathering, gathering_parts, inspector
 
 __all__ = [
     "BaseLogger",
@@ -83,13 +85,20 @@ _debug = _Debug()
 class TEDebugState:
     """What programs set of Transformer Engine's debug features, in ``transformer_engine.debug``."""
 
+    weight_tensor_tp_group_reduce = True
+
     @classmethod
     def set_weight_tensor_tp_group_reduce(cls, enabled: bool) -> None:
-        """Whether statistics of weights are taken over a tensor-parallel group. They are each rank's own:
-        UnsupportedError for True."""
-        if enabled:
-            wanted = "False: statistics of weights are each rank's own"
-            raise UnsupportedError("TEDebugState", "set_weight_tensor_tp_group_reduce", enabled, wanted)
+        """Whether statistics of a weight are taken over its tensor-parallel group, as they are at first, or
+        of each rank's part. ArgumentError for what is no flag."""
+        cls.weight_tensor_tp_group_reduce = flag("TEDebugState", "enabled", enabled)
+        if _debug.inspector is not None:
+            _debug.inspector.gather_parts = parts_of(enabled, gathering_parts)
+
+
+def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
+    """``TEDebugState``'s, as a function."""
+    TEDebugState.set_weight_tensor_tp_group_reduce(enabled)
 
 
 def initialize(
@@ -126,7 +135,8 @@ def initialize(
     sinks += [] if writer is None else [TensorBoard(writer)]  # type: ignore[list-item]
     config = read(config_file if config_file != "" else None)
     where = log_dir if statistics_logger is None or file_too else None
-    made = inspector(config, _debug.name_of, sinks, where, init_training_step)
+    whole = TEDebugState.weight_tensor_tp_group_reduce
+    made = inspector(config, _debug.name_of, sinks, where, init_training_step, whole_weights=whole)
     made.open()
     _debug.begin(made)
 

@@ -251,7 +251,8 @@ def _debug_modules() -> dict[str, ModuleType]:
     made[f"{debug}.features"].__file__ = os.path.join(
         "transformer_engine", "debug", "features", "__init__.py"
     )
-    made[f"{debug}.pytorch.debug_state"].TEDebugState = api.TEDebugState  # type: ignore[attr-defined]
+    for name in ("TEDebugState", "set_weight_tensor_tp_group_reduce"):
+        setattr(made[f"{debug}.pytorch.debug_state"], name, getattr(api, name))
     return made
 
 

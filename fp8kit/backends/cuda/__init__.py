@@ -71,6 +71,7 @@ def register(registry: OpRegistry) -> None:
         # products may take the fastest of cuBLASLt's algorithms, unless the policy is deterministic
         if "timed" in inspect.signature(function).parameters:
             timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
+            vars(timed).update(vars(function))
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
     for source, modules in OWN.items():  # not chosen, unless a policy names them
         for name, module in modules.items():

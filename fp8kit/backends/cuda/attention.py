@@ -9,9 +9,9 @@ belong to an element are then the same.
 cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
 problems are never its. Others are where they are among the first of a process; later ones only once the
 graphs before have run often, and while there is space for theirs: no graph is ever built twice. Large ones,
-for which its kernels are twice as fast as ours, may be more. So a length that was not seen before costs
-nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did before
-must change nothing, all but small problems are cuDNN's.
+for which its kernels are faster than ours (twice as fast as those for any chip), may be more. So a length
+that was not seen before costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``,
+where what a process did before must change nothing, all but small problems are cuDNN's.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def attention_workspace(
 
 
 UNFUSED = "attention is made of products and a softmax kernel, several times slower"
-OWN = "large attention runs by fp8kit's own kernels, which take about twice as long"
+OWN = "large attention runs by fp8kit's own kernels, which take up to twice as long"
 
 
 def _say_slow(path: ModuleType, about: Problem, dbias: bool) -> None:
@@ -268,3 +268,10 @@ def explain(
                 why = flash.why_not(about)
             rows.append((f"{path} {name}", why or runs))
     return rows
+
+
+def own_kernels(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> str:
+    """Which of flash's kernels it runs by on the current device, and why not by others; arguments as
+    ``explain`` takes them."""
+    about = problem(q, kv, kv if v is None else v, dtype, spec)
+    return flash.kernels(about, launch.runtime().getDevice())

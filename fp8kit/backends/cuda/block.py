@@ -5,19 +5,29 @@ later), elsewhere that of ``mma_gemm``.
 
 from __future__ import annotations
 
+from typing import Any
+
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch, mma_gemm
+from fp8kit.backends.cuda import gemm, launch, mma_gemm
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
-from fp8kit.backends.cuda.gemm import fp8_gemm
 from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
-CAPABILITY = (9, 0)  # compute capability, the only one on which cuBLASLt has the product
+CAPABILITY = (9, 0)  # compute capability, the only one on which cuBLASLt has the product with float32 scales
+# the least with products of MX and NVFP4 codes; cuBLASLt takes them from CUDA 12.8 on
+SCALED_CAPABILITY = (10, 0)
 _BLOCK = 128
 _THREADS = 256
-_SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
+_SCALINGS: dict[tuple[int, int], Scaling] = {
+    (1, 128): "block_1x128",
+    (128, 128): "block_128x128",
+    (1, 32): "mx",
+    (1, 16): "nvfp4",
+}
 
 
 def block_quantize(
@@ -72,10 +82,22 @@ def block_gemm(
     timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses, for two operands scaled by
-    squares as well."""
+    squares as well. Products of MX and NVFP4 codes have been run by nobody here: there was no such chip."""
     operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
-    if launch.capability(out.device.index) != CAPABILITY:
+    capability, scaled = launch.capability(out.device.index), a_tile[1] < _BLOCK or b_tile[1] < _BLOCK
+    if scaled and (capability < SCALED_CAPABILITY or a_tile != b_tile):
+        got = f"{a_tile}, {b_tile} on compute capability {'.'.join(map(str, capability))}"
+        raise CannotTake("block_gemm", "tiles", got, "(1, 32) or (1, 16) twice, from 10.0 on")
+    if not scaled and capability != CAPABILITY:
         mma_gemm.block_gemm(*operands, *scales, a_tile, b_tile, bias, addend, workspace, stream)
         return
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
+    gemm.fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
+
+
+def sums(call: Any) -> Accumulation | None:
+    """See ``gemm.sums``."""
+    return gemm.sums(call, (_SCALINGS[call.a_tile], _SCALINGS[call.b_tile]))
+
+
+block_gemm._sums = sums  # type: ignore[attr-defined]

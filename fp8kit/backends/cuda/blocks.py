@@ -161,7 +161,8 @@ def cast_blocks(
 ) -> None:
     """See ``backends.protocol``. RecipeError for a quantizer of other blocks or rules."""
     rows, columns = x.shape
-    route, packed = _cast(quantizer, x.dtype, inside is not None)
+    whole = tensor_amax is not None and not quantizer.two_level
+    route, packed = _cast(quantizer, float32 if whole else x.dtype, inside is not None)
     # squares are the same along both dimensions, but for rotations
     square = quantizer.tile[0] > 1
     lines = bool(along) or (square and not quantizer.hadamard)

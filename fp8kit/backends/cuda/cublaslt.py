@@ -23,7 +23,7 @@ from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType, float32
 from fp8kit.lru import memoized
 
-Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
+Scaling = Literal["tensor", "row", "block_1x128", "block_128x128", "mx", "nvfp4"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
@@ -35,7 +35,14 @@ _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _SOME_ADDRESS = 256  # stands for the scales while algorithms are looked for: only "tensor" is found without
 _EPILOGUE_BIAS = 4
-_SCALE_MODES: dict[Scaling, int] = {"tensor": 0, "row": 3, "block_1x128": 4, "block_128x128": 5}
+_SCALE_MODES: dict[Scaling, int] = {
+    "tensor": 0,
+    "nvfp4": 1,
+    "mx": 2,
+    "row": 3,
+    "block_1x128": 4,
+    "block_128x128": 5,
+}
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,15 @@ class MatmulKey:
 
     * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt"
       only.
-    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``,
-      ``b_stride``, ``out_stride``: distance of rows, in elements.
+    * ``a``, ``b``, ``out``: element types; float8_e4m3fn, float8_e5m2 and float4_e2m1fn for codes.
+      ``a_stride``, ``b_stride``, ``out_stride``: distance of rows, in elements.
     * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices,
       in elements (0: the same one).
     * ``bias``: n elements of out's type are added to every row. ``accumulate``: an array like out is added,
       or out itself.
     * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row"
       (float32 [m], [n]), "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is
-      "block_1x128").
+      "block_1x128"), "mx" or "nvfp4" for both (see ``block_gemm``; of compute capability 10.0).
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the
       product may use.
     * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked

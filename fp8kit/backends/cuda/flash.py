@@ -1,4 +1,5 @@
-"""Attention by kernels of our own that never write the scores (raw_kernels/flash_fwd.cu, flash_bwd.cu).
+"""Attention by kernels of our own that never write the scores (raw_kernels/flash_fwd.cu, flash_bwd.cu; on
+Hopper, for what those take, ``hopper_flash``'s).
 
 They are compiled for head sizes, dtype and kind of rules, never for a length, so a length that was not seen
 before costs nothing. Every direction is deterministic: each element of a result has one thread, which adds in
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import attention_rules, launch, unfused
+from fp8kit.backends.cuda import attention_rules, hopper_flash, launch, unfused
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.attention_problem import Problem, arranged, bhsd
 from fp8kit.backends.cuda.structures import Packer, Structure
@@ -94,6 +95,12 @@ def _shape(problem: Problem, paged: bool = False) -> Shape:
     return shape(problem.dim, problem.dim_v, problem.dtype, kind, paged)
 
 
+def kernels(problem: Problem, device: int) -> str:
+    """Which kernels take a problem on a device, in words."""
+    why = hopper_flash.why_not(problem, _shape(problem).defines, device)
+    return "its kernels for Hopper" if why is None else f"its kernels for any chip ({why})"
+
+
 @memoized("flash attention: workspaces")
 def _layout(problem: Problem, backward: bool) -> dict[str, int]:
     sizes = {"dot": 4 * problem.batch * problem.heads * problem.rows} if backward else {}
@@ -126,6 +133,9 @@ def forward(
     tiles = ceil_div(problem.rows, about.rows)
     if pages is None:
         arrays = _arrays(problem.qkv_format, q, k, v, o)
+        if hopper_flash.why_not(problem, about.defines, q.device.index, q, k, v) is None:
+            hopper_flash.forward(problem, q, k, v, o, lse, about.defines, stream)
+            return
     else:  # a cache's pages take the place of batches
         first, last = _arrays(problem.qkv_format, q), _arrays(problem.qkv_format, o)
         arrays = first + _arrays("bshd", k, v) + last
@@ -160,6 +170,10 @@ def backward(
         raise BackendError("attention", "workspace", got, f"{layout['end']} bytes")
     start = 0 if workspace is None else workspace.ptr
     arrays = _arrays(problem.qkv_format, d_o, q, k, v, o, dq, dk, dv)
+    if hopper_flash.why_not(problem, about.defines, q.device.index, q, k, v, d_o) is None:
+        views = d_o, q, k, v, o, lse, dq, dk, dv
+        hopper_flash.backward(problem, *views, start + layout["dot"], about.defines, stream)
+        return
     rules = attention_rules.pack(problem, extras, lying)
 
     def run(function: str, tiles: int, blocks: int, threads: int, shared: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit import formats
+from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
@@ -23,6 +24,7 @@ from fp8kit.lru import memoized
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
+_NVFP4: tuple[Scaling, Scaling] = ("nvfp4", "nvfp4")
 _ONE = (1,)
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
 
@@ -96,50 +98,27 @@ def fp8_gemm(
     ``fp8_gemm_workspace`` bytes, and where out's rows are not at such addresses, M N floats more.
     ``scaling``: any that cuBLASLt has (``cublaslt.MatmulKey``); None is the contract's, by the scales' sizes.
 
-    BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a
-    workspace that is too small.
+    BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2 (of "nvfp4": E2M1,
+    two codes in a byte), and for a workspace that is too small.
     """
     if scaling is None:
-        scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
+        scaling = _scaling(a_scale_inv, b_scale_inv)
     m, n = out.shape
     if not (m and n):
         return
-    (padded_m, k), padded_n = a.shape, b.shape[0]
-    if k == 0:
+    if a.shape[1] == 0:
         _finish(0, 0, bias, out, addend, stream)
         return
-    limit, out_stride = _usable(workspace), launch.row_stride(out)
-    # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
-    # afterwards
-    late_bias = bias is not None and (out.dtype is float32 or bias.ptr % _ALIGNMENT != 0)
-    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
-    bias_ptr = 0 if bias is None or late_bias or unfit else bias.ptr
-    ready = _plan(
-        out.device.index,
-        padded_m,
-        padded_n,
-        k,
-        "nt",
-        _code_type(a_format),
-        _code_type(b_format),
-        float32 if unfit else out.dtype,
-        launch.row_stride(a),
-        launch.row_stride(b),
-        padded_n if unfit else out_stride,
-        bias_ptr != 0,
-        addend is not None and not unfit,
-        scaling,
-        fast_accumulate,
-        limit,
-        _ALIGNMENT,
-        timed,
-    )
-    product = out.ptr
+    limit = _usable(workspace)
+    operands = a, b, out, a_format, b_format, bias, addend
+    ready, unfit, bias_ptr = _fp8_plan(*operands, scaling, fast_accumulate, limit, timed)
+    product, padded_n = out.ptr, b.shape[0]
     if unfit:
-        wanted = WORKSPACE + 4 * padded_m * padded_n
+        wanted = WORKSPACE + 4 * a.shape[0] * padded_n
         if workspace is None or workspace.shape[0] < wanted:
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
-            why = f"{(m, n)} at address {out.ptr:#x}, rows {out_stride * out.dtype.itemsize} bytes apart"
+            apart = launch.row_stride(out) * out.dtype.itemsize
+            why = f"{(m, n)} at address {out.ptr:#x}, rows {apart} bytes apart"
             raise BackendError(
                 "fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"
             )
@@ -149,8 +128,75 @@ def fp8_gemm(
     ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, _address(workspace, limit), limit, stream, added)
     if unfit:
         _finish(product, padded_n, bias, out, addend, stream)
-    elif late_bias:
+    elif bias is not None and not bias_ptr:
         _finish(0, 0, bias, out, out, stream)
+
+
+def _fp8_plan(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    scaling: tuple[Scaling, Scaling],
+    fast_accumulate: bool,
+    limit: int,
+    timed: bool,
+) -> tuple[Plan, bool, int]:
+    """The plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it goes
+    through float32; the address of the bias that it adds, 0 for none."""
+    (m, n), (padded_m, k), padded_n, out_stride = out.shape, a.shape, b.shape[0], launch.row_stride(out)
+    strides = launch.row_stride(a), launch.row_stride(b)
+    if scaling == _NVFP4:  # two codes in a byte
+        k, strides = 2 * k, (2 * strides[0], 2 * strides[1])
+    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
+    # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
+    # afterwards
+    late = unfit or bias is None or out.dtype is float32 or bias.ptr % _ALIGNMENT != 0
+    bias_ptr = 0 if late or bias is None else bias.ptr
+    ready = _plan(
+        out.device.index,
+        padded_m,
+        padded_n,
+        k,
+        "nt",
+        _code_type(a_format, scaling),
+        _code_type(b_format, scaling),
+        float32 if unfit else out.dtype,
+        *strides,
+        padded_n if unfit else out_stride,
+        bias_ptr != 0,
+        addend is not None and not unfit,
+        scaling,
+        fast_accumulate,
+        limit,
+        _ALIGNMENT,
+        timed,
+    )
+    return ready, unfit, bias_ptr
+
+
+def sums(call: Any, scaling: tuple[Scaling, Scaling] | None = None) -> Accumulation | None:
+    """How a call of ``fp8_gemm``, its arguments by name, adds its terms. None where that is not known to the
+    bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts; and where
+    there are none."""
+    fast = scaling is None and call.fast_accumulate
+    how = on_chip(launch.capability(call.out.device.index), fast)
+    if how is None or not (call.out.size and call.a.shape[1]):
+        return None
+    scaling = scaling or _scaling(call.a_scale_inv, call.b_scale_inv)
+    operands = call.a, call.b, call.out, call.a_format, call.b_format, call.bias, call.addend
+    ready, *_ = _fp8_plan(*operands, scaling, fast, _usable(call.workspace), False)
+    return how if ready.splits == 1 else None
+
+
+fp8_gemm._sums = sums  # type: ignore[attr-defined]
+
+
+def _scaling(a_scale_inv: ArrayView, b_scale_inv: ArrayView) -> tuple[Scaling, Scaling]:
+    return _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
 
 
 @memoized("cuBLASLt plans by call")
@@ -183,14 +229,16 @@ def _address(workspace: ArrayView | None, limit: int) -> int:
     return workspace.ptr if workspace is not None and limit else 0
 
 
-def _code_type(fmt: Format) -> DType:
-    if fmt is formats.E4M3:  # by identity first: a format's hash and equality look at all of its fields
-        return formats.float8_e4m3fn
-    if fmt is formats.E5M2:
-        return formats.float8_e5m2
+def _code_type(fmt: Format, scaling: tuple[Scaling, Scaling]) -> DType:
+    if scaling != _NVFP4:  # by identity first: a format's hash and equality look at all of its fields
+        if fmt is formats.E4M3:
+            return formats.float8_e4m3fn
+        if fmt is formats.E5M2:
+            return formats.float8_e5m2
+    known = (formats.E2M1,) if scaling == _NVFP4 else (formats.E4M3, formats.E5M2)
     found = formats.dtype_of_format(fmt)
-    if fmt not in (formats.E4M3, formats.E5M2) or found is None:
-        raise BackendError("fp8_gemm", "format", fmt, "E4M3 or E5M2")
+    if fmt not in known or found is None:
+        raise BackendError("fp8_gemm", "format", fmt, " or ".join(map(str, known)))
     return found
 
 

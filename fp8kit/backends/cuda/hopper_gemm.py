@@ -7,8 +7,9 @@ The order of sums does not depend on sizes, tiles or the device: an element is w
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.own_gemm import Product, contract
@@ -117,10 +118,10 @@ def _plan(
             zip(scales.split("_"), (a_rows, b_rows), (at.rows, at.columns), strict=True)
         ):
             if kind == "lines":
-                lines[i] = tensor_map("float32", rows, ceil_div(k, DEPTH), rows, box, 1)
+                lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
     maps = (
-        tensor_map("uint8", k, m, a_stride, DEPTH, _box(at.rows, at, at.rows >= at.columns), True),
-        tensor_map("uint8", k, n, b_stride, DEPTH, _box(at.columns, at, at.rows < at.columns), True),
+        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, _box(at.rows, at, at.rows >= at.columns)), True),
+        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
         *lines,
     )
     kernel = launch.kernel(
@@ -189,4 +190,11 @@ def _run(product: Product, stream: int) -> None:
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 
+def sums(call: Any) -> Accumulation | None:
+    """How a call's terms are added; None on other chips, where another kernel makes the product."""
+    capability = launch.capability(call.out.device.index)
+    return on_chip(capability, getattr(call, "fast_accumulate", False))
+
+
 fp8_gemm, block_gemm = contract("hopper_gemm", _run)
+fp8_gemm._sums = block_gemm._sums = sums  # type: ignore[attr-defined]

@@ -90,10 +90,12 @@ def _plan(
         zip(tiles, (a_shape[-2], b_shape[-2]), (at.rows, at.columns), strict=True)
     ):
         if tile == _LINE:
-            lines[i] = tensor_map("float32", rows, ceil_div(terms, DEPTH), rows, box, 1)
+            lines[i] = tensor_map("float32", (rows, ceil_div(terms, DEPTH)), (rows,), (box, 1))
+    # a group's matrix of b is a further dimension
+    stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
     maps = (
-        tensor_map("uint8", terms, a_shape[0], terms, DEPTH, at.rows, True),
-        tensor_map("uint8", terms, b_shape[-2], terms, DEPTH, at.columns, True, groups if by_rows else 0),
+        tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows), True),
+        tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
     )
     kernel = launch.kernel(
@@ -116,9 +118,9 @@ def _plan(
     if tiles[1] == _SQUARE:
         b_step = ceil_div(terms, 4 * DEPTH) * 4
         b_group = ceil_div(b_shape[1], 128) * b_step
-    sizes = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
+    numbers = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
     own = band_of(blocks, at.rows, at.columns), groups, slots, b_group, terms
-    return Planned(kernel, blocks, maps, (*sizes, *own))  # type: ignore[arg-type]
+    return Planned(kernel, blocks, maps, (*numbers, *own))  # type: ignore[arg-type]
 
 
 def grouped_fp8_gemm(

@@ -8,24 +8,33 @@ import struct
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import launch, recorded, scales, unfused
-from fp8kit.backends.cuda._rows import ceil_div
+from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.attention_problem import ALIGN, Problem, bhsd, problem
 from fp8kit.backends.cuda.quantize import narrow
+from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
+from fp8kit.backends.protocol.quantized_attention import DS_DRAW, P_DRAWS
 from fp8kit.formats import float32
 from fp8kit.quantization import Quantizer
 
 _SOURCE = "quantized_attention.cu"
 _THREADS = 256
 _SCALE = struct.Struct("=2f")
+_RANDOM = Packer("P2Q")
 _STATISTICS = ("amax", "scale", "scale_inv")
 
 
 @functools.cache
-def _roundings(p: Quantizer, ds: Quantizer | None) -> bytes:
-    """What stands behind the rules in the sources' ``QuantizedRules``."""
+def _formats(p: Quantizer, ds: Quantizer) -> bytes:
     scale = _SCALE.pack(p.static_scale, 1 / p.static_scale)
-    return narrow(p.format, True) + scale + narrow((p if ds is None else ds).format, True)
+    first, second = (narrow(own.format, True, own.stochastic_bits) for own in (p, ds))
+    return first + scale + second
+
+
+def _roundings(p: Quantizer, ds: Quantizer | None, rng: ArrayView | None) -> bytes:
+    """What stands behind the rules in the sources' ``QuantizedRules``; forward has no dS."""
+    draws = P_DRAWS[ds is not None] << 48, DS_DRAW << 48
+    return _formats(p, ds or p) + _RANDOM.pack(address(rng), *draws)
 
 
 def _layout(about: Problem, backward: bool, dbias: Shape | None = None) -> unfused.Layout:
@@ -104,12 +113,13 @@ def quantized_attention_fwd(
     extras: AttentionExtras,
     spec: AttentionSpec,
     p: Quantizer,
+    rng: ArrayView | None,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``. BackendError when a library that it needs fails."""
     about = _problem(q.shape, k.shape, v.shape, spec)
-    call = _Call(about, _layout(about, False), q, extras, _roundings(p, None), workspace, stream)
+    call = _Call(about, _layout(about, False), q, extras, _roundings(p, None, rng), workspace, stream)
     for tile in unfused.tiles(about, call.cut):
         scores = call.scores("scores", tile)
         call.multiply(q, k, scores, tile)
@@ -138,6 +148,7 @@ def quantized_attention_bwd(
     spec: AttentionSpec,
     p: Quantizer,
     ds: Quantizer,
+    rng: ArrayView | None,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
@@ -145,7 +156,7 @@ def quantized_attention_bwd(
     BackendError as forward."""
     about = _problem(q.shape, k.shape, v.shape, spec)
     cut = _layout(about, True, None if dbias is None else dbias.shape)
-    call = _Call(about, cut, q, extras, _roundings(p, ds), workspace, stream)
+    call = _Call(about, cut, q, extras, _roundings(p, ds, rng), workspace, stream)
     strides = (*bhsd(spec.qkv_format, o)[:3], *bhsd(spec.qkv_format, do)[:3])
     call.clear("amax", 4)
     if dbias is not None:

@@ -66,7 +66,7 @@ def engine_with(
             with launch.launching_by(None):
                 launch.launch(found, grid, block, args, stream, shared)
 
-    @functools.wraps(function)
+    @functools.wraps(function, updated=())  # what the function says of its sums may hold no more
     def call(*args: Any, **named: Any) -> Any:
         with launch.launching_by(launcher):
             return function(*args, **named)

@@ -19,31 +19,24 @@ NONE = (0, bytes(120))
 _BYTES, _ALIGNMENT = 128, 64
 _SOME, _OTHER = 1 << 32, (1 << 46) + 4096  # addresses that stand for any
 # CUtensorMapDataType: its number and an element's bytes; CUtensorMapSwizzle, CUtensorMapL2promotion (cuda.h)
-_TYPES = {"uint8": (0, 1), "float32": (7, 4)}
+_TYPES = {"uint8": (0, 1), "float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _PROMOTE_256B = 3
 
 
 @memoized("tensor maps")
 def tensor_map(
-    kind: str,
-    columns: int,
-    rows: int,
-    stride: int,
-    box_columns: int,
-    box_rows: int,
-    swizzled: bool = False,
-    matrices: int = 0,
+    kind: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool = False
 ) -> bytes:
-    """A map without its address: of a matrix of ``kind`` ("uint8", "float32") whose rows lie ``stride``
-    elements apart, copied by boxes of so many columns and rows. ``swizzled``: chunks of 16 bytes in a box's
-    rows of 128 bytes are put as tensor cores find them without bank conflicts. ``matrices``: the map has a
-    third dimension, of so many of them, one behind the other; 0: it has two.
+    """A map without its address: of an array of ``kind`` ("uint8", "float16", "bfloat16", "float32") with up
+    to five dimensions, the contiguous one first: ``sizes``; ``strides``, in elements, of all but the first
+    dimension; and the sizes of the ``box`` that is copied at once. ``swizzled``: chunks of 16 bytes in a
+    box's rows of 128 bytes are put as tensor cores find them without bank conflicts.
 
     BackendError where the driver refuses it: addresses and strides are multiples of 16 bytes, a box's sides
     at most 256; and where its maps are not what this module's text says.
     """
-    arguments = kind, columns, rows, stride, box_columns, box_rows, swizzled, matrices
+    arguments = kind, sizes, strides, box, swizzled
     made, other = (_encoded(address, *arguments) for address in (_SOME, _OTHER))
     if (made[:8], other[:8]) != (struct.pack("=Q", _SOME), struct.pack("=Q", _OTHER)) or made[8:] != other[
         8:
@@ -57,20 +50,12 @@ def tensor_map(
 def _encoded(
     address: int,
     kind: str,
-    columns: int,
-    rows: int,
-    stride: int,
-    box_columns: int,
-    box_rows: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
     swizzled: bool,
-    matrices: int,
 ) -> bytes:
-    sizes, boxes = [columns, rows], [box_columns, box_rows]
-    strides = [stride * _TYPES[kind][1], rows * stride * _TYPES[kind][1]]
-    if matrices:
-        sizes, boxes = [*sizes, matrices], [*boxes, 1]
-    rank = len(sizes)
-    number = _TYPES[kind][0]
+    (number, itemsize), rank = _TYPES[kind], len(sizes)
     calls = launch.runtime()
     calls.setDevice(calls.getDevice())  # the driver wants a context, and a new thread has none
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
@@ -81,17 +66,15 @@ def _encoded(
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides[: rank - 1]),
-        (ctypes.c_uint32 * rank)(*boxes),
-        (ctypes.c_uint32 * rank)(*(1 for _ in sizes)),
+        (ctypes.c_uint64 * (rank - 1))(*(stride * itemsize for stride in strides)),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128B if swizzled else _NO_SWIZZLE,
         _PROMOTE_256B,
         0,
     )
     if status:
-        what = (
-            f"{kind} ({matrices or 1}, {rows}, {columns}), stride {stride}, box ({box_rows}, {box_columns})"
-        )
+        what = f"{kind} {sizes}, strides {strides}, box {box}"
         raise BackendError(f"tensor_map: {what}: {launch.error_text(status)}")
     return memory.raw[start : start + _BYTES]

@@ -68,4 +68,10 @@ class Blocks(Protocol):
         """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp,
         Kp), b: uint8 (Np, Kp) with their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or
         (128, 128), not both (128, 128). out, bias, addend, formats, alignment as in ``fp8_gemm``; partial
-        sums are promoted to float32 at every block (split accumulator). Workspace: ``fp8_gemm_workspace``."""
+        sums are promoted to float32 at every block (split accumulator). Workspace: ``fp8_gemm_workspace``.
+
+        Both tiles (1, 32) or (1, 16): OCP's MXFP8, and NVFP4 without the scales of its tensors. An engine
+        that has no product on such codes raises CannotTake. scale_inv: uint8 (n,), the scales' codes, of E8M0
+        with (1, 32), of E4M3 with (1, 16), as ``fp8kit.packing.swizzle`` lays them out. Kp is a multiple of
+        32. (1, 32): E4M3 or E5M2; (1, 16): E2M1 for both, two codes in a byte, a: uint8 (Mp, Kp / 2), as
+        ``fp8kit.packing.pack`` gives them."""

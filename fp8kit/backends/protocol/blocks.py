@@ -89,7 +89,9 @@ class BlockCasts(Protocol):
           ``blocks.nvfp4_tensor_scale`` with the bound 1; code = ``blocks.scale_bytes(amax * S)``, scale and
           scale_inv those of mx_* times S and D, scale at most float32's largest value.
         * block_*, rules exact and power_2: ``scale_from_amax`` with value_for_inf = the largest finite value
-          of x's dtype; NaN is ignored in the amax. No code.
+          of x's dtype; NaN is ignored in the amax. No code. With a tensor_amax, float32 [1], every tile's
+          amax is at least that, and value_for_inf float32's: with the amax that ``rotate`` gives of the whole
+          matrix all tiles have the matrix's scale.
 
         With ``quantizer.factor`` f scale is multiplied by f, up to float32's largest value, scale_inv and
         tensor_scale_inv by r = float32(1 / f); of mx_* tensor_scale_inv, float32 [1], may be given: r.

@@ -10,6 +10,9 @@ from fp8kit.backends.protocol.attention import AttentionExtras, AttentionSpec
 from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.quantization import Quantizer
 
+# numbers of the casts of P, in forward and in backward, and of dS; dropout has number 0
+P_DRAWS, DS_DRAW = (1, 2), 3
+
 
 def _workspace(backward: bool) -> Any:
     def measure(kernels: Any, a: Any) -> int:
@@ -29,7 +32,9 @@ def _flops(products: int) -> Any:
 
 class QuantizedAttentions(Protocol):
     """Attention over padded batches, all arrays float32. With Q(x) = decode(encode(x * scale)) * (1 / scale),
-    saturating, to nearest even, in a quantizer's format."""
+    saturating, in a quantizer's format: to nearest even or, by ``stochastic_bits`` as ``quantize`` does, with
+    word draw * 2**48 + i * s_kv + j of ``rng``'s stream, i the row's index in lse and j its column. ``draw``:
+    see ``P_DRAWS`` and ``DS_DRAW``; rng: None where nothing is rounded so."""
 
     @kernel(updates="x", exact=True)
     def clear_padding_(self, x: ArrayView, cu_seqlens: ArrayView, stream: int) -> None:
@@ -47,6 +52,7 @@ class QuantizedAttentions(Protocol):
         extras: AttentionExtras,
         spec: AttentionSpec,
         p: Quantizer,
+        rng: ArrayView | None,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
@@ -80,6 +86,7 @@ class QuantizedAttentions(Protocol):
         spec: AttentionSpec,
         p: Quantizer,
         ds: Quantizer,
+        rng: ArrayView | None,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:

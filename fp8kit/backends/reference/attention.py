@@ -47,7 +47,11 @@ def attention_fwd(
 ) -> None:
     """``o = dropout(softmax(scores)) v`` and the rows' log-sum-exp; see
     ``protocol.Kernels.attention_fwd``."""
-    forward((q, k, v, o, lse), extras, spec, _softmax, scale_first=True)
+
+    def softmax(scores: Array, lse: Array, sinks: Array, at: Block) -> None:
+        _softmax(scores, lse, sinks, at.place)
+
+    forward((q, k, v, o, lse), extras, spec, softmax, scale_first=True)
 
 
 def forward(
@@ -59,8 +63,8 @@ def forward(
     scale_first: bool,
 ) -> None:
     """The loop over the blocks. ``views``: q, k, v, o, lse. ``softmax`` makes scores (heads * rows, columns)
-    weights, in place, writes the rows' log-sum-exp and returns what the rows' results are multiplied by, if
-    anything. ``scale_first``: the queries are scaled, not the scores."""
+    of a block weights, in place, writes the rows' log-sum-exp and returns what the rows' results are
+    multiplied by, if anything. ``scale_first``: the queries are scaled, not the scores."""
     q, k, v, o, lse = views
     keys, values = heads_of(k, spec), heads_of(v, spec)
     queries, scale = heads_of(q, spec, keys.shape[1]), np.float32(spec.softmax_scale)
@@ -83,7 +87,7 @@ def forward(
         scores.complete(p, at)
         lse_block = np.empty(p.shape[:4], np.float32)
         further = np.broadcast_to(sinks, p.shape[:4]).reshape(-1)
-        factors = softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.place)
+        factors = softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at)
         sums[at.rows] = lse_block
         if random is not None:
             p *= at.factors(random, place)

@@ -117,14 +117,17 @@ class Block(NamedTuple):
         return buffer, buffer[:size].reshape(self.shape)
 
     def factors(self, random: Dropout, place: tuple[int, int, int]) -> Float32:
-        """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j;
-        ``place``: see ``place_of``."""
+        """The dropout factors of this block; ``place``: see ``place_of``."""
+        return random.factors(self.starts(place), self.width).reshape(self.shape)
+
+    def starts(self, place: tuple[int, int, int]) -> Array:
+        """Of each row of scores the index of its first element, int64 (b * h * rows,): element
+        ((batch * heads + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
         z = self.sizes
         batches = np.arange(self.batches.start, self.batches.stop) + place[0]
         heads = batches[:, None] * place[2] + place[1] + np.arange(z.kv_heads * z.group)
         rows = np.arange(self.first, self.last)
-        starts = (heads.reshape(-1, 1) * z.rows + rows) * z.columns + self.start
-        return random.factors(starts.reshape(-1), self.width).reshape(self.shape)
+        return ((heads.reshape(-1, 1) * z.rows + rows) * z.columns + self.start).reshape(-1)
 
     def of(self, array: Array) -> Array:
         """The block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable with its

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, packing
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Float32, f32, quiet
 from fp8kit.backends.reference.gemm import decoded, product
-from fp8kit.backends.reference.quantize import quantize
+from fp8kit.backends.reference.quantize import quantize, table32
 from fp8kit.backends.reference.scales import amax, scale_from_amax, tiles
-from fp8kit.formats import Format
+from fp8kit.formats import E4M3, E8M0, Format
 
 _BLOCK = 128
 
@@ -95,6 +95,11 @@ def _decoded(
     codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int
 ) -> Float32:
     """The float32 values (rows, K) of an operand's first rows."""
+    if tile[1] < _BLOCK:
+        plain = codes.numpy() if tile[1] == 32 else packing.unpack(codes.numpy())
+        own, count = table32(E8M0 if tile[1] == 32 else E4M3), plain.shape[1] // tile[1]
+        scales = own[packing.unswizzle(scale_inv.numpy(), len(plain), count)[:rows]]
+        return np.asarray(decoded(plain[:rows], format) * np.repeat(scales, tile[1], axis=1), np.float32)
     values = decoded(codes.numpy()[:rows], format)
     count = values.shape[1] // _BLOCK
     inverses = scale_inv.numpy()

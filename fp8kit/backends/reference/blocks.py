@@ -17,7 +17,7 @@ from fp8kit.backends.reference.philox import philox4, words
 from fp8kit.backends.reference.quantize import table32
 from fp8kit.backends.reference.scales import accumulate, scale_from_amax, tiles
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.formats import E4M3, Format
+from fp8kit.formats import E4M3, Format, float32
 from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, Quantizer
 
 Array = np.ndarray[Any, Any]
@@ -266,6 +266,8 @@ def _plain_scales(
     _row_amax(x.view(np.uint32), columns, _INF if kind == "block" else _MAGNITUDE, lines)
     found = lines if rows == 1 else np.maximum.reduceat(lines, np.arange(0, len(x), rows), axis=0)
     amax = np.maximum(found.view(np.float32), np.float32(quantizer.epsilon))
+    if kind == "block" and tensor_amax is not None:
+        amax, inf = np.maximum(amax, tensor_amax.numpy()), float32.max
     if quantizer.scale_rule == GAUSS:
         codes = rules.gauss_bytes(_blocks_of(x, columns)).reshape(amax.shape)
         scale, inverse = rules.scales_of_bytes(codes)

@@ -87,7 +87,7 @@ def fp8_attention_fwd(
     )
     made = np.empty(o.shape, np.float32)
     quantized_attention.quantized_attention_fwd(
-        queries, keys, values, _transposed(made), lse, extras, _in_batches(spec), p, None, 0
+        queries, keys, values, _transposed(made), lse, extras, _in_batches(spec), p, None, None, 0
     )
     (o.numpy()[...],) = _rounded([made], out)
 
@@ -142,6 +142,7 @@ def fp8_attention_bwd(
         _in_batches(spec),
         p,
         ds,
+        None,
         None,
         0,
     )

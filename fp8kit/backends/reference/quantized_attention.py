@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8kit import codec
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
+from fp8kit.backends.protocol.quantized_attention import DS_DRAW, P_DRAWS
 from fp8kit.backends.reference._numpy import Array, quiet
 from fp8kit.backends.reference.attention import Backward, Gradients, exponentials, forward, heads_of
-from fp8kit.backends.reference.attention_rules import true_lengths
+from fp8kit.backends.reference.attention_rules import Block, true_lengths
 from fp8kit.backends.reference.cast_rows import encode_row, rounding
+from fp8kit.backends.reference.philox import words
 from fp8kit.backends.reference.quantize import table32
 from fp8kit.backends.reference.scales import scale_from_amax
 from fp8kit.backends.reference.threads import njit, prange
@@ -28,15 +31,21 @@ def clear_padding_(x: ArrayView, cu_seqlens: ArrayView, stream: int) -> None:
 
 
 class _Rounded(NamedTuple):
-    """A quantizer with its scale, as ``_round_row`` takes it."""
+    """A quantizer with its scale, as ``_round_row`` takes it, and what is drawn where it rounds
+    stochastically."""
 
     how: Any
     table: Array
     scale: np.float32
     inverse: np.float32
+    quantizer: Quantizer
+    rng: ArrayView | None
+    draw: int
 
     @classmethod
-    def of(cls, quantizer: Quantizer, amax: np.float32 | None = None) -> _Rounded:
+    def of(
+        cls, quantizer: Quantizer, rng: ArrayView | None, draw: int, amax: np.float32 | None = None
+    ) -> _Rounded:
         """By its static scale, or that of an ``amax``."""
         fmt = quantizer.format
         scale = np.full(2, quantizer.static_scale, np.float32)
@@ -46,7 +55,27 @@ class _Rounded(NamedTuple):
             scale_from_amax(
                 as_view(np.full(1, amax, np.float32)), as_view(scale[:1]), as_view(scale[1:]), *rule, 0
             )
-        return cls(rounding(fmt, True), table32(fmt), scale[0], scale[1])
+        return cls(rounding(fmt, True), table32(fmt), scale[0], scale[1], quantizer, rng, draw)
+
+    def round(self, x: Array, at: Block) -> None:
+        """Scores of a block (b * h * rows, columns) rounded, in place."""
+        bits, fmt = self.quantizer.stochastic_bits, self.quantizer.format
+        if self.rng is None or not bits:
+            _round(x, *self[:4])
+            return
+        starts = at.starts((0, 0, at.sizes.kv_heads * at.sizes.group)) + (self.draw << 48)
+        drawn = np.empty(x.shape, np.uint32)
+        seed, offset = (int(v) for v in self.rng.numpy()[:2])
+        _words(seed, offset, starts, drawn)
+        codes = codec.encode(x * self.scale, fmt, "stochastic", True, drawn, bits)
+        np.multiply(self.table[codes], self.inverse, out=x)
+
+
+@njit(parallel=True)
+def _words(seed: Any, offset: Any, starts: Array, out: Array) -> None:
+    """Random words of rows, uint32 (rows, columns), whose first elements have the indices ``starts``."""
+    for r in prange(out.shape[0]):
+        words(seed, offset, starts[r], out[r])
 
 
 @njit
@@ -59,22 +88,11 @@ def _round_row(x: Any, how: Any, table: Any, scale: Any, inverse: Any) -> None:
 
 
 @njit(parallel=True, fastmath={"contract"})
-def _softmax(
-    scores: Array,
-    lse: Array,
-    inverse: Array,
-    sinks: Array,
-    place: Any,
-    how: Any,
-    table: Array,
-    scale: Any,
-    scale_inv: Any,
-) -> None:
-    """Scores (heads * rows, columns) become rounded exp(score - largest); ``inverse``: 1 / the sum of the
-    unrounded ones, 0 for rows that see nothing."""
+def _softmax(scores: Array, lse: Array, inverse: Array, sinks: Array, place: Any) -> None:
+    """Scores (heads * rows, columns) become exp(score - largest); ``inverse``: 1 / their sum, 0 for rows that
+    see nothing."""
     for r in prange(scores.shape[0]):
         lse[r], inverse[r] = exponentials(scores[r], sinks[r], r, place)
-        _round_row(scores[r], how, table, scale, scale_inv)
 
 
 @njit(parallel=True)
@@ -94,15 +112,17 @@ def quantized_attention_fwd(
     extras: AttentionExtras,
     spec: AttentionSpec,
     p: Quantizer,
+    rng: ArrayView | None,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``Kernels.quantized_attention_fwd``."""
-    rounded = _Rounded.of(p)
+    rounded = _Rounded.of(p, rng, P_DRAWS[0])
 
-    def softmax(scores: Array, lse: Array, sinks: Array, place: tuple[int, ...]) -> Array:
+    def softmax(scores: Array, lse: Array, sinks: Array, at: Block) -> Array:
         inverse = np.empty_like(lse)
-        _softmax(scores, lse, inverse, sinks, place, *rounded)
+        _softmax(scores, lse, inverse, sinks, at.place)
+        rounded.round(scores, at)
         return inverse
 
     forward((q, k, v, o, lse), extras, spec, softmax, scale_first=False)
@@ -128,6 +148,7 @@ def quantized_attention_bwd(
     spec: AttentionSpec,
     p: Quantizer,
     ds: Quantizer,
+    rng: ArrayView | None,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
@@ -143,10 +164,10 @@ def quantized_attention_bwd(
         most = np.fmax(most, np.fmax.reduce(np.abs(slopes), axis=None))
         if bias is not None:
             at.add_to(bias, slopes)
-    rounded, rounded_p = _Rounded.of(ds, most), _Rounded.of(p)
+    rounded, rounded_p = _Rounded.of(ds, rng, DS_DRAW, most), _Rounded.of(p, rng, P_DRAWS[1])
     for at, weights, slopes, factors in call.blocks():
-        _round(weights.reshape(-1, at.width), *rounded_p)
-        _round(slopes.reshape(-1, at.width), *rounded)
+        rounded_p.round(weights.reshape(-1, at.width), at)
+        rounded.round(slopes.reshape(-1, at.width), at)
         found.add(at, weights, slopes, factors)
     found.put(dq, dk, dv, spec)
     call.put(dbias, bias, doffset)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import KERNELS, SPECS, Kernels, KernelSpec, map_arrays, views
 from fp8kit.formats import HIGH_PRECISION, DType, float32, uint8
@@ -83,6 +84,8 @@ class KernelTest:
       derives from another array (``casts``, ``sums``, ``rounded``) is left out. None: the spec says it all.
     * ``cases``: name -> options, and those of ``Case``.
     * ``timed``: options of the call that is timed.
+    * ``bits(how, kernels, a)``: output -> its bits in a call with the arguments ``a``, on the device, of an
+      implementation that says by its ``_sums`` how it adds: ``how``. Nothing for what is not known even then.
     """
 
     kernel: str
@@ -90,6 +93,7 @@ class KernelTest:
     oracle: Callable[[Any], Results] | None
     cases: Mapping[str, Options] = field(repr=False)
     timed: Mapping[str, Any] = field(default_factory=dict)
+    bits: Callable[[Accumulation, Any, Any], Results] | None = None
 
     def arguments(
         self,
@@ -186,6 +190,10 @@ class Case:
         results = call.run(kernels)
         if own.get("known", True) is True:
             expected = self.test.expected(call.before, {**results, **plain}) | plain
+            say, given = getattr(getattr(kernels, self.kernel), "_sums", None), call.arguments
+            how = None if say is None else say(SimpleNamespace(**given))
+            if self.test.bits is not None and how is not None:
+                expected |= self.test.bits(how, kernels, SimpleNamespace(**given))
             for name, got in results.items():
                 compare(name, got, expected[name])
         elif own["known"] is False:

@@ -276,6 +276,15 @@ ALL_CASES: dict[str, Options] = {
     "placed-causal-groups": {**_GROUPS, **_square(40), **_CAUSAL, **_dropped(0.5, True)},
     "placed-padding": {**_PADDED, **_BSHD, **_dropped(0.5, True)},
 }
+# heads of 64 and 128 over several tiles of queries and keys, of which the last are not whole: kernels for one
+# chip alone have the largest
+ALL_CASES |= {
+    "tiles-64": {**_packed(2), "b": 1, **_square(209), "d": 64, **_CAUSAL},
+    "tiles-64-blind-rows": {"b": 1, "s_q": 301, "s_kv": 150, "h_kv": 1, "d": 64, **_BSHD, **_BOTTOM_RIGHT},
+    "tiles-128-groups": {**_GROUPS, "b": 1, **_square(139), "d": 128, **_BSHD, **_CAUSAL},
+    "tiles-128-window": {"b": 1, "s_q": 150, "s_kv": 277, "d": 128, "window": (70, 9), "bottom_right": True},
+    "tiles-128-cross": {"b": 1, "s_q": 131, "s_kv": 259, "h": 1, "h_kv": 1, "d": 128},
+}
 # only in float32: dropout (vendor libraries draw their own masks in 16 bits), odd depths and lengths, batches
 # or rows that see nothing
 _TINY: Options = {"b": 1, "s_q": 2, "s_kv": 3, "h": 1, "h_kv": 1, "d": 8, "over": (1, 1, 2)}

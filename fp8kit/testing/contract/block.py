@@ -2,7 +2,7 @@
 
 Tolerance of the product: that of ``fp8_gemm`` with the split accumulator (see ``gemm``'s text; tensor cores
 may lose the same before each promotion at the end of a block), and four more float32 roundings of each term
-for the scales.
+for the scales. On Hopper it is known to the bit, as there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8kit.testing.contract import (
     wide,
 )
 from fp8kit.testing.contract.casts import scale_of, scaled
-from fp8kit.testing.contract.gemm import fp8_slack, joined, product_results, sizes
+from fp8kit.testing.contract.gemm import fp8_slack, joined, modelled, product_results, sizes
 from fp8kit.testing.contract.rotations import narrow, put_special
 from fp8kit.testing.contract.scales import Tile, each, grid, tile_amax
 
@@ -215,5 +215,5 @@ _GEMM = {
 
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
-    KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM)),
+    KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM), bits=modelled),
 )

@@ -50,9 +50,11 @@ def cast_blocks(
     ties: str = "even",
     factor: float = 1.0,
     inside: bool = False,
+    whole: bool = False,
 ) -> Arguments:
     """``rule``: rceil for mx_* and moss_*, and exact for others where it is not named; ``size``, ``kind``: of
-    a rotation; ``only``: the outputs, else all but ``inside``; ``amax``: the tensor's."""
+    a rotation; ``only``: the outputs, else all but ``inside``; ``amax``: the tensor's; ``whole``: of block_*,
+    that of all of x."""
     usual = "rceil" if granularity.startswith("m") else "exact"
     quantizer = Quantizer(
         fmt,
@@ -84,7 +86,7 @@ def cast_blocks(
     return {
         "x": x,
         **{name: make() if not only or name in only.split() else None for name, make in outputs.items()},
-        "tensor_amax": _amaxes(s, found if amax is None else amax, lines) if two_levels else None,
+        "tensor_amax": _amaxes(s, found if amax is None else amax, lines) if two_levels or whole else None,
         "quantizer": quantizer,
         "along": along,
         "draw": draw,
@@ -191,7 +193,10 @@ def cast_blocks_oracle(a: Any) -> Results:
                 largest = np.broadcast_to(lying, counts).reshape(-1)
             codes, scale, inverse, _ = rules.nvfp4_scales(amax, largest, fmt)
     else:
-        scale = scale_of(amax, fmt.max, how.power_2, how.epsilon, formats.dtype(a.x.dtype).max)
+        for_inf = formats.dtype(a.x.dtype).max
+        if a.tensor_amax is not None:
+            amax, for_inf = np.maximum(amax, a.tensor_amax), float32.max
+        scale = scale_of(amax, fmt.max, how.power_2, how.epsilon, for_inf)
         inverse = np.float32(1) / scale
 
     def spread(per_tile: Array) -> Array:
@@ -388,6 +393,21 @@ _CAST = {
         dtype=bfloat16,
         inside=True,
     ),
+    **typed(
+        product(
+            "whole-{granularity}-{rule}-along{along}-amax{amax}",
+            {
+                "granularity": ("block_1x128", "block_64x64"),
+                "rule": {"exact": {}, "power_2": {"rule": "power_2", "size": 64, "kind": "te"}},
+                "along": _BOTH,
+                "amax": (None, 0.0, 1e-37, 1e-45, np.inf, 2.0**20),
+            },
+            m=70,
+            n=280,
+            whole=True,
+        )
+    ),
+    **product("whole-{fmt}", {"fmt": _FORMATS}, m=40, n=160, granularity="block_1x128", whole=True, bits=8),
     **product("{fmt}-ties", {"fmt": _FORMATS}, m=40, n=160, ties="down"),
     **product(
         "ties-inside-{kind}-along{along}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,12 +58,17 @@ def quantized_attention_fwd(
     s: Sampler, m: int, n: int, p: Quantizer = _P, ds: Quantizer = _DS, **options: Any
 ) -> Arguments:
     """All arrays in float32, whatever the sampler's dtype."""
+    rng = s.rng() if p.stochastic_bits or ds.stochastic_bits else None
     made = plain.attention_fwd(s, m, n, padding=0.0, **options)
     host = snapshot({name: made[name] for name in ("q", "k", "v", "do", "extras")}, s.device)
     narrow = {name: s.put(_narrow(getattr(host, name))) for name in ("q", "k", "v", "do")}
     bias = host.extras.bias
     extras = made["extras"]._replace(bias=None if bias is None else s.put(bias, float32))
-    return {**made, **narrow, "o": s.output(*made["o"].shape, dtype=float32), "extras": extras, "p": p}
+    return {**made, **narrow, "o": s.output(*made["o"].shape, dtype=float32)} | {
+        "extras": extras,
+        "p": p,
+        "rng": rng,
+    }
 
 
 def _oracle(a: Any, backward: bool) -> QuantizedOracle:
@@ -71,7 +77,7 @@ def _oracle(a: Any, backward: bool) -> QuantizedOracle:
     if backward:
         rows = tuple(x.transpose(order) for x in (a.do_rows, a.q_rows, a.k_rows))
     ds = a.ds if backward else _DS
-    return QuantizedOracle(sizes, a.spec, a.p, ds, q, k, v, do, rows, *extras)
+    return QuantizedOracle(sizes, a.spec, a.p, ds, q, k, v, do, rows, a.rng, *extras)
 
 
 def quantized_attention_fwd_oracle(a: Any) -> Results:
@@ -110,10 +116,20 @@ _ALL: dict[str, Options] = {
     if "parts" not in options and not options.get("zero_padded")
 } | {
     "p-448": {"p": Quantizer(E4M3, scale_source="static", static_scale=448.0)},
+    "p-stochastic": {"p": replace(_P, stochastic_bits=32)},
+    "p-8-bits-many-tiles": {
+        "p": replace(_P, stochastic_bits=8),
+        "s_q": 140,
+        "s_kv": 75,
+        "dropout": 0.25,
+        "placed": False,
+    },
     "many-tiles": {"s_q": 300, "s_kv": 140, "h": 4, "h_kv": 2, "window": (-1, 0)},
 }
 _BACKWARD: dict[str, Options] = _ALL | {
     "ds-e4m3-power-2": {"ds": Quantizer(E4M3, scale_rule="power_2")},
+    "ds-stochastic": {"ds": replace(_DS, stochastic_bits=32), "window": (-1, 0)},
+    "ds-8-bits": {"ds": replace(_DS, stochastic_bits=8), "p": replace(_P, stochastic_bits=8)},
     "p-and-ds-e5m2": {"p": Quantizer(E5M2, scale_source="static", static_scale=2.0**15)},
 }
 _TIMED: Options = {"window": (-1, 0), "softmax_scale": 0.125}

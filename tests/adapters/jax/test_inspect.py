@@ -217,6 +217,16 @@ def test_layers_without_a_name_are_said(caplog):
     assert caplog.messages == ["inspect: layers without a name are one, '': name= and name_layers give names"]
 
 
+def test_experts_are_said(caplog):
+    kernel, sizes = jnp.ones((2, HIDDEN, OUT)), jnp.asarray([20, 12])
+    with fj.inspect(section(logged(["max"], ("activation",)))) as log:
+        for _ in range(2):
+            fj.grouped_dense(jnp.asarray(X), kernel, sizes, name="experts")
+            log.step()
+    assert log.rows() == []
+    assert sum("layer experts shows nothing" in message for message in caplog.messages) == 1
+
+
 def test_names():
     with pytest.raises(ValueError, match="name"):
         fj.dense(jnp.asarray(X), jnp.asarray(W3.T), name=3)

@@ -153,6 +153,48 @@ def test_grouped_layers():
     assert found["GroupedLinear.gemm_1", "activation", "max"] == X[24:].max()
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_a_group_is_changed_by_itself(name):
+    """One group's layer in high precision, and another one's operands rounded; the third as its recipe
+    says."""
+    fake = {"enabled": True, "gemms": ["fprop"], "tensors": ["output"], "quant_format": "FP8E5M2"}
+    groups = {"0": {"DisableFP8Layer": {"enabled": True}}, "2": {"FakeQuant": fake}}
+    config = {
+        number: section(features, {"layer_name_regex_pattern": f"gemm_{number}$"})["section"]
+        for number, features in groups.items()
+    }
+
+    def run(recipe=RECIPES[name], config=config):
+        torch.manual_seed(0)
+        layer = te.GroupedLinear(3, 64, OUT, params_dtype=torch.float32, bias=False, device="cpu")
+        x = torch.tensor(X, requires_grad=True)
+        with te.inspect(layer, config), te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x, [8, 8, 16])
+        y.sum().backward()
+        return y.detach()
+
+    plain, cast, changed = run(None, {}), run(config={}), run()
+    assert torch.equal(changed[:8], plain[:8])
+    assert not torch.equal(cast[:8], plain[:8])
+    assert torch.equal(changed[8:16], cast[8:16])
+    wanted = fk.quantize(plain[16:].numpy(), fk.E5M2).dequantize()
+    assert np.array_equal(changed[16:].numpy(), wanted)
+
+
+def test_experts_whose_sizes_stay_on_the_device_are_said(caplog):
+    layer = te.GroupedLinear(2, 64, 32, use_grouped_tensor=True, params_dtype=torch.float32, device="cpu")
+    layer.name = "experts"
+    for chosen in ("experts", "other"):
+        features = logged(["max"], ("activation",))
+        with te.inspect(layer, section(features, {"layer_types": [chosen]})) as log:
+            for _ in range(2):
+                layer(torch.tensor(X), torch.tensor([24, 8]))
+                log.step()
+        assert log.rows() == []
+    (message,) = [message for message in caplog.messages if "rows stay on the device" in message]
+    assert message.startswith("inspect: section section: layer experts shows nothing, and no feature changes")
+
+
 def test_checkpoints():
     model, config = Model(), section(logged(["l1_norm", "mean"]))
     found = []
@@ -183,6 +225,42 @@ with te.inspect(model, config, group=dist.group.WORLD, sinks=sys.argv[2] + f".{r
         start = 16 * rank + 8 * part
         step(model, "high precision", slice(start, start + 8))
     log.step()
+import numpy as np
+import fp8kit_torch.te_compat.debug_api as api
+from tests.support.inspected import HIDDEN, OUT, W3, X
+plain = torch.nn.Linear(HIDDEN, OUT, bias=False)
+kind = {"bias": False, "params_dtype": torch.float32, "device": "cpu", "name": "part"}
+part = te.Linear(HIDDEN, OUT, tp_group=dist.group.WORLD, parallel_mode="row", **kind)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+with torch.no_grad():
+    plain.weight.copy_(torch.tensor(W3))
+    part.weight.copy_(torch.tensor(np.split(W3, 2, 1)[rank]))
+plain = te.convert(torch.nn.ModuleDict({"plain": plain}))
+styles = dist.tensor.parallel
+styles.parallelize_module(plain, mesh, {"plain": styles.ColwiseParallel()})
+config = section(logged(["std", "l1_norm"], ["weight"]))
+kind = {"params_dtype": torch.float32, "device": "cpu", "bias": False, "tp_group": dist.group.WORLD}
+experts = te.GroupedLinear(2, HIDDEN, OUT, tp_size=2, parallel_mode="column", **kind)
+mlp = te.LayerNormMLP(HIDDEN, OUT, set_parallel_mode=True, **kind)
+with torch.no_grad():
+    for weight in (experts.weight0, experts.weight1, mlp.fc1_weight):
+        weight.copy_(torch.tensor(np.split(W3, 2)[rank]))
+for name, layer in (("experts", experts), ("mlp", mlp)):
+    plain[name] = layer
+with te.inspect(plain, config, sinks=sys.argv[2] + f".mesh.{rank}.jsonl") as log:
+    plain.plain(torch.tensor(X))
+    plain.experts(torch.tensor(X), [20, 12])
+    plain.mlp(torch.tensor(X))
+    log.step()
+state = api.TEDebugState
+for whole in (True, False):
+    assert state.weight_tensor_tp_group_reduce
+    if not whole:
+        state.set_weight_tensor_tp_group_reduce(False)
+    api.initialize(config, log_dir=sys.argv[2] + f".logs.{whole}")
+    part(torch.tensor(np.ascontiguousarray(np.split(X, 2, 1)[rank])))
+    api.step()
+    api.end_debug()
 dist.destroy_process_group()
 """
 
@@ -208,6 +286,18 @@ def test_two_ranks(tmp_path):
     weight = found["out", "weight", "l1_norm"]  # once, whatever the ranks
     assert weight == pytest.approx(np.abs(W3.astype(np.float64)).sum(), rel=1e-6)
     assert sum(found["out", "gradient", "exponents"]) == G.size
+    wide = W3.astype(np.float64)
+    for rank in range(2):
+        rows = [json.loads(line) for line in Path(f"{meeting}.mesh.{rank}.jsonl").read_text().splitlines()]
+        for name in ("plain", "experts.gemm_0", "experts.gemm_1", "mlp.fc1"):
+            assert by_name(rows)[name, "weight", "std"] == pytest.approx(np.std(wide), rel=1e-12)
+        for whole in (True, False):
+            folder = Path(f"{meeting}.logs.{whole}") / "nvdlfw_inspect_statistics_logs"
+            text = (folder / f"nvdlfw_inspect_globalrank-{rank}.log").read_text()
+            values = dict(re.findall(r"(\w+) \t iteration=000000 \t value=([-.e0-9]+)", text))
+            weight = wide if whole else np.split(wide, 2, 1)[rank]
+            assert float(values["part_weight_std"]) == pytest.approx(np.std(weight), rel=1e-6)
+            assert float(values["part_weight_l1_norm"]) == pytest.approx(np.abs(weight).sum(), rel=1e-6)
 
 
 def test_a_group_needs_ranks():
