@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,8 +19,9 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch
 from fp8kit.backends.protocol import SPECS, map_arrays
 from fp8kit.backends.registry import CannotTake
-from fp8kit.formats import E4M3, E5M2
-from fp8kit.testing.contract import Case, cases
+from fp8kit.formats import E4M3, E5M2, float32
+from fp8kit.testing.compare import assert_close
+from fp8kit.testing.contract import Case, SampleCall, cases
 
 GPU = Device("cuda", 0)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -181,6 +183,25 @@ class Emulated:
             self.taken += 1
 
         return call
+
+
+@pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
+def test_the_model_of_groups_is_the_contracts_product(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Hopper's kernel says how it sums: what the contract asks it for lies within twice the tensor
+    cores' allowance, which is for cuts that cancel, of float64's product: of five terms they need not."""
+    monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
+    call = SampleCall(case, dispatch.kernels(CPU), CPU)
+    how = hopper_grouped.sums(SimpleNamespace(**call.arguments))
+    if how is None:
+        kind = case.options.get("tiles", ((0, 0), (0, 0)))
+        assert case.options["m"] == 0 or kind not in (((0, 0),) * 2, ((1, 0),) * 2, ((1, 128), (128, 128)))
+        return
+    found = case.test.bits(how, dispatch.kernels(CPU), SimpleNamespace(**call.arguments))  # type: ignore[misc]
+    assert bool(found) is not case.options.get("bias", False)
+    before = SimpleNamespace(**{**vars(call.before), "device": GPU})
+    want, slack = case.test.expected(before, {})["out"]
+    for got in found.values():
+        assert_close("out", got, want, case.options.get("dtype", float32).name, 2 * slack)
 
 
 CASES = [case for name in ("grouped_gemm", "grouped_fp8_gemm") for case in cases(name)]

@@ -7,6 +7,9 @@ element is what ``fk.Accumulation``'s "hopper_fast" or "hopper_split" says.
 
 from __future__ import annotations
 
+from typing import Any
+
+from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
@@ -187,3 +190,15 @@ def grouped_fp8_gemm(
         *plan.sizes,
     )
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+
+
+def sums(call: Any) -> Accumulation | None:
+    """How a call's terms are added; None for one that another kernel takes."""
+    tiles = call.a_tile, call.b_tile
+    mine = (call.along, tiles) in _SCALES and call.a.size and call.b.size and call.out.size
+    fast = call.fast_accumulate and 128 not in (tiles[0][1], tiles[1][1])
+    how = on_chip(launch.capability(call.out.device.index), fast)
+    return how if mine and call.a.shape[1] % 16 == 0 else None
+
+
+grouped_fp8_gemm._sums = sums  # type: ignore[attr-defined]

@@ -1,17 +1,19 @@
 """Grouped products against float64 products of the values that codes stand for; the order of sums is free.
 
 Tolerances: a float32 sum of K products; of codes that of ``fp8_gemm`` or ``block_gemm``, which each group's
-product is (see the text of ``gemm`` and of ``block``).
+product is (see the text of ``gemm`` and of ``block``), with the same bits where these are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fp8kit import codec
+from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, Format, bfloat16, float16, float32, int32, uint8
@@ -23,12 +25,14 @@ from fp8kit.testing.contract import (
     Options,
     Results,
     Sampler,
+    host,
     narrowed,
+    put,
     sum_slack,
     wide,
 )
 from fp8kit.testing.contract.block import LINE, SQUARE, each_scale
-from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
+from fp8kit.testing.contract.gemm import fp8_slack, joining_slack, modelled
 
 Tile = tuple[int, int]
 TENSOR, ROW = (0, 0), (1, 0)
@@ -180,6 +184,45 @@ def grouped_fp8_gemm_oracle(a: Any) -> Results:
     return {"out": (out, slack)}
 
 
+def modelled_groups(how: Accumulation, kernels: Any, a: Any) -> Results:
+    """The bits of groups' products by the model of single ones. Along the terms a group's sum begins at the
+    last multiple of 16 of them before it, or of 128, where these have scales; what is before it is 0."""
+    if a.bias is not None or not a.out.size:
+        return {}
+    (m, n), terms = a.out.shape[-2:], a.along == "terms"
+    codes, inverses = [host(x) for x in (a.a, a.b)], [host(x) for x in (a.a_scale_inv, a.b_scale_inv)]
+    blocks, out = BLOCK in (a.a_tile[1], a.b_tile[1]), np.zeros(a.out.shape, a.out.dtype.numpy)
+    for e, group in groups_of(host(a.sizes), codes[0].shape[1] if terms else m, a.slots):
+        if group.start == group.stop:
+            continue
+        own: dict[str, Any] = {"a_format": a.a_format, "b_format": a.b_format, "bias": None, "addend": None}
+        first = group.start - group.start % (BLOCK if blocks else 16)
+        for name, i, tile, rows in (
+            ("a", 0, a.a_tile, slice(0, m) if terms else group),
+            ("b", 1, a.b_tile, slice(0, n)),
+        ):
+            x, inverse = codes[i], inverses[i]
+            if x.ndim == 3:
+                x, inverse = x[e], inverse.reshape(len(x), *(inverse.shape[1:] or (-1,)))[e]
+                inverse = inverse.reshape(-1) if inverse.ndim < 2 else inverse
+            x = x[rows]
+            if terms:
+                x = x[:, first : group.stop].copy()
+                x[:, : group.start - first] = 0
+                x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+            if tile == LINE:
+                inverse = inverse[first // BLOCK : -(-group.stop // BLOCK)] if terms else inverse
+                inverse = inverse[:, rows]
+            elif tile == ROW:
+                inverse = inverse[rows]
+            own |= {name: put(x, a.a.device), f"{name}_scale_inv": put(inverse, a.a.device)}
+            own |= {f"{name}_tile": tile} if blocks else {}
+        shape = (m if terms else group.stop - group.start, n)
+        like = ArrayView(a.out.ptr, shape, a.out.dtype, a.out.device)
+        out[e if terms else group] = modelled(how, kernels, SimpleNamespace(out=like, **own))["out"]
+    return {"out": out}
+
+
 _SIZES: dict[str, Options] = {
     "uneven": {"m": 90, "n": 40, "k": 64, "sizes": (3, 0, 70, 17)},
     "odd": {"m": 37, "n": 21, "k": 19, "sizes": (5, 11, 9)},
@@ -239,5 +282,5 @@ for _kind in ("tensor", "row", "block"):
 
 TESTS = (
     KernelTest("grouped_gemm", grouped_gemm, grouped_gemm_oracle, _CASES),
-    KernelTest("grouped_fp8_gemm", grouped_fp8_gemm, grouped_fp8_gemm_oracle, _FP8),
+    KernelTest("grouped_fp8_gemm", grouped_fp8_gemm, grouped_fp8_gemm_oracle, _FP8, bits=modelled_groups),
 )
