@@ -3,6 +3,7 @@ see of others, calls that are moved and captured, and how results are cut into t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch, register
 from fp8kit.backends.cuda.hopper_gemm import Tiling
 from fp8kit.backends.policy import SelectionPolicy, policy_context
-from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.protocol import SPECS, block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
 from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
+from fp8kit.testing.contract.grouped import modelled_groups
 
 GPU = Device("cuda", 0)
 TENSOR, ROW, LINE, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
@@ -58,31 +60,6 @@ def operand(
     return codes, np.exp2(np.random.default_rng(seed).uniform(-7, -5, scales)).astype(np.float32)
 
 
-def grid(inverse: Any, tile: tuple[int, int], rows: slice, terms: slice) -> Any:
-    """The part of one matrix's scales that belongs to these rows and terms, as ``model_gemm`` has them."""
-    if tile == TENSOR:
-        return inverse.reshape(1, 1)
-    if tile == ROW:
-        return inverse.reshape(-1, 1)[rows]
-    blocks = slice(terms.start // 128, -(-terms.stop // 128))
-    if tile == LINE:
-        return np.ascontiguousarray(inverse.T[rows, blocks])
-    return np.ascontiguousarray(inverse[: -(-rows.stop // 128), blocks])
-
-
-def modelled(
-    codes: tuple[Any, Any], scales: tuple[Any, Any], pair: Any, tiles: Any, how: str, shape: tuple[int, int]
-) -> Any:
-    """A single product by the model of the tensor cores."""
-    pad = -codes[0].shape[1] % 16
-    a, b = (put(np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad)))), GPU) for x in codes)
-    out = arrays.empty(shape, float32, GPU)
-    given = (put(np.ascontiguousarray(x), GPU) for x in scales)
-    kernels = dispatch.kernels(GPU)
-    kernels.model_gemm(a, b, out, *pair, *given, *tiles, ACCUMULATIONS[how], None, None, 0)
-    return get(out)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
 def test_contract(case: Case, hopper: None) -> None:
@@ -101,45 +78,38 @@ def test_contract(case: Case, hopper: None) -> None:
 def test_every_bit_is_the_models(
     along: Any, kind: str, fast: bool, large: bool, pair: Any, monkeypatch: pytest.MonkeyPatch, hopper: None
 ) -> None:
-    """Of every group, as if it were alone: along the terms with what stands before it in its first 16, or
-    128, as zeros."""
+    """Of every group, as if it were alone, in both tilings."""
     if fast and kind == "block":
         return  # blocks have no fast accumulation
-    tiles, m = KINDS[along][kind], sum(SIZES) + REST
+    tiles, m, rows = KINDS[along][kind], sum(SIZES) + REST, along == "rows"
     tiling = Tiling(128, 128, 1) if not large else Tiling(128, 256, 1) if fast else Tiling(256, 128, 1)
     monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
     monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
-    rows = along == "rows"
     shapes: Any = (((), m, K), ((len(SIZES),), N, K)) if rows else (((), K, m), ((), N, m))
-    (a, a_inv), (b, b_inv) = (operand(*shapes[i], pair[i], 1 + i, tiles[i]) for i in (0, 1))
-    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), float32, GPU)
-    given = [put(x, GPU) for x in (a, b, np.array(SIZES, np.int32), a_inv, b_inv)]
-    hopper_grouped.grouped_fp8_gemm(
-        given[0], given[1], out, given[2], along, 0, None, *pair, *given[3:], *tiles, fast, 0
+    (a, a_inv), (b, b_inv) = (
+        [put(x, GPU) for x in operand(*shapes[i], pair[i], 1 + i, tiles[i])] for i in (0, 1)
     )
-    got, how, start = get(out), "hopper_fast" if fast else "hopper_split", 0
-    for e, size in enumerate(SIZES):
-        if rows and size:
-            part = slice(start, start + size)
-            of_b = b_inv[e] if kind == "block" else b_inv.reshape(len(SIZES), -1)[e]
-            scales = (
-                grid(a_inv, tiles[0], part, slice(0, K)),
-                grid(of_b, tiles[1], slice(0, N), slice(0, K)),
-            )
-            want = modelled((a[part], b[e, :N]), scales, pair, tiles, how, (size, N))
-            assert_same_bits(f"group {e}", got[part], want)
-        elif not rows and size:
-            first = start - start % (128 if kind == "block" else 16)
-            part = slice(first, start + size)
-            codes = a[:K, part].copy(), b[:N, part].copy()
-            for own in codes:
-                own[:, : start - first] = 0
-            scales = (grid(a_inv, tiles[0], slice(0, K), part), grid(b_inv, tiles[1], slice(0, N), part))
-            assert_same_bits(f"group {e}", got[e], modelled(codes, scales, pair, tiles, how, (K, N)))
-        elif not rows:
-            assert not got[e].any()
-        start += size
-    assert not rows or not got[start:].any()
+    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), float32, GPU)
+    given = (
+        a,
+        b,
+        out,
+        put(np.array(SIZES, np.int32), GPU),
+        along,
+        0,
+        None,
+        *pair,
+        a_inv,
+        b_inv,
+        *tiles,
+        fast,
+        0,
+    )
+    hopper_grouped.grouped_fp8_gemm(*given)
+    named = SimpleNamespace(**SPECS["grouped_fp8_gemm"].bind(*given))
+    how = hopper_grouped.sums(named)
+    assert how is ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    assert_same_bits("out", get(out), modelled_groups(how, dispatch.kernels(GPU), named)["out"])
 
 
 def call(
