@@ -11,6 +11,7 @@ from benchmarks import (
     error,
     inspector,
     model,
+    moe,
     named,
     ranks,
     shapes,
@@ -94,6 +95,13 @@ PARTS = (
         "a layer over batches of ever other lengths: first and later visits",
         shapes.shapes_part,
         takes="80 s",
+    ),
+    Part(
+        "moe",
+        "grouped products and experts beside products one after another and torch's _grouped_mm",
+        moe.moe_part,
+        usual=False,
+        takes="2 min",
     ),
     Part(
         "model",

@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,18 @@ import pytest
 
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_flash, hopper_gemm, implementation, launch
+from fp8kit.backends.cuda import (
+    OWN,
+    cublaslt,
+    gemm,
+    hopper_flash,
+    hopper_gemm,
+    hopper_grouped,
+    implementation,
+    launch,
+)
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
+from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.contract import Case, SampleCall, Sampler, cases
@@ -49,9 +60,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    for module in (hopper_gemm, hopper_flash):
+    for module in (hopper_gemm, hopper_grouped, hopper_flash):
         monkeypatch.setattr(module, "tensor_map", lambda *arguments: bytes(120))
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    for module in (hopper_gemm, hopper_grouped):
+        monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
@@ -84,8 +96,9 @@ class _Here:
             arguments = {key: map_arrays(value, there) for key, value in arguments.items()}
             if name.startswith(("attention", "fp8_attention")):
                 arguments["workspace"] = ArrayView(1 << 20, (1 << 40,), uint8, GPU)
-            for source in ("", *(own for own, (_, kernels) in OWN.items() if name in kernels)):
-                implementation(name, source)(**arguments)
+            for source in ("", *(own for own, kernels in OWN.items() if name in kernels)):
+                with suppress(CannotTake):
+                    implementation(name, source)(**arguments)
 
         return call
 
