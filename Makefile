@@ -8,6 +8,7 @@
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes
 #   make test-ranks    the tests of several processes, over Gloo on the CPU
+#   make test-ranks-often  the same ROUNDS times (20), until one fails or hangs
 #   make test-report   a report in a real browser: the packages chromium and chromium-driver (Debian)
 #   make notebooks  the notebooks, run from top to bottom
 #   make campaign   kills of savers, damaged files and odd calls, thousands of each   (some minutes)
@@ -26,6 +27,7 @@ BIN := $(VENV)/bin
 CLIENTS_VENV := .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 comma := ,
+ROUNDS ?= 20
 
 # the CUDA libraries are installed where a working NVIDIA driver is
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
@@ -36,26 +38,29 @@ DOCS := $(VENV)/.installed-docs
 NOTEBOOKS := $(VENV)/.installed-notebooks
 
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without
-# LLVM's expensive passes, and without the emitters of fused loops that set up MLIR anew for each
+# LLVM's expensive passes, without the emitters of fused loops that set up MLIR anew for each, and in one part
 XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
-       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+       --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
+       --xla_cpu_parallel_codegen_split_count=1
 
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks test-report \
+.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks test-ranks-often test-report \
         notebooks campaign soak docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
 	$(BIN)/python -m fp8kit demo
 
+# mypy, which works on one core, beside the tests' start
 test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
-	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal
+	$(BIN)/mypy & types=$$!; \
+	  $(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
@@ -75,7 +80,10 @@ test-ranks: $(TEST)
 	  tests/nn/test_sharded_optimizer.py tests/adapters/torch/test_distributed.py \
 	  tests/adapters/torch/test_tensor_parallel.py tests/adapters/torch/test_context_parallel.py \
 	  tests/adapters/torch/test_mesh_checkpoint.py tests/adapters/torch/test_mesh_plans.py \
-	  tests/adapters/torch/test_mesh_pipeline.py
+	  tests/adapters/torch/test_mesh_pipeline.py tests/adapters/torch/test_failing_ranks.py
+
+test-ranks-often: $(TEST)
+	for round in $$(seq $(ROUNDS)); do echo "$$(date) round $$round"; $(MAKE) --no-print-directory test-ranks || exit 1; done
 
 test-report: a-browser $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m report tests/numerics

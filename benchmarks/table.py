@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/results/h200"
 # newest first: each part is the first one's
 RESULTS = ("layer.json", "start.json", "benchmarks.json", "inspect.json")
+RANKS = ROOT / "benchmarks/results/h100x2/ranks.json"  # of two GPUs, another machine's
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 ENGINE = "Transformer Engine FP8 delayed"
@@ -128,15 +129,6 @@ def long(report: Report) -> str:
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("fp8kit", "torch"))
     host = [row for row in report.rows("host") if "host_us_median" in row]
     start = [row for row in report.rows("start") if "seconds" in row]
-    goals = (
-        [
-            row["what"],
-            targets.shown(row["value"], row["unit"]) if "value" in row else "-",
-            *(f"{'at least ' if row['more'] else ''}{row[bound]:g}" for bound in ("must", "goal")),
-            row["verdict"],
-        ]
-        for row in targets.evaluate(report)
-    )
     tables = [
         by_size(report, {case: case for case in LONG}, "forward + backward, ms"),
         by_size(report, {case: case for case in MEMORY}, "peak memory, GiB", "peak_gib"),
@@ -147,14 +139,56 @@ def long(report: Report) -> str:
         _table(
             ["first step of a process", "seconds"], ([row["case"], f"{row['seconds']:.1f}"] for row in start)
         ),
-        _table(["target", "measured", "must", "goal", "reached"], goals),
+        goals(report, lambda part: part != "ranks"),
     ]
     return "\n".join([f"{about['machine']}, {versions}.\n", *tables])
+
+
+def goals(report: Report, of: Callable[[str], bool]) -> str:
+    """The targets of some parts, with their verdicts."""
+    rows = (
+        [
+            row["what"],
+            targets.shown(row["value"], row["unit"]) if "value" in row else "-",
+            *(f"{'at least ' if row['more'] else ''}{row[bound]:g}" for bound in ("must", "goal")),
+            row["verdict"],
+        ]
+        for row in targets.evaluate(report)
+        if of(row["part"])
+    )
+    return _table(["target", "measured", "must", "goal", "reached"], rows)
+
+
+def ranks(report: Report) -> str:
+    """The tables of docs/scale.md: what two ranks take, and what they communicate."""
+    versions = ", ".join(f"{name} {report.about['versions'][name]}" for name in ("fp8kit", "torch"))
+    tables = []
+    for workload in dict.fromkeys(row["workload"] for row in report.rows("ranks")):
+        rows = [row for row in report.rows("ranks") if row["workload"] == workload and row["status"] == "ok"]
+        head = [workload, "ms", "of torch's", "MiB gathered", "ms of communication", "beside kernels"]
+        cells = (
+            [
+                row["case"],
+                f"{row['gpu_ms']:.2f}",
+                f"{row['ratio']:.2f}",
+                *(f"{row[key]:.{digits}f}" if row.get("comm_ms") else "" for key, digits in _MOVED),
+                f"{100 * row['hidden']:.0f}%" if "hidden" in row else "",
+                f"{row['scaling']:.2f}" if "scaling" in row else "",
+            ]
+            for row in rows
+        )
+        tables.append(_table([*head, "of one GPU's speed"], cells))
+    tables.append(goals(report, lambda part: part == "ranks"))
+    return "\n".join([f"Two of {report.about['machine']}, {versions}.\n", *tables])
+
+
+_MOVED = (("gathered_mib", 0), ("comm_ms", 2))
 
 
 DOCUMENTS: dict[Path, Callable[[Report], str]] = {
     ROOT / "README.md": short,
     ROOT / "docs/performance.md": long,
+    ROOT / "docs/scale.md": lambda report: ranks(reports.read(RANKS)),
 }
 
 

@@ -23,6 +23,7 @@ MISSING = f"{TORCH}, cuDNN missing"  # attention by our own kernels
 FLASH = "torch eager bf16, flash attention"
 OWN_KERNEL, LIBRARY = "fp8kit flash", "fp8kit cuDNN"  # attention alone
 FRONTENDS = (NATIVE, TORCH)
+TENSOR, SHARDED, SUMMED, ALONE = "TP, SP", "FSDP2", "DDP", "one GPU"  # how ranks share a model
 SMALL = "the run's sizes are not the full ones"
 
 
@@ -268,6 +269,38 @@ TARGETS = (
         1.10,
         lambda r: figure(r, "inspect", "frequency 1", "ratio"),
         part="inspect",
+    ),
+    Target(
+        "two ranks, TP and SP of the hidden 4096 layer, FP8 delayed / torch bf16",
+        0.62,
+        0.56,
+        lambda r: figure(r, "ranks", TORCH, "ratio"),
+        part="ranks",
+    ),
+    Target(
+        "two ranks, FSDP2 of 12 layers of hidden 2048, FP8 delayed / torch bf16",
+        0.70,
+        0.62,
+        lambda r: figure(r, "ranks", f"{TORCH}, {SHARDED}", "ratio"),
+        part="ranks",
+    ),
+    Target(
+        "bytes gathered in that model, FP8 delayed / torch bf16",
+        0.51,
+        0.50,
+        lambda r: (
+            figure(r, "ranks", f"{TORCH}, {SHARDED}", "gathered_mib")
+            / figure(r, "ranks", f"{EAGER}, {SHARDED}", "gathered_mib")
+        ),
+        part="ranks",
+    ),
+    Target(
+        "speed of each of two ranks, FP8 delayed, FSDP2 or DDP / one GPU's",
+        0.95,
+        0.98,
+        lambda r: max(figure(r, "ranks", f"{TORCH}, {how}", "scaling") for how in (SHARDED, SUMMED)),
+        more=True,
+        part="ranks",
     ),
 )
 

@@ -39,12 +39,11 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (batch, sequence, hidden). Returns the same shape and dtype."""
-        batch, sequence, hidden = x.shape
         # (batch, sequence, heads, 3, channels) -> three of (batch, heads, sequence, channels)
-        qkv = self.qkv(self.norm(x)).view(batch, sequence, self.heads, 3, hidden // self.heads)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (self.heads, 3, -1))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 

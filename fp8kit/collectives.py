@@ -18,6 +18,7 @@ import numpy as np
 
 from fp8kit.arguments import choice, integer
 from fp8kit.arrays import CPU, ArrayView, Device, copy
+from fp8kit.devices import provider
 from fp8kit.errors import ArgumentError, BackendError
 
 Reduction = Literal["sum", "max"]
@@ -47,22 +48,22 @@ class Collectives:
         integer("Collectives", "rank", rank, 0, size - 1)
         self.rank, self.size = rank, size
         self.name = f"group {next(_NAMES)}: rank {rank} of {size}"
+        # address of the target of a call that was started -> what waits for it, the call in words
+        self._started: dict[int, tuple[Callable[[int], object], str]] = {}
         _KNOWN[self.name] = self
 
     def all_reduce(self, x: ArrayView, op: Reduction, stream: int, label: str = "") -> None:
         """x = the sum, or the largest, over the ranks of their x, in place. Each rank gets the same bits."""
         choice("all_reduce", "op", op, ("sum", "max"), ArgumentError)
         if self.size > 1:
-            with self._call(f"all_reduce {op}", x, label):
-                self._all_reduce(x, op, stream)
+            self._do(f"all_reduce {op}", label, lambda x, on: self._all_reduce(x, op, on), stream, x)
 
     def all_gather(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target`` = the ranks' sources, one after the other: ``size`` times as many elements."""
         self._want_parts("all_gather", target, source)
         if self.size == 1:
             return _same(source, target)
-        with self._call("all_gather", source, label):
-            self._all_gather(source, target, stream)
+        self._do("all_gather", label, self._all_gather, stream, source, target)
 
     def reduce_scatter(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target`` = this rank's part of the sum over the ranks of their ``source``, which has ``size``
@@ -70,8 +71,45 @@ class Collectives:
         self._want_parts("reduce_scatter", source, target)
         if self.size == 1:
             return _same(source, target)
-        with self._call("reduce_scatter", source, label):
-            self._reduce_scatter(source, target, stream)
+        self._do("reduce_scatter", label, self._reduce_scatter, stream, source, target)
+
+    def start(
+        self,
+        operation: Literal["all_gather", "reduce_scatter"],
+        source: ArrayView,
+        target: ArrayView,
+        stream: int,
+        label: str = "",
+    ) -> None:
+        """``all_gather`` or ``reduce_scatter`` beside what follows on ``stream``, which calls
+        ``wait(target)`` before it reads ``target`` or writes to ``source``. The caller keeps both until
+        then."""
+        choice("start", "operation", operation, ("all_gather", "reduce_scatter"), ArgumentError)
+        whole, part = (target, source) if operation == "all_gather" else (source, target)
+        self._want_parts(operation, whole, part)
+        if self.size == 1:
+            return _same(source, target)
+
+        def begin(source: ArrayView, target: ArrayView, on: int) -> None:
+            what = described(operation, source, label)
+            self._started[target.ptr] = self._start(operation, source, target, on), what
+
+        self._do(operation, label, begin, stream, source, target)
+
+    def started(self, target: ArrayView) -> bool:
+        """Whether something was started into ``target`` that nobody has waited for."""
+        return target.ptr in self._started
+
+    def wait(self, target: ArrayView, stream: int) -> None:
+        """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
+
+        def arrive(address: int, on: int) -> None:
+            wait, what = self._started.pop(address)
+            with self._waiting(what):
+                wait(on)
+
+        if self.started(target):
+            _put(target.device, "wait", arrive, (target.ptr,), stream)
 
     def all_to_all(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target``'s part i of ``size`` equal ones = part ``rank`` of rank i's ``source``."""
@@ -80,8 +118,7 @@ class Collectives:
             raise ArgumentError("all_to_all", "source, target", got, wanted)
         if self.size == 1:
             return _same(source, target)
-        with self._call("all_to_all", source, label):
-            self._all_to_all(source, target, stream)
+        self._do("all_to_all", label, self._all_to_all, stream, source, target)
 
     def shift(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target`` = the ``source`` of the rank before this one, of the last rank for the first: one step
@@ -91,15 +128,14 @@ class Collectives:
             raise ArgumentError("shift", "source, target", got, "as many of one dtype")
         if self.size == 1:
             return _same(source, target)
-        with self._call("shift", source, label):
-            self._shift(source, target, stream)
+        self._do("shift", label, self._shift, stream, source, target)
 
     def broadcast(self, x: ArrayView, root: int, stream: int, label: str = "") -> None:
         """x = that of the rank ``root``, in place. ArgumentError for what is no rank."""
         integer("broadcast", "root", root, 0, self.size - 1)
         if self.size > 1:
-            with self._call(f"broadcast from {root}", x, label):
-                self._broadcast(x, root, stream)
+            what = f"broadcast from {root}"
+            self._do(what, label, lambda x, on: self._broadcast(x, root, on), stream, x)
 
     def split(self, color: int) -> Collectives:
         """The group of the ranks that gave the same ``color``, 0 or more, in their order here. All ranks of
@@ -113,11 +149,40 @@ class Collectives:
             wanted = f"{self.size} parts of one dtype"
             raise ArgumentError(operation, "source, target", got, wanted)
 
+    def _do(
+        self, operation: str, label: str, work: Callable[..., None], stream: int, *views: ArrayView
+    ) -> None:
+        """``work(*views, stream)``, and the same on arrays at other addresses where a recorded call is made
+        again."""
+        device, made = views[0].device, [(view.shape, view.dtype) for view in views]
+        known: list[Any] = [tuple(view.ptr for view in views), views]
+
+        def again(*given: int) -> None:
+            if given[:-1] != known[0]:
+                found = zip(given[:-1], made, strict=True)
+                known[:] = given[:-1], [ArrayView(at, *how, device, None) for at, how in found]
+            with self._call(operation, known[1][0], label):
+                work(*known[1], given[-1])
+
+        _put(device, operation, again, known[0], stream)
+        known[:] = (), ()  # a recording keeps no memory alive
+
     # --- what a backend gives -------------------------------------------------------------------------------
 
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         """Around a call: makes a failure of it a BackendError that names the ranks."""
         return nullcontext()
+
+    def _waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Around waiting for a call that was started: as ``_call``."""
+        return nullcontext()
+
+    def _start(
+        self, operation: str, source: ArrayView, target: ArrayView, stream: int
+    ) -> Callable[[int], object]:
+        """Begin a call; returns what lets a stream wait for it. Here it is done at once."""
+        getattr(self, f"_{operation}")(source, target, stream)
+        return lambda stream: None
 
     def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
         raise NotImplementedError
@@ -139,6 +204,17 @@ class Collectives:
 
     def _split(self, color: int) -> Collectives:
         raise BackendError(type(self).__name__, "split", "asked for", "a backend that splits groups")
+
+
+def _put(
+    device: Device, name: str, work: Callable[..., None], addresses: tuple[int, ...], stream: int
+) -> None:
+    """``work(*addresses, stream)``, by the device's provider where that records calls."""
+    put = getattr(provider(device), "put", None)
+    if put is None:
+        work(*addresses, stream)
+    else:
+        put(device, stream, name, work, addresses)
 
 
 def _same(source: ArrayView, target: ArrayView) -> None:

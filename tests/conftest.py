@@ -5,6 +5,7 @@ make target of their own run when they are asked for, random state starts alike,
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.support import source
 # through less often, which takes a third off the time to collect the tests. A test that needs garbage to be
 # gone asks for it.
 gc.set_threshold(100_000, 50, 100)
+# torch.compile collects garbage after each compilation
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 
 # marks of tests that run only where ``-m`` names them

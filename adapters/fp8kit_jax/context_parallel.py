@@ -2,7 +2,8 @@
 and values (the way back sums their gradients and gives each device its part).
 
 A causal mask sees as many keys as the chunk of queries ends at: the diagonal ends in the last corner of
-chunk x those keys. With causal load balancing a device has chunks r and 2 n - 1 - r of 2 n
+chunk x those keys. Of padded sequences a chunk has as many queries as are left for it; causal ones have as
+many keys as queries. With causal load balancing a device has chunks r and 2 n - 1 - r of 2 n
 (``reorder_causal_load_balancing``), so that all compute as much.
 """
 
@@ -24,9 +25,11 @@ from fp8kit_jax.sequences import ReorderStrategy, inverse_reorder_causal_load_ba
 
 Attend = Callable[[Mapping[str, Any]], Any]
 _OP = "dot_product_attention"
-_MASKS = ("no_mask", "causal", "causal_bottom_right")
+_PADDING = ("padding", "padding_causal")
+_MASKS = ("no_mask", "causal", "causal_bottom_right", *_PADDING)
+_SUMS = ("cu_seqlens_q", "cu_seqlens_kv")
 # what a call with split sequences does not have
-_NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv")
+_NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 def split_axis(arguments: Mapping[str, Any]) -> str:
@@ -72,15 +75,19 @@ def attend_split(attend: Attend, arguments: Mapping[str, Any], axis: str, quanti
         if layer.ndim != 4 or layer.shape[at] % (chunks // (mesh.shape[axis] if manual else 1)):
             raise ShapeError(_OP, name, f"shape {layer.shape}", f"a sequence of equal {chunks} chunks")
 
-    def local(query: Any, key: Any, value: Any, offset: Any = None) -> Any:
-        return _of_device(attend, arguments, (query, key, value), offset, axis, at)
+    lengths = {n: jnp.diff(arguments[n]) for n in _SUMS if arguments[n] is not None}
+    beside = lengths if offset is None else {"softmax_offset": offset} | lengths
 
-    offsets = () if offset is None else (offset,)
+    def local(query: Any, key: Any, value: Any, *given: Any) -> Any:
+        of_device = dict(zip(beside, given, strict=True))
+        sums = {name: _sums(value) for name, value in of_device.items() if name in _SUMS}
+        return _of_device(attend, {**arguments, **of_device, **sums}, (query, key, value), axis, at)
+
     if manual:
-        return local(*layers, *offsets)
-    spec, heads = _specs(mesh, layers, axis, at)
-    specs = (spec,) * 3 + (P(heads),) * len(offsets)
-    operands = (*layers, *offsets)
+        return local(*layers, *beside.values())
+    spec, batch, heads = _specs(mesh, layers, axis, at)
+    specs = (spec,) * 3 + tuple(P(heads if name == "softmax_offset" else batch) for name in beside)
+    operands = (*layers, *beside.values())
     if mesh.explicit_axes:
         reshard: Any = jax.sharding.reshard
         operands = tuple(reshard(a, NamedSharding(mesh, own)) for a, own in zip(operands, specs, strict=True))
@@ -88,37 +95,45 @@ def attend_split(attend: Attend, arguments: Mapping[str, Any], axis: str, quanti
 
 
 def _of_device(
-    attend: Attend,
-    arguments: Mapping[str, Any],
-    layers: tuple[Any, Any, Any],
-    offset: Any,
-    axis: str,
-    at: int,
+    attend: Attend, arguments: Mapping[str, Any], layers: tuple[Any, Any, Any], axis: str, at: int
 ) -> Any:
     """The device's queries over all keys and values."""
     query, *both = layers
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     both = [jax.lax.all_gather(a, axis, axis=at, tiled=True) for a in both]
-    beside = {"softmax_offset": offset, "context_parallel_axis": "", "query": query}
+    beside = {"context_parallel_axis": "", "query": query}
     own = {**arguments, **beside, "context_parallel_causal_load_balanced": False}
     balanced = arguments["context_parallel_causal_load_balanced"]
     if balanced:
         swap = ReorderStrategy.DualChunkSwap
         both = [inverse_reorder_causal_load_balancing(a, swap, ranks, at) for a in both]
     own |= dict(zip(("key", "value"), both, strict=True))
-    if arguments["attn_mask_type"] == "no_mask":
+    mask = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"])
+    if mask == "no_mask":
         return attend(own)
-    batch = query.shape[1 - at]
+    batch, kind = query.shape[1 - at], "padding" if mask == "padding" else "padding_causal_bottom_right"
     rows = jnp.arange(batch + 1, dtype=jnp.int32)
     found = []
     queries = jnp.split(query, 2, at) if balanced else [query]
     for number, part in zip((rank, 2 * ranks - 1 - rank), queries, strict=False):
         length = part.shape[at]
-        seen = (number + 1).astype(jnp.int32) * length
-        sums = {"cu_seqlens_q": rows * length, "cu_seqlens_kv": rows * seen}
-        kind = {"attn_mask_type": "padding_causal_bottom_right", "bottom_right_diagonal": None}
-        found.append(attend({**own, **sums, **kind, "query": part}))
+        before = number.astype(jnp.int32) * length
+        if mask in _PADDING:
+            left = jnp.clip(jnp.diff(arguments["cu_seqlens_q"]) - before, 0, length)
+            seen = left + jnp.where(left > 0, before, 0)
+            sums = [_sums(left), _sums(seen)]
+            if mask == "padding":
+                sums[1] = arguments["cu_seqlens_kv"]
+        else:
+            sums = [rows * length, rows * (before + length)]
+        how = {"attn_mask_type": kind, "bottom_right_diagonal": None, **dict(zip(_SUMS, sums, strict=True))}
+        found.append(attend({**own, **how, "query": part}))
     return jnp.concatenate(found, at)
+
+
+def _sums(lengths: Any) -> Any:
+    """Running sums of lengths, ``cu_seqlens``."""
+    return jnp.pad(jnp.cumsum(lengths), (1, 0)).astype(jnp.int32)
 
 
 def _refused(arguments: Mapping[str, Any]) -> tuple[str, Any, str] | None:
@@ -131,8 +146,12 @@ def _refused(arguments: Mapping[str, Any]) -> tuple[str, Any, str] | None:
         return "attn_mask_type", shown(kind), f"one of {', '.join(_MASKS)} with split sequences"
     if arguments["dropout_rate"]:
         return "dropout_rate", arguments["dropout_rate"], "0 with split sequences"
-    if kind == "no_mask" and arguments["window_size"] not in (None, (-1, -1)):
+    if kind in ("no_mask", "padding") and arguments["window_size"] not in (None, (-1, -1)):
         return "window_size", arguments["window_size"], "none with split sequences and no causal mask"
+    if kind not in _PADDING and any(arguments[name] is not None for name in _SUMS):
+        return "cu_seqlens_q", "given", f"none with split sequences and the mask {kind}"
+    if kind == "padding_causal" and arguments["cu_seqlens_kv"] is not arguments["cu_seqlens_q"]:
+        return "cu_seqlens_kv", "another array", "cu_seqlens_q itself with split sequences and this mask"
     for name in _NONE:
         if arguments[name] is not None and arguments[name] != "no_bias":
             return name, "given", "none with split sequences"
@@ -149,8 +168,8 @@ def _separate(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return query, key, value
 
 
-def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, Any]:
-    """The PartitionSpec of queries, keys and values, and what splits their heads: batches and heads by the
+def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, Any, Any]:
+    """The PartitionSpec of queries, keys and values, and what splits their batches and heads: by the
     MeshResource in force, where mesh axes divide them."""
     own = mesh_resource()
 
@@ -168,7 +187,7 @@ def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, A
     batch = axes(("dp_resource", "fsdp_resource"), layers[0].shape[1 - at])
     heads = axes(("tp_resource", "tpsp_resource"), *(layer.shape[2] for layer in layers))
     dims = (axis, batch) if at == 0 else (batch, axis)
-    return P(*dims, heads), heads
+    return P(*dims, heads), batch, heads
 
 
 def _mesh() -> Any:

@@ -52,6 +52,8 @@ class Slot(NamedTuple):
 State = Mapping[str, Slot]
 
 
+# jitted: a rule is traced and lowered once, and not for each of a layer's slots
+@functools.partial(jax.jit, static_argnums=range(2, 8))
 def updated(
     slot: Slot,
     amax: Any,

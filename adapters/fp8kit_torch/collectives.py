@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import time
+import traceback
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,11 +25,13 @@ from fp8kit.arguments import shown
 from fp8kit.arrays import ArrayView
 from fp8kit.collectives import Collectives, Reduction, described, differing
 from fp8kit.errors import ArgumentError, BackendError
+from fp8kit.lru import LRU
 from fp8kit_torch import torch_compat
 from fp8kit_torch.views import dtype_of
 
 _GRACE = 5.0  # seconds that processes which failed wait for what the others have to say
 _OPS = {"sum": "SUM", "max": "MAX"}
+_TENSORS: LRU[Any, Tensor] = LRU(1024, name="tensors of collectives")
 _OF: weakref.WeakKeyDictionary[Any, TorchCollectives] = weakref.WeakKeyDictionary()
 
 
@@ -63,9 +66,14 @@ class TorchCollectives(Collectives):
     @contextmanager
     def _watch(self, what: str) -> Iterator[None]:
         self.calls += 1
-        try:
+        with self._failing(what):
             if self._compares:
                 self._compare(what)
+            yield
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
             yield
         except RuntimeError as error:
             raise self._diagnosed(f"in call {self.calls}, {what}", error) from error
@@ -81,17 +89,28 @@ class TorchCollectives(Collectives):
     def _call(self, operation: str, x: ArrayView, label: str) -> AbstractContextManager[Any]:
         return self._watch(described(operation, x, label))
 
-    def _diagnosed(self, own: str, error: RuntimeError) -> BackendError:
-        """The error of all processes, of what each wrote into the store."""
+    def _waiting(self, what: str) -> AbstractContextManager[Any]:
+        return self._failing(what)
+
+    def _start(
+        self, operation: str, source: ArrayView, target: ArrayView, stream: int
+    ) -> Callable[[int], object]:
+        call: Any = getattr(torch_compat, f"{operation}_single")
+        work = call(tensor_of(target), tensor_of(source), group=self.group, async_op=True)
+        return lambda stream: work.wait()
+
+    def _diagnosed(self, own: str, error: RuntimeError, place: object = None) -> BackendError:
+        """The error of all processes, of what each wrote into the store, at ``place`` or that of the call."""
+        key = f"fp8kit_failed/{self.calls if place is None else place}"
         said = {self.rank: own}
         try:
             store = torch_compat.store_of(self.group)
-            store.set(self._key(self.rank), own)
+            store.set(f"{key}/{self.rank}", own)
             end = time.monotonic() + _GRACE
             while len(said) < self.size and time.monotonic() < end:
                 for rank in range(self.size):
-                    if rank not in said and store.check([self._key(rank)]):
-                        said[rank] = store.get(self._key(rank)).decode()
+                    if rank not in said and store.check([f"{key}/{rank}"]):
+                        said[rank] = store.get(f"{key}/{rank}").decode()
                 time.sleep(0.05)
         except RuntimeError:  # the process that keeps the store has ended
             said.setdefault(-1, "")
@@ -99,9 +118,6 @@ class TorchCollectives(Collectives):
         return BackendError(
             "collectives", f"rank {self.rank} of {self.size}", got, "the same call of all ranks"
         )
-
-    def _key(self, rank: int) -> str:
-        return f"fp8kit_failed/{self.calls}/{rank}"
 
     def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
         dist.all_reduce(tensor_of(x), getattr(dist.ReduceOp, _OPS[op]), self.group)
@@ -138,6 +154,38 @@ class TorchCollectives(Collectives):
         return TorchCollectives.of(own)
 
 
+@contextmanager
+def naming_failures(group: Any = None) -> Iterator[None]:
+    """Around a training: what a collective of torch's own raises where another process has ended or does not
+    come (``fully_shard``, DTensor, DistributedDataParallel, pipelines) becomes a BackendError that names
+    what each process of ``group``, None all of them, was doing, and in which layer. Other errors pass, those
+    of fp8kit's collectives too, which say so themselves."""
+    try:
+        yield
+    except RuntimeError as error:
+        ours = isinstance(error, BackendError)
+        if ours or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        ranks = TorchCollectives.of(dist.group.WORLD if group is None else group)
+        raise ranks._diagnosed(f"in {_doing(error)}", error, "outside") from error
+
+
+def _doing(error: BaseException) -> str:
+    """The function of torch.distributed that raised, and the layer that it was called for: that of the
+    innermost frames of the traceback which say so."""
+    function, layer = "a collective", ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        where, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        if where.startswith("torch.distributed"):
+            function = frame.f_code.co_name
+        # a group of parameters of fully_shard's, or a module
+        if isinstance(name := getattr(owner, "_module_fqn", None), str):
+            layer = name
+        elif isinstance(owner, torch.nn.Module):
+            layer = type(owner).__name__
+    return f"{function} for {layer}" if layer else function
+
+
 def tensor_of(view: ArrayView) -> Tensor:
     """The memory of a C-contiguous view as a flat tensor, with no copy; FP8 codes as uint8. The caller keeps
     the memory."""
@@ -145,8 +193,14 @@ def tensor_of(view: ArrayView) -> Tensor:
     if view.device.kind == "cpu":
         memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ptr)
         return torch.frombuffer(memory, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
-    flat = view.reshape(view.size)
-    return torch.from_dlpack(flat)
+    key = view.ptr, view.size, dtype, view.device.index
+    found = _TENSORS.get(key)
+    if found is None:
+        # of nobody's memory: of the same address there will be another array some time
+        flat = ArrayView(view.ptr, (view.size,), view.dtype, view.device, None)
+        found = torch.from_dlpack(flat)
+        _TENSORS.put(key, found)
+    return found
 
 
 def is_group(value: object) -> bool:
@@ -165,4 +219,4 @@ def ranks_of(operation: str, argument: str, group: Any) -> Collectives | None:
     return TorchCollectives.of(group)
 
 
-__all__ = ["TorchCollectives", "is_group", "ranks_of", "tensor_of"]
+__all__ = ["TorchCollectives", "is_group", "naming_failures", "ranks_of", "tensor_of"]

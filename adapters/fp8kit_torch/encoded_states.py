@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
 from fp8kit.arguments import shown
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, FormatError, UnsupportedError
@@ -16,6 +15,7 @@ from fp8kit.formats import DTYPES, DType
 from fp8kit.moments import MomentFormat, StateFormats
 from fp8kit_torch.fused_optimizer import AdamNumbers
 from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.state import _stream
 from fp8kit_torch.views import as_view, dtype_of, optional_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,7 +114,7 @@ def adam_(
         numbers.decoupled,
         *numbers.of_kernel(tensors),
         optional_view(workspace),
-        arrays.current_stream(place),
+        _stream(place),
     )
 
 

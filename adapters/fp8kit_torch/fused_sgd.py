@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
 from fp8kit.arguments import number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check
 from fp8kit_torch.fused_optimizer import Entry, Fused, written
+from fp8kit_torch.state import _stream
 from fp8kit_torch.views import as_view
 
 
@@ -101,7 +101,7 @@ class FusedSGD(Fused):
             1 if first else 2,
             None,
             None,
-            arrays.current_stream(device),
+            _stream(device),
         )
         for param, data, _ in entries:
             written(param, data)

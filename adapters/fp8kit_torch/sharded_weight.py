@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8kit import slowness
-from fp8kit.float8 import quantize
+from fp8kit.backends import dispatch
+from fp8kit.lru import memoized
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization
+from fp8kit.tiles import tiling
 from fp8kit_torch import torch_compat
 from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
@@ -36,24 +38,40 @@ _BLOCKS = "block_128x128"
 class _Rows:
     """A process's rows of one weight, with those that make all processes' parts as long: ``padded`` h (rows,
     K). ``fp8``: how the weight is held; ``group``, ``count``: the processes, and the whole weight's rows,
-    once they are known; ``amax``: of the whole weight; ``written``: whether somebody was seen to write to the
-    rows since."""
+    once they are known; ``scale`` and ``inverse``: of the whole weight, or of the rows' blocks; ``written``:
+    whether somebody was seen to write to the rows since; ``codes``: of the rows, kept while nobody does."""
 
     def __init__(self, padded: Tensor, fp8: Quantization) -> None:
         self.padded, self.fp8 = padded, fp8
         self.group: Any = None
         self.count, self.written = 0, True
         self.amax: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.inverse: Tensor | None = None
+        self.codes: Tensor | None = None
         self._version = -1
 
     @property
     def changed(self) -> bool:
-        """Whether rows were written to since ``amax`` was taken, also by a view of them."""
+        """Whether rows were written to since ``take``, also by a view of them."""
         return self.written or self._version != self._now()
 
-    def take(self, amax: Tensor) -> None:
-        """Know the amax of the rows as they are."""
-        self.amax, self.written, self._version = amax, False, self._now()
+    def take(self, amax: Tensor | None, scale: Tensor, inverse: Tensor) -> None:
+        """Know the scales of the rows as they are."""
+        self.amax, self.scale, self.inverse, self.codes = amax, scale, inverse, None
+        self.written, self._version = False, self._now()
+
+    def cast(self) -> Tensor:
+        """The rows' codes, uint8, by ``scale``."""
+        if self.codes is None:
+            rule, rows = self.fp8.w, as_view(self.padded)
+            self.codes = torch.empty(self.padded.shape, dtype=torch.uint8, device=self.padded.device)
+            assert self.scale is not None
+            taken = torch.empty_like(self.scale)  # the inverses, as ``inverse`` has them
+            views = as_view(self.codes), as_view(self.scale), as_view(taken), None
+            how = rule.format, tiling(rule.granularity, rows.shape)[0], True, 0, 0, None
+            dispatch.kernels(rows.device).quantize(rows, *views, *how, _stream(rows.device))
+        return self.codes
 
     def _now(self) -> int:
         return 0 if self.padded.is_inference() else self.padded._version
@@ -124,17 +142,17 @@ class ShardedWeight(torch.Tensor):
         if not _codes_fit(rows, mesh.size()):
             return (rows.padded,), None
         if rule.granularity == _BLOCKS:
-            scale, inverse = scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype)
-        else:
-            if rows.group is not (group := mesh.get_group()):
-                rows.group = group
-                _OF_GROUP.setdefault(group, []).append(weakref.ref(rows))
             if rows.changed:
-                _share_amaxes(group)
-            assert rows.amax is not None
-            scale, inverse = scales_of(rows.amax, rule, rows.padded.dtype)
-        codes = quantize(rows.padded, rule.format, scale, rule.granularity).data
-        return ((codes, inverse), None) if rule.granularity == _BLOCKS else ((codes,), inverse)
+                rows.take(None, *scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype))
+            # torch moves the first alone where there is one process
+            return ((rows.cast(), rows.inverse), None) if mesh.size() > 1 else ((rows.cast(),), rows.inverse)
+        if rows.group is not (group := mesh.get_group()):
+            rows.group = group
+            _OF_GROUP.setdefault(group, []).append(weakref.ref(rows))
+            rows.written = True
+        if rows.changed:
+            _share_amaxes(group)
+        return (rows.cast(),), rows.inverse
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -196,12 +214,25 @@ def _share_amaxes(group: Any) -> None:
     amaxes = torch.cat([gone if rows is None else _amax(rows) for rows in held])
     view = as_view(amaxes)
     TorchCollectives.of(group).all_reduce(view, "max", _stream(view.device), "amaxes of sharded weights")
-    for rows, amax in zip(held, amaxes.split(1), strict=True):
+    for rows, amax, *scales in zip(held, amaxes.split(1), *_scales(held, amaxes), strict=True):
         if rows is not None:
-            rows.take(amax)
+            rows.take(amax, *scales)
     if None in held:
         left = zip(places, amaxes.tolist(), strict=True)
         places[:] = [reference for reference, amax in left if amax != _GONE]
+
+
+def _scales(held: list[_Rows | None], amaxes: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The scale of each weight, and its inverse: made together where all have one rule."""
+    rules = {(rows.fp8.w, rows.padded.dtype) for rows in held if rows is not None}
+    if len(rules) == 1:
+        made = scales_of(amaxes, *rules.pop())
+        return made[0].split(1), made[1].split(1)
+    found = [
+        (amax, amax) if rows is None else scales_of(amax, rows.fp8.w, rows.padded.dtype)
+        for rows, amax in zip(held, amaxes.split(1), strict=True)
+    ]
+    return [scale for scale, _ in found], [inverse for _, inverse in found]
 
 
 def _amax(rows: _Rows) -> Tensor:
@@ -217,9 +248,7 @@ def _of_codes(
     """A weight's parts, of its codes (rows and perhaps more, K) and its scales' inverses; in the memory of
     ``former`` parts, where there are any."""
     (n, k), rule = size, fp8.w
-    product: Any = product_class(fp8)
-    shapes_of = product.shapes
-    shapes = {"w_q": shapes_of(n, k, rule), "w_qt": shapes_of(k, n, rule)}
+    shapes = _shapes(fp8, size)
     parts = {}
     for name, (shape, of_scales) in shapes.items():
         rows, columns = (n, k) if name == "w_q" else (k, n)
@@ -229,13 +258,27 @@ def _of_codes(
             held = former[name] if name in former else codes.new_empty(shape)
             if shape != (rows, columns):
                 held.zero_()
-            held[:rows, :columns] = codes[:n] if name == "w_q" else codes[:n].t()
+            lying, to = as_view(codes[:n] if name == "w_q" else codes[:n].t()), held[:rows, :columns]
+            dispatch.kernels(lying.device).copy(lying, as_view(to), _stream(lying.device))
             parts[name] = held
         if rule.granularity == _BLOCKS:
             grid = inverse if name == "w_q" else inverse.t()
             parts[f"{name}_inv"] = inverse.new_ones(of_scales)
             parts[f"{name}_inv"][: grid.shape[0], : grid.shape[1]] = grid
-    return parts if rule.granularity == _BLOCKS else parts | {"w_scale_inv": inverse.reshape(1)}
+    if rule.granularity != _BLOCKS:  # memory of its own: libraries want scales aligned
+        known = former.get("w_scale_inv")
+        parts["w_scale_inv"] = (
+            inverse.reshape(1).clone() if known is None else known.copy_(inverse.reshape(1))
+        )
+    return parts
+
+
+@memoized("parts of sharded weights")
+def _shapes(fp8: Quantization, size: tuple[int, int]) -> dict[str, Any]:
+    """Of the codes of both orientations, and of their scales."""
+    product: Any = product_class(fp8)
+    (n, k), rule = size, fp8.w
+    return {"w_q": product.shapes(n, k, rule), "w_qt": product.shapes(k, n, rule)}
 
 
 def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
 from fp8kit.backends import dispatch
 from fp8kit.formats import float32
 from fp8kit.quantization import Quantizer
 from fp8kit.tiles import tiling
+from fp8kit_torch.state import _stream
 from fp8kit_torch.views import as_view, kind_of
 
 
@@ -17,7 +17,7 @@ def amax_of(values: Tensor, rule: Quantizer) -> Tensor:
     """float32: the largest magnitude of each tile of a matrix h (rows, columns), as ``rule`` divides it."""
     (tile, grid), rows = tiling(rule.granularity, tuple(values.shape)), as_view(values)
     amax = torch.zeros(grid, dtype=torch.float32, device=values.device)
-    dispatch.kernels(rows.device).amax(rows, as_view(amax), tile, arrays.current_stream(rows.device))
+    dispatch.kernels(rows.device).amax(rows, as_view(amax), tile, _stream(rows.device))
     return amax
 
 
@@ -29,5 +29,5 @@ def scales_of(amax: Tensor, rule: Quantizer, dtype: torch.dtype) -> tuple[Tensor
     how = rule.format.max, rule.power_2, rule.epsilon, least
     views = [as_view(each) for each in (amax, scale, inverse)]
     device = views[0].device
-    dispatch.kernels(device).scale_from_amax(*views, *how, arrays.current_stream(device))
+    dispatch.kernels(device).scale_from_amax(*views, *how, _stream(device))
     return scale, inverse

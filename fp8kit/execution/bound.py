@@ -155,7 +155,7 @@ class BoundOp(Interface):
         self.kernels = kernels  # held: the plan's key has their identity
         self._shown = Places(operation, spec, self.watched) or None
         self._grad_shown = Places(operation, spec, self.grad_watched) or None
-        # what is looked at must outlive its use; ranks communicate in each call, and from whole buffers
+        # what is looked at must outlive its use, and what ranks communicate must be whole
         parallel = operation.communicates(spec)
         streaming = streaming and operation.streams and not (self._shown or self._grad_shown or parallel)
         self.streamed_grads = streamed(self.grads) if streaming else {}
@@ -172,7 +172,7 @@ class BoundOp(Interface):
         self._result_parts = _parts(self.result_metas)
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
-        self._replayed = not (self.saved.streamed or parallel)
+        self._replayed = not self.saved.streamed
         self._forward_replays = None
         if self._replayed and not self.scratch.streamed:
             self._forward_replays = self._replays(self.scratch, self._forward_parts[0], self._filled_parts)

@@ -1,4 +1,4 @@
-"""Mixture of experts on the native tape: the router, tokens to rows by expert, and back.
+"""Mixture of experts on the native tape: the router, tokens to rows by expert, grouped products, and back.
 
 Names and rules are Transformer Engine's; the kernels and operations are those of the other frontends
 (``fp8kit.ops.router``, ``fp8kit.ops.permute``). Nothing waits for the device.
@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import integer, listed
+from fp8kit.arguments import choice, integer, listed
+from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor
-from fp8kit.errors import ShapeError
+from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
+from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "grouped_dense",
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",
@@ -124,6 +127,42 @@ def token_dispatch(
         inputs["probs"] = as_tensor("token_dispatch", "probs", probs)
     out = apply(permute, spec_object("PermuteSpec", probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def grouped_dense(
+    x: Any, kernel: Any, group_sizes: Any, bias: Any = None, layout: str = "io", *, name: str | None = None
+) -> Tensor:
+    """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
+    0.
+
+    * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or with ``layout`` "oi" (E, N, K), as
+      weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.
+    * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
+      count.
+    * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
+
+    The autocast in force says how operands are quantised: recipes whose scales follow from the data, per
+    tensor (each kernel has its own), per row, by blocks of 128. Sums are in float32. Differentiable in x,
+    kernel and bias. Returns h (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
+    """
+    op, state, fp8 = "grouped_dense", current(), None
+    choice(op, "layout", layout, ("io", "oi"))
+    weight = as_tensor(op, "kernel", kernel)
+    inputs = {"x": as_tensor(op, "x", x), "weight": weight}
+    inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)
+    if bias is not None:
+        inputs["bias"] = as_tensor(op, "bias", bias)
+    shape = weight.shape
+    if len(shape) != 3:
+        raise ShapeError(op, "kernel", f"shape {shape}", "(experts, in, out), or as layout says")
+    if state is not None and state.calibrating and not state.enabled:
+        raise UnsupportedError(op, "calibrating", True, "False: experts have no state of scales")
+    if state is not None and state.enabled:
+        own = state.recipe.for_layer("GroupedLinear", name or "")
+        fp8 = None if own is None else own.quantization
+    sides = shape[1:] if layout == "io" else shape[:0:-1]
+    spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
+    return apply(expert_linear, spec, inputs)["y"]
 
 
 def token_combine(

@@ -102,6 +102,8 @@ class Linear(OneProduct):
             p.dgrad(ws, g, ws.outputs["x"].rows())
         if p.needs_w:
             p.wgrad(ws, g, None if x is None else x.rows())
+        if p.needs_x and p.begins_dx:
+            p.finish(ws, ws.outputs["x"].rows())
 
 
 class WeightCast(Operation):

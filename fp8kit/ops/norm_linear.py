@@ -145,6 +145,8 @@ class NormStage:
         del g
         if p.needs_x:
             dnormed, extra = ws.scratch["dnormed"], cotangents.get("normed")
+            if p.begins_dx:
+                p.finish(ws, dnormed)
             if extra is not None:
                 ws.kernels.add(dnormed, extra.rows(), dnormed, ws.stream)
             self.norm.backward(ws, dnormed, residual)
@@ -152,11 +154,14 @@ class NormStage:
     def _backward_alone(self, ws: WorkingSet, g: ArrayView | None, residual: ArrayView | None) -> None:
         """``backward`` without a norm."""
         p = self.product
+        if p.needs_x:
+            p.dgrad(ws, g, ws.outputs["x"].rows())
         if p.needs_w:
             p.wgrad(ws, g, ws.inputs["x"].rows() if p.wgrad_reads_x else None)
         if p.needs_x:
             dx = ws.outputs["x"].rows()
-            p.dgrad(ws, g, dx)
+            if p.begins_dx:
+                p.finish(ws, dx)
             if residual is not None:
                 ws.kernels.add(dx, residual.rows(), dx, ws.stream)
 

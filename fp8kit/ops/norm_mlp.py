@@ -298,6 +298,7 @@ class NormMLP(Products):
         reach = reach or bool(needs & set(spec.learned))
         by, own = spec.smoothing, spec.fc2
         fc2 = product_of(inner_product(by, own), fc1.y_rows, fc1.dtype, reach, needs)
+        fc2.wgrad_first = True
         return _Stages(first, fc2, not spec.learned, Smoothing(by, own, fc2) if by else None)
 
     def _passes(self, spec: NormMLPSpec, metas: Metas, needs: Needs) -> _Passes:

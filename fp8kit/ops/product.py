@@ -96,6 +96,8 @@ class Product:
     # the ranks that share what is multiplied, and which of "m", "n", "k" they have a part of each
     collectives: Collectives | None = None
     split = ""
+    wgrad_first = False  # whether backward calls ``wgrad`` before ``dgrad``
+    begins_dx = False  # whether ``dgrad`` leaves dx to ``finish``
     fprop_reads_x = wgrad_reads_x = reads_g = True
     casts_g = False
 
@@ -296,6 +298,10 @@ class Product:
         """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         weight, space = self._whole_weight(ws), ws.scratch["workspace"]
         ws.kernels.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, space, ws.stream)
+
+    def finish(self, ws: WorkingSet, dx: ArrayView) -> None:
+        """Wait for what ``dgrad`` began of ``dx``: before anything reads it, and after ``wgrad``; where
+        ``begins_dx`` says so."""
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are

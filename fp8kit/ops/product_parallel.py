@@ -49,6 +49,7 @@ class ParallelProduct(Product):
         self.collectives = comm = collectives.named(spec.group)
         ranks, self.column = comm.size, spec.parallel == "column"
         self.gathers_x, self.gathers_g = spec.sequence and self.column, spec.sequence and not self.column
+        self.begins_dx = self.gathers_x
         self.whole_rows = rows * ranks if self.gathers_x else rows
         self.part_rows = rows if self.gathers_x else rows // ranks
         plain = replace(spec, parallel=None, group="", sequence=False)
@@ -202,7 +203,9 @@ class ParallelProduct(Product):
             if amax_known:
                 self.part.share(ws, "x", ws.outputs[f"{self.spec.prefix}x_amax"])
             self.part.cast_x(self._parts(ws, "x_q"), x, amax_known)
-            self._gather(ws, "x_q", ws.scratch)
+            for name in self._moving("x_q"):
+                self._start(ws, name, ws.scratch[self._own(name)], ws.scratch[name])
+                self._arrive_array(ws, name, ws.scratch[name])
 
     def cast_weight(self, ws: WorkingSet) -> None:
         self.inner.cast_weight(ws)
@@ -248,27 +251,37 @@ class ParallelProduct(Product):
         else:
             wanted = [name for name, own in (("g_q", self.needs_x), ("g_qt", self.needs_w)) if own]
             self.part.cast_g(self._parts(ws, *wanted), g, with_bias, amax_known)
-            for operand in wanted:
-                self._gather(ws, operand, ws.scratch)
+            # the GEMM that comes first waits for its own operand alone
+            for operand in reversed(wanted) if self.wgrad_first else wanted:
+                for name in self._moving(operand):
+                    self._start(ws, name, ws.scratch[self._own(name)], ws.scratch[name])
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         comm: Any = self.collectives
         out = ws.scratch[self._own("sums")] if self.gathers_x else dx
+        if self.needs_w:
+            self._start_x(ws)
+        self._arrive(ws, "g_q")
         self.inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
-            comm.reduce_scatter(out, dx, ws.stream, self.spec.label)
+            comm.start("reduce_scatter", out, dx, ws.stream, self.spec.label)
         elif self.column and self.spec.sums:
             comm.all_reduce(dx, "sum", ws.stream, self.spec.label)
 
+    def finish(self, ws: WorkingSet, dx: ArrayView) -> None:
+        self.collectives.wait(dx, ws.stream)  # type: ignore[union-attr]
+
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if self.gathers_x and self.part is not None:
+            self._start_x(ws)
             moved = {name: ws.scratch[self._own(f"{name}_whole")] for name in self._moving("x_qt")}
-            for name, meta in self._moving("x_qt").items():
-                self._gather_array(ws, name, meta, ws.saved[name], moved[name])
+            for name, whole in moved.items():
+                self._arrive_array(ws, name, whole)
             ws = ws._replace(saved={**ws.saved, **moved})
         elif self.gathers_x and self.inner.wgrad_reads_x:
             assert x is not None
             x = self._gather_high(ws, "x", x)
+        self._arrive(ws, "g_qt")
         self.inner.wgrad(ws, self._whole_g(ws, g), x)
 
     def _whole_g(self, ws: WorkingSet, g: ArrayView | None) -> ArrayView | None:
@@ -312,23 +325,40 @@ class ParallelProduct(Product):
         moved = {name: ws.scratch[self._own(name)] for operand in operands for name in self._moving(operand)}
         return ws._replace(scratch={**ws.scratch, **moved})
 
-    def _gather(self, ws: WorkingSet, operand: str, into: Any) -> None:
-        """The whole operand of the ranks' parts."""
-        for name, meta in self._moving(operand).items():
-            self._gather_array(ws, name, meta, ws.scratch[self._own(name)], into[name])
-
-    def _gather_array(self, ws: WorkingSet, name: str, meta: Meta, part: ArrayView, whole: ArrayView) -> None:
+    def _start_x(self, ws: WorkingSet) -> None:
+        """Gather x's codes once more, for wgrad, where that has not begun."""
         comm: Any = self.collectives
-        along = _along(meta.shape, whole.shape)
-        if not along:
-            comm.all_gather(part, whole, ws.stream, self.spec.label)
-            return
-        gathered = ws.scratch[self._own(f"{name}_gathered")]
-        comm.all_gather(part, gathered, ws.stream, self.spec.label)
-        width = meta.shape[along]
-        for rank in range(comm.size):
-            one = gathered.slice(0, rank, 1).reshape(*meta.shape)
-            ws.kernels.copy(one, whole.slice(along, rank * width, width), ws.stream)
+        for name in self._moving("x_qt") if self.gathers_x and self.part is not None else ():
+            whole = ws.scratch[self._own(f"{name}_whole")]
+            if not comm.started(self._gathered(ws, name, whole)):
+                self._start(ws, name, ws.saved[name], whole)
+
+    def _start(self, ws: WorkingSet, name: str, part: ArrayView, whole: ArrayView) -> None:
+        """Begin to gather an array of the ranks' parts."""
+        comm: Any = self.collectives
+        comm.start("all_gather", part, self._gathered(ws, name, whole), ws.stream, self.spec.label)
+
+    def _arrive(self, ws: WorkingSet, operand: str) -> None:
+        """Wait for the codes of g."""
+        for name in self._moving(operand) if self.gathers_g and self.part is not None else ():
+            self._arrive_array(ws, name, ws.scratch[name])
+
+    def _arrive_array(self, ws: WorkingSet, name: str, whole: ArrayView) -> None:
+        comm: Any = self.collectives
+        gathered = self._gathered(ws, name, whole)
+        comm.wait(gathered, ws.stream)
+        if gathered is not whole:
+            shape = gathered.shape[1:]
+            along = _along(shape, whole.shape)
+            assert along is not None
+            for rank in range(comm.size):
+                one = gathered.slice(0, rank, 1).reshape(*shape)
+                ws.kernels.copy(one, whole.slice(along, rank * shape[along], shape[along]), ws.stream)
+
+    def _gathered(self, ws: WorkingSet, name: str, whole: ArrayView) -> ArrayView:
+        """Where parts are gathered: in ``whole``, unless they do not lie one after the other there."""
+        found: ArrayView = ws.scratch.get(self._own(f"{name}_gathered"), whole)
+        return found
 
 
 def _along(part: Shape, whole: Shape) -> int | None:

@@ -1,4 +1,4 @@
-// functions: grouped_gemm
+// functions: grouped_gemm (grouped_gemm, grouped_fp8_gemm)
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16
 // variants: LEFT=f32; RIGHT=f32; T=f32

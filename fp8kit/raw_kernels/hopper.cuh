@@ -43,6 +43,14 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// What this thread wrote to shared memory is what its warpgroup's products read, once all threads are here.
+DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Waits until THREADS threads of the block are at barrier number N of the hardware.
+template <int N, int THREADS> DEVICE void wait_for_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
+}
+
 // --- clusters ----------------------------------------------------------------------------------------------
 
 DEVICE u32 cluster_rank() {
@@ -86,7 +94,14 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, u32 bar
       : "memory");
 }
 
-// The same of an array of four dimensions, of which a tile has rows of the first along the second.
+// The same of an array of three dimensions, and of four: a tile has rows of the first along the second.
+DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 third, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(third), "r"(barrier)
+      : "memory");
+}
 DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 third, i32 fourth, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -118,6 +133,12 @@ DEVICE float2 load_shared_pair(u32 address) {
 }
 DEVICE void store_shared(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+// Clears the bits that are 0 in `mask`.
+DEVICE void mask_shared(u32 address, u32 mask) {
+  asm volatile("{.reg .b32 x; ld.shared.b32 x, [%0]; and.b32 x, x, %1; st.shared.b32 [%0], x;}"
+               ::"r"(address), "r"(mask)
+               : "memory");
 }
 
 // --- registers ---------------------------------------------------------------------------------------------

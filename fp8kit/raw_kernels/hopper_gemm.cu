@@ -1,18 +1,30 @@
 // FP8 products on Hopper: out = (a scales) (b scales)^T + bias + addend, a (m, k), b (n, k), rows of k codes.
 //
-// functions: hopper_gemm (fp8_gemm, block_gemm)
+// functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm)
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; GROUPS=none
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none
 // variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0
+//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; GROUPS=none
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128
+//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128
+//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=256,128; SCALES=whole; PROMOTE=0; GROUPS=rows,terms
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256,128; BN=128; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256,128; BN=128; SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=128; BN=256,128; SCALES=whole; PROMOTE=0; GROUPS=rows,terms
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256,128; BN=128; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
+//   BM=256,128; BN=128; SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
 // multiprocessors). Its 12 warps have two roles:
@@ -31,6 +43,10 @@
 // and the partial sum is scaled first. The order is that of fk.Accumulation's "hopper_fast" and
 // "hopper_split".
 //
+// GROUPS rows: the rows of a are groups, each times a b of its own. GROUPS terms: the terms of the
+// contraction are groups, each makes a result of its own. `sizes` says on the device how large groups are:
+// every role walks past them tile by tile (`Walk`), and nobody else need know.
+//
 // CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if BM < BN; each loads half of
 // these and sends it to both.
 #include "fp8.cuh"
@@ -38,13 +54,16 @@
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
 // squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, of clusters;
-// band: rows of tiles that are made together, since what they read stays in the L2 cache.
+// band: rows of tiles that are made together, since what they read stays in the L2 cache. Of groups: how
+// many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
+// the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
 struct alignas(64) Job {
   TensorMap a, b, a_lines, b_lines;
   const float *a_scale, *b_scale;
   const T *bias, *addend;
   T* out;
-  i64 m, n, out_stride, depths, a_step, b_step, tall, wide, band;
+  const i32* sizes;
+  i64 m, n, out_stride, depths, a_step, b_step, tall, wide, band, groups, slots, b_group, terms;
 };
 
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL  // no other chip has wgmma
@@ -59,6 +78,9 @@ constexpr int MULTIPLIERS = 256;         // threads
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
 constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
+enum Groups { none, rows, terms };
+constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
+constexpr bool TIGHT = BY_TERMS && B_LINES && WAVES == 2;  // what a multiplier needs most registers for
 constexpr bool SHARE_A = BM >= BN;       // what a cluster's blocks have in common
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
@@ -70,19 +92,97 @@ static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers"
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
+static_assert(!GROUPED || CLUSTER == 1, "groups have no clusters");
 
 typedef RingPlace<STAGES> Place;
 
-struct Tile { i32 row, column; };
+// What the warp's first lane has.
+DEVICE i32 first_lane(i32 x) { return GROUPED ? __shfl_sync(~0u, x, 0) : x; }
 
-// Tile number `tile` of the blocks' list: bands of rows, in them column after column.
-DEVICE Tile tile_at(const Job& job, i32 tile, u32 rank) {
+// A tile of the result: its first row and column, how many times 128 terms it is the sum of, its group.
+// GROUPS rows: those before `top` and from `cover` on are another group's, those from `end` on are 0. terms:
+// the first is `from`; the first `before` of them are another group's, and in the last 128 those from `last`
+// on.
+struct Tile {
+  i32 row, column, depths, group, top, end, cover, from, before, last;
+
+  // By shuffles the compiler knows it to be the same in a warp, and so what follows from it.
+  __device__ __forceinline__ void make_uniform() {
+    row = first_lane(row), column = first_lane(column);
+    depths = first_lane(depths), group = first_lane(group);
+    if constexpr (BY_ROWS) top = first_lane(top), end = first_lane(end), cover = first_lane(cover);
+    if constexpr (BY_TERMS) before = first_lane(before), last = first_lane(last);
+  }
+
+  // Whether a row of the result is this tile's to write, and whether it is 0.
+  __device__ __forceinline__ bool has(const Job& job, i64 i) const {
+    return BY_ROWS ? i >= top && i < cover : i < job.m;
+  }
+  __device__ __forceinline__ bool is_zero(i64 i) const { return BY_ROWS ? i >= end : depths == 0; }
+};
+
+// Tile number `tile` of `tall` x `job.wide`: bands of rows, in them column after column.
+DEVICE void place_tile(const Job& job, i32 tile, i32 tall, u32 rank, Tile& to) {
   const i32 wide = (i32)job.wide, band = tile / ((i32)job.band * wide) * (i32)job.band;
-  const i32 rows = min((i32)job.band, (i32)job.tall - band), local = tile - band * wide;
-  i32 row = band + local % rows, column = local / rows;
+  const i32 height = min((i32)job.band, tall - band), local = tile - band * wide;
+  i32 row = band + local % height, column = local / height;
   (SHARE_A ? column : row) = (SHARE_A ? column : row) * CLUSTER + (i32)rank;
-  return {row * BM, column * BN};
+  to.row = row * BM, to.column = column * BN;
 }
+
+// A copy begins at a multiple of 16 bytes of a map's row. So tiles whose rows have scales in lines begin at
+// a multiple of four of them, sums at a multiple of 16 terms, or of 128, where blocks of these have scales.
+constexpr i32 ROW_STEP = BY_ROWS && A_LINES ? 4 : 1, TERM_STEP = SCALES == whole ? 16 : DEPTH;
+
+// The way of one role along the blocks' list of tiles, group after group, forwards only: a group, the first
+// of the rows or terms that it takes up, and its first tile.
+struct Walk {
+  i32 group = 0, start = 0, first = 0;
+
+  // How many rows or terms the group takes up, and how many of them are its own. What is left behind the last
+  // group is one more, without any.
+  __device__ __forceinline__ i32 cover(const Job& job, i32& size) const {
+    const i32 left = (i32)(BY_ROWS ? job.m : job.terms) - start;
+    const i32 asked = group < (i32)job.groups ? max(job.sizes[group], 0) : 0;
+    const i32 found = group == (i32)job.groups ? left : job.slots ? (i32)job.slots : min(asked, left);
+    size = min(asked, found);
+    return found;
+  }
+
+  // Tile number `tile`, which is none before the last one asked for; false where there is none.
+  __device__ __forceinline__ bool at(const Job& job, i32 tile, u32 rank, Tile& to) {
+    i32 size;
+    if constexpr (BY_ROWS) {
+      for (;; ++group) {
+        const i32 rows = cover(job, size), tall = rows ? (start % ROW_STEP + rows + BM - 1) / BM : 0;
+        const i32 tiles = tall * (i32)job.wide;
+        if (tile < first + tiles) {
+          place_tile(job, tile - first, tall, rank, to);
+          to.row += start / ROW_STEP * ROW_STEP, to.from = 0;
+          to.top = start, to.end = start + size, to.cover = start + rows;
+          to.depths = to.row < to.end ? (i32)job.depths : 0;
+          break;
+        }
+        if (group == (i32)job.groups) return false;
+        first += tiles, start += rows;
+      }
+    } else {
+      const i32 tiles = (i32)(job.tall * job.wide), there = tile / tiles;
+      if (there >= (BY_TERMS ? (i32)job.groups : 1)) return false;
+      place_tile(job, tile - there * tiles, (i32)job.tall, rank, to);
+      to.from = 0, to.depths = (i32)job.depths;
+      if constexpr (BY_TERMS) {
+        for (; group < there; ++group) start += cover(job, size);
+        cover(job, size);
+        to.before = start % TERM_STEP, to.from = start - to.before;
+        to.depths = size ? (to.before + size + DEPTH - 1) / DEPTH : 0;
+        to.last = to.before + size - DEPTH * (to.depths - 1);
+      }
+    }
+    to.group = group;
+    return true;
+  }
+};
 
 // Shared memory, from a multiple of 1024 bytes on.
 struct Memory {
@@ -101,30 +201,34 @@ struct Memory {
 
 // --- the loader --------------------------------------------------------------------------------------------
 
-// One operand's tile of ROWS rows. A cluster of two loads half a shared one in each block.
-template <int ROWS, bool SHARED_BY_CLUSTER>
-DEVICE void load_operand(u32 to, const TensorMap& map, i32 depth, i32 row, u32 barrier, u32 rank) {
+// One operand's tile of ROWS rows. A cluster of two loads half a shared one in each block. With GROUPS rows b
+// has a matrix for each group.
+template <int ROWS, bool SHARED_BY_CLUSTER, bool OF_GROUP>
+DEVICE void load_operand(u32 to, const TensorMap& map, i32 term, i32 row, i32 group, u32 barrier, u32 rank) {
   if constexpr (SHARED_BY_CLUSTER && CLUSTER > 1) {
     const i32 part = ROWS / CLUSTER * rank;
-    copy_tile_to(to + part * DEPTH, map, depth, row + part, barrier, (1 << CLUSTER) - 1);
+    copy_tile_to(to + part * DEPTH, map, term, row + part, barrier, (1 << CLUSTER) - 1);
+  } else if constexpr (OF_GROUP) {
+    copy_tile(to, map, term, row, group, barrier);
   } else {
-    copy_tile(to, map, depth, row, barrier);
+    copy_tile(to, map, term, row, barrier);
   }
 }
 
 DEVICE void load(const Job& job, const Memory& memory, u32 rank) {
   Place place;
-  const i32 tiles = (i32)(job.tall * job.wide);
-  for (i32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
-    const Tile at = tile_at(job, tile, rank);
-    for (i32 depth = 0; depth < (i32)job.depths; ++depth, place.next()) {
+  Walk walk;
+  Tile at;
+  for (i32 tile = blockIdx.x / CLUSTER; walk.at(job, tile, rank, at); tile += gridDim.x / CLUSTER) {
+    for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage, full = memory.full(stage);
+      const i32 term = at.from + depth * DEPTH;
       barrier_wait(memory.empty(stage), place.parity ^ 1);
       barrier_expect(full, STAGE_BYTES);
-      load_operand<BM, SHARE_A>(memory.a(stage), job.a, depth * DEPTH, at.row, full, rank);
-      load_operand<BN, !SHARE_A>(memory.b(stage), job.b, depth * DEPTH, at.column, full, rank);
-      if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, depth, full);
-      if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, depth, full);
+      load_operand<BM, SHARE_A, false>(memory.a(stage), job.a, term, at.row, 0, full, rank);
+      load_operand<BN, !SHARE_A, BY_ROWS>(memory.b(stage), job.b, term, at.column, at.group, full, rank);
+      if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
+      if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, term / DEPTH, full);
     }
   }
 }
@@ -187,34 +291,76 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
   }
 }
 
-// The sums of one tile. `group`: 0 or 1, which multiplier.
+// Of ROWS rows of 128 codes those columns that are not in [begin, stop) become 0; `thread` of so many.
+template <int ROWS> DEVICE void clear_outside(u32 tile, int thread, int threads, i32 begin, i32 stop) {
+#pragma unroll 1
+  for (int i = thread; i < ROWS * 8; i += threads) {  // 16 codes, which the copy put where row and place say
+    const i32 row = i / 8, chunk = i % 8, column = 16 * chunk;
+    if (column >= begin && column + 16 <= stop) continue;
+    const u32 address = tile + row * DEPTH + 16 * (chunk ^ row % 8);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      u32 keep = 0;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const i32 at = column + 4 * w + c;
+        keep |= at >= begin && at < stop ? 0xFFu << 8 * c : 0u;
+      }
+      mask_shared(address + 4 * w, keep);
+    }
+  }
+}
+
+// Where a group's first or last term lies within a stage: the codes of other groups become 0, so that nothing
+// of them is in its sums, not even NaN. Each multiplier clears its rows of a and half of those of b.
+DEVICE void clear_others(const Memory& memory, u32 stage, const Tile& at, i32 depth, int group) {
+  const i32 begin = depth ? 0 : at.before, stop = depth + 1 == at.depths ? at.last : DEPTH;
+  if (begin <= 0 && stop >= DEPTH) return;
+  const int thread = threadIdx.x % 128;
+  clear_outside<BM / 2>(memory.a(stage) + group * A_BYTES / 2, thread, 128, begin, stop);
+  clear_outside<BN / 2>(memory.b(stage) + group * B_BYTES / 2, thread, 128, begin, stop);
+  writes_before_products();
+  wait_for_threads<1, MULTIPLIERS>();
+}
+
+// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows.
+template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
                      float (&total)[WAVES][BN / 2]) {
-  const i32 depths = (i32)job.depths, first = group * 64 * WAVES;  // of the tile's rows
-  if constexpr (PROMOTE == 0) {
-    u32 before = 0;
+  const i32 depths = at.depths, first = group * 64 * WAVES;  // of the tile's rows
+  if constexpr (ACTIVE == 0) {
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
       barrier_wait(memory.full(place.stage), place.parity);
+      release(memory, place.stage);
+    }
+    return;
+  }
+  if constexpr (PROMOTE == 0) {
+    u32 before = 0;
+    if (GROUPED && depths == 0) return;
+    for (i32 depth = 0; depth < depths; ++depth, place.next()) {
+      barrier_wait(memory.full(place.stage), place.parity);
+      if constexpr (BY_TERMS) clear_others(memory, place.stage, at, depth, group);
       const u64 a = tile_descriptor(memory.a(place.stage) + first * DEPTH);
       const u64 b = tile_descriptor(memory.b(place.stage));
 #pragma unroll
-      for (int w = 0; w < WAVES; ++w) hold(total[w]);
+      for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
       products_fence();
 #pragma unroll
-      for (int w = 0; w < WAVES; ++w)
+      for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
           multiply_tiles<BN>(total[w], a + 512 * w + 2 * i, b + 2 * i, depth | i);
       products_commit();
 #pragma unroll
-      for (int w = 0; w < WAVES; ++w) hold(total[w]);
+      for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
       products_wait<1>();  // those before these
       if (depth) release(memory, before);
       before = place.stage;
     }
     products_wait<0>();
 #pragma unroll
-    for (int w = 0; w < WAVES; ++w) hold(total[w]);
+    for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
     release(memory, before);
     return;
   }
@@ -222,20 +368,21 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   constexpr int TILES = PROMOTE > DEPTH ? PROMOTE / DEPTH : 1;   // tiles of one
   constexpr bool OF_A = SCALES == squares_lines, SQUARES = OF_A || SCALES == lines_squares;
   const int row = first + threadIdx.x / 32 % 4 * 16 + lane() / 4;  // of the tile: this thread's first
-  Squares squares(OF_A ? job.a_scale : job.b_scale, OF_A ? job.a_step : job.b_step,
+  Squares squares(OF_A ? job.a_scale : job.b_scale + at.group * job.b_group, OF_A ? job.a_step : job.b_step,
                   OF_A ? at.row + first : at.column, OF_A ? job.m : job.n, SQUARES ? depths : 0);
   float part[BN / 2], rows[2];
 #pragma unroll
-  for (int w = 0; w < WAVES; ++w)
+  for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) total[w][i] = 0.0f;
   for (i32 depth = 0; depth < depths; ++depth, place.next()) {
     const u32 stage = place.stage;
     barrier_wait(memory.full(stage), place.parity);
+    if constexpr (BY_TERMS) clear_others(memory, stage, at, depth, group);
     const u64 a = tile_descriptor(memory.a(stage) + first * DEPTH), b = tile_descriptor(memory.b(stage));
     float square = 1.0f;
 #pragma unroll
-    for (int w = 0; w < WAVES; ++w)
+    for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
       for (int begin = 0; begin < STEPS; begin += PIECE) {
         hold(part);
@@ -255,7 +402,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         }
         products_wait<0>();
         hold(part);
-        const bool end = w + 1 == WAVES && begin + PIECE == STEPS;
+        const bool end = w + 1 == ACTIVE && begin + PIECE == STEPS;
         // b's lines are still to be read, else the place may be filled again
         if (end && !B_LINES) release(memory, stage);
         if (TILES == 1 || depth % TILES == TILES - 1 || depth + 1 == depths)
@@ -270,8 +417,9 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
 // Where a thread's two rows of the result are, eight rows apart; scales that it knows before the columns'.
 struct Corner {
   T* out;
-  const T* addend;
-  bool exists[2], by_row;
+  const T *addend, *bias;
+  const float* b_scale;
+  bool exists[2], zero[2], by_row;
   float a[2], b;
 };
 
@@ -284,7 +432,7 @@ enum How { SCALED, BIASED, ANY, EDGE };
 template <How HOW>
 DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first) {
   constexpr bool INSIDE = HOW != EDGE, ROWS = SCALES == whole && HOW >= ANY;
-  const bool biased = HOW == BIASED || (HOW >= ANY && job.bias != nullptr);
+  const bool biased = HOW == BIASED || (HOW >= ANY && at.bias != nullptr);
   const bool added = HOW >= ANY && job.addend != nullptr;
   const i32 t = 2 * (lane() % 4), left = (i32)job.n - first - 32 * k;
   float columns[4][2], bias[4][2];
@@ -292,8 +440,8 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
   for (int q = 0; q < 4; ++q) {
     const i32 column = first + 32 * k + 8 * q + t, some = left - 8 * q - t;
     columns[q][0] = columns[q][1] = at.b;
-    if (ROWS && at.by_row) load_pair<INSIDE>(job.b_scale + column, some, columns[q]);
-    if (biased) load_pair<INSIDE>(job.bias + column, some, bias[q]);
+    if (ROWS && at.by_row) load_pair<INSIDE>(at.b_scale + column, some, columns[q]);
+    if (biased) load_pair<INSIDE>(at.bias + column, some, bias[q]);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -310,6 +458,7 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
         if constexpr (ROWS) value = __fmul_rn(value, at.a[h]);
         if (biased) value = __fadd_rn(value, bias[q][c]);
         if (added) value = __fadd_rn(value, addend[c]);
+        if (GROUPED && at.zero[h]) value = 0.0f;
         values[2 * q + c] = value;
       }
     }
@@ -318,30 +467,35 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
 }
 
 // Sixty-four rows of the result, from registers, 32 columns at a time.
-DEVICE void write(const Job& job, const float (&total)[BN / 2], i32 first_row, i32 first_column) {
-  const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4;
-  const i64 corner = top * job.out_stride + first_column;
+DEVICE void write(const Job& job, const float (&total)[BN / 2], const Tile& at, i32 first_row) {
+  const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4, group = at.group;
+  const i32 first_column = at.column;
+  const i64 corner = ((BY_TERMS ? group * job.m : 0) + top) * job.out_stride + first_column;
   const bool by_row = SCALES == whole && job.a_step != 0;
-  const bool exists[2] = {top < job.m, top + 8 < job.m};
-  Corner at{job.out + corner, job.addend + corner, {exists[0], exists[1]}, by_row, {1.0f, 1.0f}, 1.0f};
+  const T* bias = !GROUPED || job.bias == nullptr ? job.bias : job.bias + group * job.n;
+  const float* b_scale = job.b_scale + (BY_ROWS ? group * job.b_group : 0);
+  Corner to{job.out + corner, job.addend + corner, bias, b_scale,
+            {at.has(job, top), at.has(job, top + 8)}, {at.is_zero(top), at.is_zero(top + 8)},
+            by_row, {1.0f, 1.0f}, 1.0f};
+  if (BY_ROWS && group == job.groups) to.b_scale = job.b_scale, to.bias = nullptr;  // rows of no group
   if (by_row)
-    at.a[0] = job.a_scale[min64(top, job.m - 1)], at.a[1] = job.a_scale[min64(top + 8, job.m - 1)];
+    to.a[0] = job.a_scale[min64(top, job.m - 1)], to.a[1] = job.a_scale[min64(top + 8, job.m - 1)];
   else if (SCALES == whole)
-    at.b = __fmul_rn(job.a_scale[0], job.b_scale[0]);  // and a is 1, which changes nothing
+    to.b = __fmul_rn(job.a_scale[0], to.b_scale[0]);  // and a is 1, which changes nothing
   const bool aligned = rows_aligned<16>(job.out, job.out_stride) &&
                        rows_aligned<16>(job.addend, job.out_stride) &&
-                       rows_aligned<2 * sizeof(T)>(job.bias, 0);
+                       rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n);
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
     if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
-      write_columns<EDGE>(job, at, total, k, first_column);
+      write_columns<EDGE>(job, to, total, k, first_column);
     else if (by_row || job.addend != nullptr)
-      write_columns<ANY>(job, at, total, k, first_column);
-    else if (job.bias != nullptr)
-      write_columns<BIASED>(job, at, total, k, first_column);
+      write_columns<ANY>(job, to, total, k, first_column);
+    else if (to.bias != nullptr)
+      write_columns<BIASED>(job, to, total, k, first_column);
     else
-      write_columns<SCALED>(job, at, total, k, first_column);
+      write_columns<SCALED>(job, to, total, k, first_column);
   }
 }
 
@@ -365,20 +519,28 @@ hopper_gemm(const __grid_constant__ Job job) {
   __syncthreads();
 
   if (threadIdx.x < 128) {
-    registers_down<40>();
+    registers_down<TIGHT ? 24 : 40>();
     if (threadIdx.x == 0) load(job, memory, rank);
   } else {
-    registers_up<232>();
-    // by a shuffle the compiler knows it to be the same in a warp, and so what follows from it
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;
-    const i32 tiles = (i32)(job.tall * job.wide), step = gridDim.x / CLUSTER;
+    registers_up<TIGHT ? 240 : 232>();
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;  // as in `make_uniform`
     Place place;
+    Walk walk;
+    Tile at;
     float total[WAVES][BN / 2];
-    for (i32 tile = blockIdx.x / CLUSTER; tile < tiles; tile += step) {
-      const Tile at = tile_at(job, tile, rank);
-      multiply(job, memory, place, at, group, total);
+    for (i32 tile = blockIdx.x / CLUSTER; first_lane(walk.at(job, tile, rank, at));
+         tile += gridDim.x / CLUSTER) {
+      if constexpr (GROUPED) at.make_uniform();
+      const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
+      if (left > 64 * (WAVES - 1))
+        multiply<WAVES>(job, memory, place, at, group, total);
+      else if (WAVES == 1 || left <= 0)
+        multiply<0>(job, memory, place, at, group, total);
+      else
+        multiply<1>(job, memory, place, at, group, total);
 #pragma unroll
-      for (int w = 0; w < WAVES; ++w) write(job, total[w], at.row + 64 * (WAVES * group + w), at.column);
+      for (int w = 0; w < WAVES; ++w)
+        if (!BY_ROWS || first + 64 * w < at.cover) write(job, total[w], at, first + 64 * w);
     }
   }
   // a block stays until the cluster has nothing more to send it

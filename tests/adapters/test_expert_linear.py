@@ -24,6 +24,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
+from tests.support.combinations import combinations
 
 E, K, N, M = 4, 136, 24, 40
 SIZES = np.array([7, 0, 20, 6], np.int32)  # seven rows of no group
@@ -86,11 +87,11 @@ def expected(recipe):
 
 def native(recipe, layout="oi"):
     weight = W if layout == "oi" else np.ascontiguousarray(W.transpose(0, 2, 1))
-    fp8 = None if recipe is None else recipe.quantization
     given = {"x": X, "weight": weight, "bias": B}
     leaves = {name: fk.tensor(value, requires_grad=True, device="cpu") for name, value in given.items()}
-    spec = ExpertLinearSpec(E, K, N, layout, fp8)
-    y = apply(expert_linear, spec, leaves | {"group_sizes": fk.tensor(SIZES, device="cpu")})["y"]
+    sizes = fk.tensor(SIZES, device="cpu")
+    with fk.autocast(enabled=recipe is not None, recipe=recipe):
+        y = fk.nn.moe.grouped_dense(leaves["x"], leaves["weight"], sizes, leaves["bias"], layout)
     y.backward(G)
     made = {"y": y.numpy()} | {name: leaf.grad.numpy() for name, leaf in leaves.items()}
     if layout == "io":
@@ -112,8 +113,24 @@ def test_products_of_what_the_casts_give(recipe):
     assert not made["weight"][1].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+@pytest.mark.parametrize("recipe", ["current", "row", "block"])
+def test_weights_that_are_cast_at_once_have_the_same_codes(recipe):
+    """Those of a layout that is cast matrix by matrix, since it is transposed."""
+    weight = (
+        RNG.standard_normal((2, 128, 256)).astype(np.float32) * np.array([1, 9], np.float32)[:, None, None]
+    )
+    x, sizes = RNG.standard_normal((20, 256)).astype(np.float32), np.array([11, 9], np.int32)
+    made = []
+    for layout in ("oi", "io"):
+        w = weight if layout == "oi" else np.ascontiguousarray(weight.transpose(0, 2, 1))
+        spec = ExpertLinearSpec(2, 256, 128, layout, RECIPES[recipe].quantization)
+        given = {"x": x, "group_sizes": sizes, "weight": w}
+        leaves = {name: fk.tensor(value, device="cpu") for name, value in given.items()}
+        made.append(apply(expert_linear, spec, leaves | {"bias": None})["y"].numpy())
+    assert_same_bits("y", *made)
+
+
+@combinations({"compiled": {"eager": False, "fullgraph": True}, "recipe": list(RECIPES)})
 def test_torch_modules_with_sizes_on_the_device(recipe, compiled):
     layer = ft.GroupedLinear(E, K, N, device="cpu", use_grouped_tensor=True)
     with torch.no_grad():
@@ -217,6 +234,12 @@ def test_no_rows_and_refusals():
         fj.grouped_dense(X, kernel, sizes, ((0,), (1,)))
     with pytest.raises(UnsupportedError, match="group_offset"):
         fj.grouped_dense(X, kernel, sizes, group_offset=jnp.zeros(1))
+    with pytest.raises(ShapeError, match="grouped_dense: kernel"):
+        fk.nn.moe.grouped_dense(X, W[0], SIZES)
+    with pytest.raises(UnsupportedError, match="calibrating"), fk.autocast(enabled=False, calibrating=True):
+        fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi")
+    with pytest.raises(ArgumentError, match="layout"):
+        fk.nn.moe.grouped_dense(X, W, SIZES, layout="nt")
     layer = ft.GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=True)
     x = torch.zeros(4, K)
     with pytest.raises(ShapeError, match="m_splits"):

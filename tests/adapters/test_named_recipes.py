@@ -198,7 +198,7 @@ def test_the_same_bits_in_three_frontends(name, kind, dtype, way):
         same(way, torch_steps(name, kind, dtype, way == "compiled"), want)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@combinations({"name": RANDOM}, usual=RANDOM[::4])
 def test_jax_wants_a_key_for_random_bits(name):
     """And eager calls draw what jitted ones draw."""
     x, _ = batch("Linear", 0, "float32")
@@ -243,7 +243,7 @@ def reentrant(module, x):
     return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@combinations({"name": list(RECIPES)}, usual=list(RECIPES)[::3])
 def test_torch_caches_recomputes_and_accumulates(name, monkeypatch):
     """An FP8 weight that is kept over microbatches, activations that are recomputed, by fp8kit's checkpoint
     and torch's, and ``main_grad``: the bits of a plain step."""

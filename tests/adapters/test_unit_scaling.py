@@ -18,6 +18,7 @@ import fp8kit as fk
 from fp8kit.nn import unit_scaling as native
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_same_bits, relative_error
+from tests.support.combinations import combinations
 
 STATIC = NAMED["static"].recipe
 IDS = np.random.default_rng(3).integers(0, 48, (2, 16))
@@ -96,7 +97,9 @@ def test_a_function(name):
     same(jax_call(function, values, g), want)
 
 
-@pytest.mark.parametrize("name", ["residual", "softmax", "matmul", "mse", "silu_glu of 2 x"])
+@combinations(
+    {"name": ["residual", "softmax", "matmul", "mse", "silu_glu of 2 x"]}, usual=["residual", "matmul"]
+)
 def test_functions_within_torch_compile(name):
     function, values = CASES[name]
     want, g = native_call(function, values)
@@ -150,8 +153,7 @@ def test_embedding_and_loss():
     assert_same_bits("logits", np.asarray(grad), want["logits"])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
-@pytest.mark.parametrize("recipe", ["high", "static"])
+@combinations({"recipe": ["high", "static"], "compiled": {"eager": False, "fullgraph": True}})
 def test_products(recipe, compiled):
     """``Linear`` natively and in torch; ``dense`` with the same weight the other way round is near it."""
     x, g, own = normal(0, 32, 48), normal(1, 32, 64), STATIC if recipe == "static" else None

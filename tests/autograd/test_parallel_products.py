@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 import fp8kit as fk
+from fp8kit import collectives
 from fp8kit.autograd import apply
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
@@ -171,6 +174,55 @@ def test_a_rank_that_hangs_is_named():
 
     with pytest.raises(BackendError, match=r"rank 0: nothing: it hangs or has ended"):
         FakeCollectives(2, timeout=0.2).run(rank)
+
+
+def test_what_is_started_is_waited_for():
+    def rank(ranks):
+        own, whole, part_ = (fk.arrays.as_view(np.zeros(n, np.float32)) for n in (3, 6, 3))
+        own.numpy()[:] = ranks.rank + 1
+        ranks.start("all_gather", own, whole, 0)
+        assert ranks.started(whole)
+        ranks.wait(whole, 0)
+        assert not ranks.started(whole)
+        assert whole.numpy().tolist() == [1, 1, 1, 2, 2, 2]
+        ranks.start("reduce_scatter", whole, part_, 0)
+        ranks.wait(part_, 0)
+        ranks.wait(part_, 0)  # nothing any more
+        assert part_.numpy().tolist() == [2.0 * (ranks.rank + 1)] * 3
+        with pytest.raises(ArgumentError, match="operation: got 'all_reduce'"):
+            ranks.start("all_reduce", own, own, 0)
+
+    FakeCollectives(2).run(rank)
+
+
+def test_a_recorded_call_is_made_again_on_other_arrays(monkeypatch):
+    """By what a device's provider is given; it keeps no memory alive."""
+    recorded = {0: [], 1: []}
+
+    class Provider:
+        def put(self, device, stream, name, work, addresses):
+            work(*addresses, stream)
+            recorded[int(threading.current_thread().name[-1])].append((name, work, addresses))
+
+    monkeypatch.setattr(collectives, "provider", lambda device: Provider())
+
+    def rank(ranks):
+        arrays = [np.full(2, ranks.rank + 1.0, np.float32) for _ in range(2)]
+        wholes = [np.zeros(4, np.float32) for _ in range(2)]
+        ranks.start("all_gather", *map(fk.arrays.as_view, (arrays[0], wholes[0])), 0)
+        ranks.wait(fk.arrays.as_view(wholes[0]), 0)
+        ranks.all_reduce(fk.arrays.as_view(arrays[0]), "sum", 0)
+        (_, begin, _), (_, arrive, _), (name, add, _) = recorded[ranks.rank]
+        assert name == "all_reduce sum"
+        for _ in range(2):
+            begin(arrays[1].ctypes.data, wholes[1].ctypes.data, 0)
+            arrive(wholes[1].ctypes.data, 0)
+        add(arrays[1].ctypes.data, 0)
+        for array, whole in zip(arrays, wholes, strict=True):
+            assert array.tolist() == [3, 3]
+            assert whole.tolist() == [1, 1, 2, 2]
+
+    FakeCollectives(2).run(rank)
 
 
 def test_what_ranks_cannot_split_is_refused():

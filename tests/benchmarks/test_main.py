@@ -84,6 +84,12 @@ def recorded():
         ],
         "kernels": [row("all passes", of_copy=0.9)],
         "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)],
+        "ranks": [
+            row(targets.TORCH, ratio=0.6),
+            row(f"{targets.EAGER}, {targets.SHARDED}", gathered_mib=200.0),
+            row(f"{targets.TORCH}, {targets.SHARDED}", gathered_mib=100.0, ratio=0.6, scaling=0.9),
+            row(f"{targets.TORCH}, {targets.SUMMED}", scaling=0.96),
+        ],
     }
     about = {"machine": "a GPU", "versions": {"fp8kit": "0", "torch": "2"}, "settings": {"sizes": "full"}}
     return Report(
@@ -93,7 +99,7 @@ def recorded():
 
 def test_verdicts_by_hand():
     found = {r["what"]: r for r in targets.evaluate(recorded())}
-    assert len(found) == 25
+    assert len(found) == 29
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
@@ -151,7 +157,7 @@ def test_a_wrong_result_or_a_missing_one_is_no_figure():
     found = targets.evaluate(run)
     assert found[0]["verdict"] == "not measured"
     assert found[0]["reason"] == "layer, fp8kit native FP8 delayed: WRONG: errors"
-    assert found[-4]["reason"] == "start, empty cache: not measured"
+    assert found[-8]["reason"] == "start, empty cache: not measured"
     run.about["settings"]["sizes"] = "small"
     assert {r["verdict"] for r in targets.evaluate(run)} == {"not measured"}
 
@@ -164,6 +170,7 @@ def test_the_inspector_in_small(tmp_path):
     assert all(row["status"] == "ok" and row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.programs
 def test_a_run_in_small(tmp_path, capsys):
     out = tmp_path / "deep" / "results"
     assert command.main(["gemm", "error", "memory", *QUICK, "--out", str(out)]) == 0
@@ -171,7 +178,7 @@ def test_a_run_in_small(tmp_path, capsys):
     assert list(made.parts) == ["gemm", "memory", "error"]
     assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
     assert len(made.rows("error")) == 4
-    assert len(made.targets) == 25
+    assert len(made.targets) == 29
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said

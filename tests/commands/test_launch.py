@@ -217,7 +217,8 @@ def test_rank_0_is_met_by_a_name_that_it_does_not_know(monkeypatch):
 def test_processes_end_with_their_launcher(tmp_path):
     """As a scheduler's SIGTERM ends it, and it alone."""
     program = tmp_path / "waits.py"
-    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    # a line in one piece, also where Python does not buffer
+    program.write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(60)\n")
     words = [sys.executable, "-m", "fp8kit", "launch", "-n", "2", str(program)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "FP8KIT_DEVICE": "cpu"}
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as launcher:

@@ -50,6 +50,7 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("fp8kit.models.demo.SAMPLE_BYTES", 8)
 
 
+@pytest.mark.programs
 def test_a_demo_that_is_too_short_to_be_judged_says_so(short_samples, tmp_path, capsys):
     words = ["demo", "--preset", "tiny", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]
     assert cli.main(words) == 0
@@ -59,6 +60,7 @@ def test_a_demo_that_is_too_short_to_be_judged_says_so(short_samples, tmp_path, 
     assert "FAILED" not in said.err
 
 
+@pytest.mark.programs
 def test_demo_fails_when_a_bound_fails(short_samples, monkeypatch, tmp_path, capsys):
     assert [name for name, size in PRESETS.items() if not size.judged] == ["tiny"]
     monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], judged=True))

@@ -27,7 +27,8 @@ _PACKAGES = ("numpy", "numba", "torch", "jax", "jaxlib", "flax", "ml_dtypes", "c
 # of XLA's programs for the CPU: as ``make test`` has them, so that compiling takes less of the time
 _XLA = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 
 

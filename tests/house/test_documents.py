@@ -49,7 +49,7 @@ def script(document: Path) -> str:
 
 
 # the code of the others runs in make test-programs: every page imports frameworks of its own
-USUAL = ("native", "recipes")
+USUAL = ("native",)
 WITH_CODE = [
     pytest.param(document, id=document.stem, marks=() if document.stem in USUAL else pytest.mark.programs)
     for document in DOCUMENTS

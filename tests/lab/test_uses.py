@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,22 @@ import pytest
 
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import OWN, cublaslt, gemm, hopper_flash, hopper_gemm, implementation, launch
+from fp8kit.backends.cuda import (
+    OWN,
+    cublaslt,
+    gemm,
+    hopper_flash,
+    hopper_gemm,
+    hopper_grouped,
+    implementation,
+    launch,
+)
 from fp8kit.backends.protocol import KERNELS, SPECS, map_arrays
+from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import uint8
 from fp8kit.raw_kernels import manifest
-from fp8kit.testing.contract import SampleCall, cases
+from fp8kit.testing.contract import Case, SampleCall, Sampler, cases
+from tests.support.contract import usual
 
 GPU = Device("cuda", 0)
 
@@ -48,12 +60,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    for module in (hopper_gemm, hopper_flash):
+    for module in (hopper_gemm, hopper_grouped, hopper_flash):
         monkeypatch.setattr(module, "tensor_map", lambda *arguments: bytes(120))
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    for module in (hopper_gemm, hopper_grouped):
+        monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
+    # nobody looks into the memory that a call works in, up to 32 MiB
+    monkeypatch.setattr(
+        Sampler, "workspace", lambda sampler, nbytes: ArrayView(1 << 20, (nbytes,), uint8, CPU)
+    )
     with launch.launching_by(note):
         yield found
 
@@ -79,26 +96,52 @@ class _Here:
             arguments = {key: map_arrays(value, there) for key, value in arguments.items()}
             if name.startswith(("attention", "fp8_attention")):
                 arguments["workspace"] = ArrayView(1 << 20, (1 << 40,), uint8, GPU)
-            for source in ("", *(own for own, (_, kernels) in OWN.items() if name in kernels)):
-                implementation(name, source)(**arguments)
+            for source in ("", *(own for own, kernels in OWN.items() if name in kernels)):
+                with suppress(CannotTake):
+                    implementation(name, source)(**arguments)
 
         return call
 
 
-@pytest.mark.parametrize("operation", [name for name in KERNELS if SPECS[name].launches])
+LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
+
+
+def launches(operation: str, case: Case) -> None:
+    """Nothing is computed, and nothing compared."""
+    kernels = _Here(operation)
+    SampleCall(case, kernels, CPU).run(kernels)
+
+
+def said(operation: str) -> set[tuple[str, str]]:
+    """(source, function) of all that the sources say it launches."""
+    uses = manifest.uses(operation)
+    return {(source, function) for source, functions in uses.items() for function in functions}
+
+
+@pytest.mark.parametrize("operation", LAUNCHING)
 def test_an_operation_launches_what_the_sources_say(operation: str, launched: set[tuple[str, str]]) -> None:
-    found = list(cases(operation))
-    for case in found[:: max(1, len(found) // 60)]:
-        kernels = _Here(operation)
-        SampleCall(case, kernels, CPU).run(kernels)  # nothing is computed, and nothing compared
-    known = {
-        (source, function) for source, functions in manifest.uses(operation).items() for function in functions
-    }
+    """By every value of every option, and by as many other cases as it takes."""
+    known = said(operation)
     only_with_cudnn = {
         ("attention_padding.cu", name) for name in manifest.source("attention_padding.cu").functions
     }
+    for case in usual(operation):
+        launches(operation, case)
+    for case in cases(operation):
+        if known - only_with_cudnn <= launched:
+            break
+        launches(operation, case)
     assert launched <= known
     assert known - only_with_cudnn <= launched
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("operation", LAUNCHING)
+def test_nor_do_the_other_cases_launch_more(operation: str, launched: set[tuple[str, str]]) -> None:
+    found = list(cases(operation))
+    for case in found[:: max(1, len(found) // 60)]:
+        launches(operation, case)
+    assert launched <= said(operation)
 
 
 def test_every_raw_kernel_names_operations_of_the_contract() -> None:

@@ -21,6 +21,7 @@ from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import PRESETS, preset
 from fp8kit.models.resume import KIND, Checkpoint, Run, identity
 from fp8kit.models.train import fp8_recipe, train
+from tests.support.combinations import combinations
 from tests.support.source import ROOT
 from tests.support.stops import Stop, Stopped
 
@@ -40,7 +41,7 @@ def bits(run, path):
     return run.losses, run.statistics, run.validation_loss, arrays_of, said
 
 
-@pytest.mark.parametrize("label", RECIPES)
+@combinations({"label": list(RECIPES)}, usual=["FP8"])
 def test_a_stopped_run_continues_with_the_same_bits(corpus, tmp_path, label):
     recipe, quiet = RECIPES[label], Stop(None)
     whole = bits(train(TINY, corpus, recipe, label, CPU, 3, quiet, tmp_path / "whole"), tmp_path / "whole")
@@ -76,6 +77,7 @@ def test_a_killed_command_continues_with_the_same_bits(tmp_path):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
+@pytest.mark.programs
 def test_200_kills_during_saves_lose_nothing(tmp_path):
     command = [sys.executable, "-W", "error", "-m", "tests.models.kill_saves", str(tmp_path), "200", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}

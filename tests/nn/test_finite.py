@@ -14,6 +14,7 @@ from fp8kit.autograd import apply, no_grad, tensor
 from fp8kit.errors import NonFiniteError, RecipeError
 from fp8kit.ops.activation import ActivationSpec, activation
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 from tests.support.layers import draw
 from tests.support.products import bits
 
@@ -102,9 +103,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("case", CASES)
+@combinations(
+    {
+        "case": list(CASES),
+        "recipe": {"high": None, "delayed": "delayed", "current": "current"},
+        "recomputed": {"kept": False, "recomputed": True},
+    }
+)
 def test_the_first_bad_tensor_is_named(device, case, recipe, recomputed):
     make, arguments, said = CASES[case]
     net = Net(device, recomputed)

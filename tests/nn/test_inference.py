@@ -16,6 +16,7 @@ from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits, relative_error
 from tests.support.caches import GROUPS, HEADS, HIDDEN, MOST, D, layer_of, params
+from tests.support.combinations import combinations
 from tests.support.layers import draw
 
 U = 2.0**-24
@@ -193,9 +194,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name_of_recipe", RECIPES)
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@combinations({"form": ["sbhd", "bshd", "thd"], "rotary": [False, True], "name_of_recipe": list(RECIPES)})
 def test_a_layer_step_by_step_is_one_forward(device, form, rotary, name_of_recipe):
     """Token by token equals one forward over the whole sequences; FP8 state stays as it is."""
     recipe, bound = RECIPES[name_of_recipe]

@@ -18,6 +18,7 @@ from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Float8BlockScaling, Format
 from fp8kit.testing.compare import assert_close, relative_error
+from tests.support.combinations import combinations
 from tests.support.layers import MODES, draw, make, quantiser, step
 from tests.support.products import Product, f64
 from tests.support.running_error import R, activation, assert_within, norm, norm_grad
@@ -85,14 +86,19 @@ BLOCK_RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
-@pytest.mark.parametrize(
-    ("dtype", "sizes"),
-    [("float32", (150, 300, 200)), ("bfloat16", (129, 136, 257)), ("float16", (256, 128, 128))],
+@combinations(
+    {
+        "of": {
+            "float32": ("float32", (150, 300, 200)),
+            "bfloat16": ("bfloat16", (129, 136, 257)),
+            "float16": ("float16", (256, 128, 128)),
+        },
+        "recipe": list(BLOCK_RECIPES),
+    }
 )
-def test_linear_of_many_blocks(device, monkeypatch, recipe, dtype, sizes):
+def test_linear_of_many_blocks(device, monkeypatch, recipe, of):
     """Magnitudes that change from block to block, so that a scale in the wrong place shows."""
-    m, k, n = sizes
+    dtype, (m, k, n) = of
     monkeypatch.setitem(MODES, recipe, BLOCK_RECIPES[recipe])
     module = make(nn.Linear, device, dtype, in_features=k, out_features=n)
     rng = np.random.default_rng(5)
@@ -284,11 +290,18 @@ def check_layer_norm_mlp(device, dtype, mode, kind, sizes=USUAL):
     assert_within("dx", dx, want_dx.rounded(dtype))
 
 
-@pytest.mark.parametrize("sizes", ODD, ids=str)
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("delayed", "bfloat16"), ("block", "float16")]
+@combinations(
+    {
+        "how": {
+            **{mode: (mode, "float32") for mode in MODES},
+            "delayed-bfloat16": ("delayed", "bfloat16"),
+            "block-float16": ("block", "float16"),
+        },
+        "sizes": ODD,
+    }
 )
-def test_sizes_that_are_a_multiple_of_nothing(device, mode, dtype, sizes):
+def test_sizes_that_are_a_multiple_of_nothing(device, how, sizes):
+    mode, dtype = how
     check_linear(device, dtype, mode, True, sizes)
     if mode in MLP_MODES:
         check_layer_norm_linear(device, dtype, mode, "LayerNorm", sizes)

@@ -18,6 +18,7 @@ from fp8kit.execution.memory import ALIGNMENT, ALWAYS, Layout, Region, placed
 from fp8kit.formats import uint8
 from fp8kit.recipes import NAMED
 from fp8kit.spec import Meta
+from tests.support.combinations import combinations
 
 LAYERS = {
     "Linear": lambda: nn.Linear(64, 96, device="cpu"),
@@ -73,8 +74,12 @@ def test_shared_memory_changes_no_bit(name: str, recipe: str, monkeypatch: pytes
     assert sizes[2] < sizes[1] or (name, recipe) == ("Linear", "high")
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["native or emulated", "exact sums"])
-@pytest.mark.parametrize("name", [name for name, own in NAMED.items() if own.recipe.history is None])
+@combinations(
+    {
+        "name": [name for name, own in NAMED.items() if own.recipe.history is None],
+        "exact": {"native or emulated": False, "exact sums": True},
+    }
+)
 def test_every_recipe_takes_lent_memory(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What dgrad and wgrad both read, or what one makes for itself, is there when it is read."""
     plain = NAMED[name].recipe.quantization

@@ -20,7 +20,13 @@ def same(what, found, want):
         assert_same_bits(f"{what}: {name}", found[name], value)
 
 
-@combinations({"name": list(RECIPES), "kind": list(MODULES), "dtype": DTYPES})
+# every second recipe; each one runs in tests/adapters/test_named_recipes.py
+SOME = [(name, list(MODULES)[i % 2], DTYPES[i % 3]) for i, name in enumerate(list(RECIPES)[::2])]
+
+
+@combinations(
+    {"name": list(RECIPES), "kind": list(MODULES), "dtype": DTYPES}, usual=["-".join(case) for case in SOME]
+)
 def test_kept_weights_and_recomputation(name, kind, dtype):
     """Over two microbatches of one step, with one pair of random numbers for all draws: a weight that is cast
     on its own draws one more."""
@@ -37,7 +43,7 @@ def test_kept_weights_and_recomputation(name, kind, dtype):
                 same(f"is_first_microbatch={first}", found, want)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@combinations({"name": RANDOM}, usual=RANDOM[::3])
 def test_kept_weights_with_random_bits_of_their_own(name):
     """A kept weight was cast by another pair of random numbers than the tensors that it meets: y, dx and dw
     are as near to the exact ones as without, within a quarter of the error."""
@@ -68,7 +74,7 @@ def test_random_bits_are_drawn_anew_and_by_the_seed(name):
         assert any((a[key] != b[key]).any() for key in ("y", "dx", "weight"))
 
 
-@combinations({"name": list(RECIPES), "dtype": DTYPES})
+@combinations({"name": list(RECIPES), "dtype": DTYPES}, usual=[f"{name}-{dtype}" for name, _, dtype in SOME])
 def test_segments(name, dtype):
     """``parameters_split``: one weight in parts is that weight; gradients of the parts are its rows, which
     the BLAS may sum in another order. Sizes that no block divides."""
@@ -96,7 +102,7 @@ def test_segments(name, dtype):
                 assert_close(part, found[f"{part}_weight"], exact, dtype, slack)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@combinations({"name": list(RECIPES)}, usual=list(RECIPES)[::2])
 def test_16_bit_operands_are_those_of_float32(name):
     """A step in bfloat16 and in float16 is that in float32 on the same values, but for the rounding of
     results, and of the values that float32 scales make, in each operand."""

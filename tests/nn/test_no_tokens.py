@@ -17,6 +17,7 @@ from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.rope import RopeSpec, rope
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
+from tests.support.combinations import combinations
 from tests.support.layers import draw, make, step
 from tests.support.products import f64, host
 
@@ -222,9 +223,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), MODES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(device, name, mode, dtype):
+@combinations({"name": list(LAYERS), "how": {"-".join(how): how for how in MODES}})
+def test_layers(device, name, how):
+    mode, dtype = how
     kind, options = LAYERS[name]
     module = make(kind, device, dtype, hidden_size=H, num_attention_heads=HEADS, **options)
     beside = {"rotary_pos_emb": nn.RotaryPositionEmbedding(D, device=device)(4)}

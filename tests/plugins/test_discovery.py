@@ -176,6 +176,7 @@ def test_the_list_shows_the_traceback_and_the_process_goes_on(tmp_path: Path, py
     assert python("-c", code, paths=(tmp_path,), **variables).stdout == "[7. 7.]\n[[1. 1.]\n [1. 1.]]\n"
 
 
+@pytest.mark.programs
 def test_the_log_level_shows_what_is_found(tmp_path: Path, python: Run) -> None:
     write(tmp_path, good=GOOD.format(function="register", name="good"))
     code = "from fp8kit.backends import dispatch; from fp8kit.arrays import CPU; dispatch.kernels(CPU)"

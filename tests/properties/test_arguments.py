@@ -11,16 +11,21 @@ from fp8kit.errors import Fp8kitError
 from tests.support.calls import CALLS
 from tests.support.junk import JUNK, PYTHONS, USERS
 
+PARTS = 3  # one of them for each argument in make test, another one for the next
 
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.combinations) for part in range(1, PARTS))]
+)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_argument_that_does_not_fit_is_refused(name, tmp_path, monkeypatch):
+def test_an_argument_that_does_not_fit_is_refused(name, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a word may be the name of a file
     call = CALLS[name]
     call.run(**call.good())
-    for argument in call.good():
+    for place, argument in enumerate(call.good(), part):
         if argument in ("self", "t") or (name, argument) in USERS:
             continue
-        for junk in JUNK:
+        for junk in JUNK[place % PARTS :: PARTS]:
             given = call.good() | {argument: junk}
             before = call.state(given)
             try:

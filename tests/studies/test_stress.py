@@ -75,6 +75,7 @@ def test_linear_models_and_their_table(tmp_path, monkeypatch):
     assert not linear.measure(tmp_path, CPU, True, 0.0)
 
 
+@pytest.mark.programs
 def test_delayed_scaling_fails_where_the_layer_matters_and_blocks_cure_it(tmp_path, monkeypatch):
     """A shorter student: the channel grows faster, and stays."""
     monkeypatch.setattr(layer, "STEPS", 120)

@@ -13,18 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.source import ROOT
 
+PLACES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
 
-def run(
-    module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
-) -> None:
-    """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+
+def start(module: str, ranks: int, *arguments: object, **environment: str) -> list[subprocess.Popen[str]]:
+    """The processes ``python -m MODULE RANK RANKS ARGUMENT...``, one for each rank."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    workers = [
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} | environment
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(ranks), str(folder), place, *cases],
+            [sys.executable, "-m", module, *map(str, (rank, ranks, *arguments))],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -33,6 +35,18 @@ def run(
         )
         for rank in range(ranks)
     ]
+
+
+def run(
+    module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
+) -> None:
+    """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+    if place == "cuda":
+        import torch
+
+        found = torch.cuda.device_count()
+        assert found >= ranks, f"a gpu2 test needs {ranks} CUDA devices, torch finds {found}"
+    workers = start(module, ranks, folder, place, *cases)
     try:
         results = [worker.communicate(timeout=timeout) for worker in workers]
     finally:

@@ -6,7 +6,6 @@ import functools
 
 import fp8kit_jax as fj
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,7 +33,8 @@ CODES = 2.0**-9
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    # jnp.asarray compiles a program for each shape
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def mesh():
@@ -42,8 +42,11 @@ def mesh():
 
 
 def placed(args, specs, devices=mesh):
+    # of the host's arrays: those of a device are cut by a program for each shape
     return [
-        jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(devices(), P(*own))), a)
+        jax.tree.map(
+            lambda leaf, own=own: jax.device_put(np.asarray(leaf), NamedSharding(devices(), P(*own))), a
+        )
         for a, own in zip(args, specs, strict=True)
     ]
 
@@ -71,11 +74,15 @@ def check(function, args, specs, bound=BITS, gathers=False):
     step = squares(function, len(args))
     compiled = step.lower(*placed(args, specs)).compile()
     jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
-    found = [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
+    found = moves(compiled)
     assert bool(found) == gathers, found
     return compiled
+
+
+def moves(compiled):
+    """What a compiled program moves between devices."""
+    text = compiled.as_text()
+    return [kind for kind in MOVES if f" {kind}(" in text or f" {kind}-start(" in text]
 
 
 def two(recipe):
@@ -110,9 +117,7 @@ def check_explicit(function, args, specs, bound=BITS):
     jax.tree.map(lambda a, b: near(a, b, bound), got, want)
     for grad, own in zip(jax.tree.leaves(got[1]), jax.tree.leaves(given), strict=True):
         assert grad.sharding.is_equivalent_to(own.sharding, own.ndim)
-    assert not [
-        kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()
-    ]
+    assert not moves(compiled)
     return got[1], want[1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays, formats
+from fp8kit import formats
 from fp8kit.arguments import flag, number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
@@ -25,7 +25,7 @@ from fp8kit_torch.checks import device as checked_device
 from fp8kit_torch.checks import of_one, shown, tensor
 from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, format_of, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
+from fp8kit_torch.state import NO_STATE, StateBinding, _stream, slot_addresses
 from fp8kit_torch.te_compat.dtypes import DType, of_format
 from fp8kit_torch.views import FLOATS, as_view
 
@@ -248,7 +248,7 @@ class Float8CurrentScalingQuantizer(_OneScale):
         most, limit = format_of("Quantizer", self.dtype).max, formats.float32.max
         how = most, self.force_pow_2_scales, self.amax_epsilon, limit
         device = views[0].device
-        dispatch.kernels(device).scale_from_amax(*views, *how, arrays.current_stream(device))
+        dispatch.kernels(device).scale_from_amax(*views, *how, _stream(device))
         made = Float8Quantizer(scale, taken, self.dtype).cast(values)
         made._how = scaled_as(self.rule(), self.partner())  # multiplied as one with a scale of its own
         return made

@@ -22,26 +22,29 @@ MIN_ARCH = 80  # bfloat16 starts with Ampere
 FP8_ARCH = 89  # FP8 tensor cores, which cuBLASLt's FP8 products are for, with Ada
 
 
-# A source whose kernels do what a library does elsewhere: the module that launches them, and the kernels of
-# the contract which it implements so.
+# A source whose kernels do what a library or a more general source does elsewhere: the kernels of the
+# contract which it implements so, and the modules that launch them.
 OWN = {
-    "hopper_gemm.cu": ("hopper_gemm", ("fp8_gemm", "block_gemm")),
-    "mma_gemm.cu": ("mma_gemm", ("fp8_gemm", "block_gemm")),
+    "hopper_gemm.cu": {
+        "fp8_gemm": "hopper_gemm",
+        "block_gemm": "hopper_gemm",
+        "grouped_fp8_gemm": "hopper_grouped",
+    },
+    "mma_gemm.cu": {"fp8_gemm": "mma_gemm", "block_gemm": "mma_gemm"},
 }
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
     """The function that implements a kernel of the contract: in the module of its family, or where
-    ``source``, which it is to launch kernels of, is among ``OWN``, in that module. KeyError for a name that
-    is not in the contract. Imports the module."""
-    module, kernels = OWN.get(source, ("", ()))
-    name = module if kernel in kernels else SPECS[kernel].family
+    ``source``, which it is to launch kernels of, is among ``OWN``, in that one's. KeyError for a name that is
+    not in the contract. Imports the module."""
+    name = OWN.get(source, {}).get(kernel, SPECS[kernel].family)
     return getattr(importlib.import_module(f"{__name__}.{name}"), kernel)  # type: ignore[no-any-return]
 
 
 def implementations(kernel: str) -> list[Callable[..., Any]]:
     """All functions of this engine that implement a kernel of the contract. Imports their modules."""
-    others = [source for source, (_, kernels) in OWN.items() if kernel in kernels]
+    others = [source for source, kernels in OWN.items() if kernel in kernels]
     return [implementation(kernel, source) for source in ("", *others)]
 
 
@@ -70,9 +73,9 @@ def register(registry: OpRegistry) -> None:
             timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
             vars(timed).update(vars(function))
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
-    for source, (module, names) in OWN.items():  # not chosen, unless a policy names them
-        for name in names:
+    for source, modules in OWN.items():  # not chosen, unless a policy names them
+        for name, module in modules.items():
             own = importlib.import_module(f"{__name__}.{module}")
-            more = {"priority": PRIORITY[Kind.VENDOR] - 1, "min_arch": own.LEAST_ARCH}
             impl_id = f"{module.partition('_')[0]}_{name}"
+            more = {"priority": PRIORITY[Kind.VENDOR] - 1, "min_arch": own.LEAST_ARCH}
             registry.register_impl(impl(name, impl_id, implementation(name, source), **more))

@@ -11,12 +11,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
+from fp8kit.backends.cuda.steps import Step
 from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, install
 
@@ -210,6 +212,21 @@ class CudaProvider:
             current = self.current_stream(device)
             if current != stream and (current, stream) != (0, 1):
                 _order(current, stream, device)
+
+    def put(
+        self, device: Device, stream: int, name: str, work: Callable[..., None], addresses: tuple[int, ...]
+    ) -> None:
+        """``work(*addresses, stream)``, here and whenever a recorded call that it is part of is made again,
+        which no graph takes the place of: what a library, or a thread of its own, does beside kernels."""
+        here = launch.here
+        outer, here.recording = here.recording, None
+        try:
+            work(*addresses, stream)
+        finally:
+            here.recording = outer
+        if outer is not None:
+            step = Step(name, partial(work, *addresses, stream), None, work, addresses)
+            outer.add(device.index, stream, step)
 
     def fill_zero(self, view: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``."""

@@ -59,8 +59,14 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     size = y.size
     if size == 0:
         return
-    merged = _merge(y.shape, x.strides, y.strides)
     itemsize = y.dtype.itemsize
+    if x.dtype is y.dtype and itemsize == 1 and _turns(x, y):
+        (rows, columns), steps = y.shape, (x.strides[1], y.strides[0])
+        blocks = ceil_div(rows, 64) * ceil_div(columns, 64)
+        turn = launch.kernel("elementwise.cu", "turn1", y.device.index, T="f32")
+        launch.launch(turn, blocks, 256, (x.ptr, y.ptr, rows, columns, *steps), stream)
+        return
+    merged = _merge(y.shape, x.strides, y.strides)
     if x.dtype is y.dtype:
         # never cudaMemcpyAsync: it refuses what lies in two allocations side by side, as joined weights may
         if merged.dense and itemsize > 4:
@@ -78,6 +84,14 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
         function, scalars = kernel("convert.cu", "convert", x), (size // unit, TYPE_CODES[y.dtype.name])
     layout = _LAYOUT.pack(*merged.shape, *merged.source, *merged.target, unit)
     launch.launch(function, ceil_div(size // unit, 256), 256, (x.ptr, y.ptr, *scalars, layout), stream)
+
+
+def _turns(x: ArrayView, y: ArrayView) -> bool:
+    """Whether a copy of bytes is a transposition that ``turn1`` does."""
+    if len(y.shape) != 2 or x.strides[0] != 1 or y.strides[1] != 1:
+        return False
+    steps = *y.shape, x.strides[1], y.strides[0], x.ptr, y.ptr
+    return min(y.shape) > 1 and min(steps) > 0 and not any(step % 4 for step in steps)
 
 
 def add(a: ArrayView, b: ArrayView, out: ArrayView, stream: int) -> None:

@@ -1,19 +1,19 @@
 """Grouped products whose sizes lie on the device: one kernel for every layout and granularity of scales.
 
-It is written to be read and to be right on every chip, not to be the fastest: groups whose sizes the host
-knows are multiplied one by one by cuBLASLt (``ops.grouped_linear``).
+It is written to be read and to be right on every chip, not to be the fastest: on Hopper codes are multiplied
+by ``hopper_grouped``, and groups whose sizes the host knows one by one by cuBLASLt (``ops.grouped_linear``).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
+from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.cuda.structures import Packer
-from fp8kit.backends.protocol.grouped import GroupedLayout
-from fp8kit.formats import E4M3, Format
+from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
+from fp8kit.errors import BackendError
+from fp8kit.formats import Format
 
 _TILE = 64  # rows and columns of a block's part of the result: raw_kernels/grouped.cu
 _GROUPED = Packer("2P8q2P8q6q")  # struct Grouped there
@@ -25,21 +25,45 @@ def _matrix(
     """struct Matrix: (rows, columns), or (E, rows, columns), whose contraction is its last dimension, or, if
     ``transposed``, the one before."""
     rows, columns = view.shape[-2:]
-    height, width = (
-        min(own or extent, max(extent, 1)) for own, extent in zip(tile, (rows, columns), strict=True)
-    )
-    height, width = max(height, 1), max(width, 1)
-    down, across = ceil_div(rows, height), ceil_div(columns, width)
-    pair = [(columns, height, across), (1, width, 1)]  # strides, tiles and strides of scales: of i and of k
-    (step_i, tile_i, scale_i), (step_k, tile_k, scale_k) = reversed(pair) if transposed else pair
+    step_i, step_k = (1, columns) if transposed else (columns, 1)
+    # tiles of a scale, and how far scales lie apart: along i, along k, from matrix to matrix
+    tile_i, tile_k, scale_i, scale_k, scale_e = max(rows, 1), max(columns, 1), 0, 0, 1
+    if tile == (1, 0):
+        tile_i, scale_i, scale_e = 1, 1, rows
+    elif scale_inv is not None and tile != (0, 0):
+        down, across = scale_inv.shape[-2:]
+        tile_i, tile_k, scale_e = tile[0], tile[1], down * across
+        scale_i, scale_k = (1, across) if tile[0] == 1 else (across, 1)
     steps = step_i, step_k, rows * columns
-    return (view.ptr, address(scale_inv), *steps, tile_i, tile_k, scale_i, scale_k, down * across)
+    return (view.ptr, address(scale_inv), *steps, tile_i, tile_k, scale_i, scale_k, scale_e)
 
 
-def _type(view: ArrayView, fmt: Format | None) -> str:
-    if fmt is None:
-        return launch.type_name(view.dtype)
-    return "e4m3" if fmt == E4M3 else "e5m2"
+def _run(
+    a: tuple[ArrayView, ArrayView | None, tuple[int, int], bool],
+    b: tuple[ArrayView, ArrayView | None, tuple[int, int], bool],
+    names: tuple[str, str],
+    out: ArrayView,
+    sizes: ArrayView,
+    slots: int,
+    bias: ArrayView | None,
+    by_depth: bool,
+    stream: int,
+) -> None:
+    """``a`` and ``b``: what ``_matrix`` takes; ``names``: the source's names of their types."""
+    groups, (rows, columns) = sizes.size, out.shape[-2:]
+    depth = a[0].shape[-2] if a[3] else a[0].shape[-1]
+    down = groups * ceil_div(rows, _TILE) if by_depth else ceil_div(rows, _TILE) + groups + 1
+    function = launch.kernel(
+        "grouped.cu",
+        "grouped_gemm",
+        out.device.index,
+        LEFT=names[0],
+        RIGHT=names[1],
+        T=launch.type_name(out.dtype),
+    )
+    problem = _GROUPED.pack(*_matrix(*a), *_matrix(*b), groups, rows, columns, depth, slots, int(by_depth))
+    grid = down * ceil_div(columns, _TILE)
+    launch.launch(function, grid, 128, (sizes.ptr, address(bias), out.ptr, problem), stream)
 
 
 def grouped_gemm(
@@ -50,34 +74,36 @@ def grouped_gemm(
     layout: GroupedLayout,
     slots: int,
     bias: ArrayView | None,
-    a_format: Format | None,
-    b_format: Format | None,
-    a_scale_inv: ArrayView | None,
-    b_scale_inv: ArrayView | None,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    groups, by_depth = sizes.size, layout == "tn"
-    rows, columns = out.shape[-2:]
-    depth = a.shape[0] if by_depth else a.shape[1]
-    down = groups * ceil_div(rows, _TILE) if by_depth else ceil_div(rows, _TILE) + groups + 1
-    names: dict[str, Any] = {
-        "LEFT": _type(a, a_format),
-        "RIGHT": _type(b, b_format),
-        "T": launch.type_name(out.dtype),
-    }
-    function = launch.kernel("grouped.cu", "grouped_gemm", a.device.index, **names)
-    problem = _GROUPED.pack(
-        *_matrix(a, a_scale_inv, a_tile, by_depth),
-        *_matrix(b, b_scale_inv, b_tile, layout != "nt"),
-        groups,
-        rows,
-        columns,
-        depth,
-        slots,
-        int(by_depth),
-    )
-    grid = down * ceil_div(columns, _TILE)
-    launch.launch(function, grid, 128, (sizes.ptr, address(bias), out.ptr, problem), stream)
+    by_depth, name = layout == "tn", launch.type_name(out.dtype)
+    left, right = (a, None, (0, 0), by_depth), (b, None, (0, 0), layout != "nt")
+    _run(left, right, (name, name), out, sizes, slots, bias, by_depth, stream)
+
+
+def grouped_fp8_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    sizes: ArrayView,
+    along: GroupedAlong,
+    slots: int,
+    bias: ArrayView | None,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    fast_accumulate: bool,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``; sums are float32's, whatever ``fast_accumulate`` says. BackendError for
+    formats that it does not take."""
+    names = format_name(a_format), format_name(b_format)
+    if names[0] is None or names[1] is None or names[0] == names[1] == "e5m2":
+        wanted = "E4M3 or E5M2, not E5M2 twice"
+        raise BackendError("grouped_fp8_gemm", "formats", f"{a_format}, {b_format}", wanted)
+    left, right = (a, a_scale_inv, a_tile, False), (b, b_scale_inv, b_tile, False)
+    _run(left, right, (names[0], names[1]), out, sizes, slots, bias, along == "terms", stream)

@@ -19,9 +19,10 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.lru import memoized
 
 CAPABILITY, LEAST_ARCH = (9, 0), 90
-_SOURCE, _THREADS, _SHARED = "hopper_gemm.cu", 384, 227 * 1024
-_DEPTH = 128  # codes of a row in a tile
-_JOB = Packer(4 * CODES + "5P9q16x")  # struct Job, a multiple of 64 bytes
+SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
+DEPTH = 128  # codes of a row in a tile
+JOB = Packer(4 * CODES + "6P13q40x")  # struct Job, a multiple of 64 bytes
+_ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
 class Tiling(NamedTuple):
@@ -33,7 +34,7 @@ class Tiling(NamedTuple):
     cluster: int
 
 
-class _Plan(NamedTuple):
+class Planned(NamedTuple):
     """What follows from shapes and types: the kernel, its blocks, the maps without addresses, sizes."""
 
     kernel: launch.Kernel
@@ -44,7 +45,7 @@ class _Plan(NamedTuple):
 
 # What a tile costs, by its elements: to write it, and for each 128 codes of the contraction. Microseconds of
 # an H200, of which only the ratios count (benchmarks/NOTES.md).
-_COSTS = {32768: (0.9, 0.72), 16384: (0.5, 0.38), 8192: (0.3, 0.27)}
+COSTS = {32768: (0.9, 0.72), 16384: (0.5, 0.38), 8192: (0.3, 0.27)}
 _SMALL = {"whole": (128, 64), "lines_squares": (128, 64)}  # columns of the other tiles that are compiled
 
 
@@ -55,11 +56,29 @@ def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: i
     tilings = [large, *(Tiling(128, columns, 1) for columns in _SMALL.get(scales, ()))]
 
     def cost(one: Tiling) -> float:
-        first, each = _COSTS[one.rows * one.columns]
+        first, each = COSTS[one.rows * one.columns]
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, _DEPTH) * each)
+        return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, DEPTH) * each)
 
     return min(tilings, key=cost)
+
+
+def want_hopper(index: int, *strides: int) -> None:
+    """CannotTake for a device that is no Hopper, and rows that are not a multiple of 16 codes apart."""
+    if launch.capability(index) != CAPABILITY:
+        major, minor = launch.capability(index)
+        raise CannotTake("hopper_gemm", "device", f"compute capability {major}.{minor}", "9.0")
+    if any(stride % 16 for stride in strides):
+        wanted = "multiples of 16"
+        raise CannotTake(
+            "hopper_gemm", "a, b", f"{', '.join(map(str, strides))} codes from row to row", wanted
+        )
+
+
+def band_of(clusters: int, rows: int, columns: int) -> int:
+    """Rows of tiles of so many elements that are made together: what is worked on at once is about square, so
+    that the L2 cache serves most of it."""
+    return max(1, round(math.sqrt(clusters * columns / rows)))
 
 
 @memoized("Hopper products by call")
@@ -79,16 +98,10 @@ def _plan(
     scales: str,
     steps: tuple[int, int],
     promote: int,
-) -> _Plan:
+) -> Planned:
     """``a_rows``, ``b_rows``: of the operands, with their padding; ``left``, ``right``, ``out``: the sources'
     names of their types; ``steps``: strides of scales of rows and squares."""
-    if launch.capability(index) != CAPABILITY:
-        major, minor = launch.capability(index)
-        raise CannotTake("hopper_gemm", "device", f"compute capability {major}.{minor}", "9.0")
-    if (a_stride | b_stride | k) % 16:
-        raise CannotTake(
-            "hopper_gemm", "a, b", f"rows {a_stride} and {b_stride} codes apart", "multiples of 16"
-        )
+    want_hopper(index, a_stride, b_stride, k)
     at = tiling(m, n, k, scales, promote, launch.sm_count(index))
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)  # in tiles of clusters
     if at.rows >= at.columns:
@@ -96,24 +109,23 @@ def _plan(
     else:
         tall = ceil_div(tall, at.cluster)
     clusters = min(tall * wide, launch.sm_count(index) // at.cluster)
-    # what clusters work on at once is about square, so that the L2 cache serves most of it
     across = at.rows * (1 if at.rows >= at.columns else at.cluster)
     down = at.columns * (at.cluster if at.rows >= at.columns else 1)
-    band = max(1, min(tall, round(math.sqrt(clusters * down / across))))
+    band = min(tall, band_of(clusters, across, down))
     lines = [NONE[1], NONE[1]]
     if scales != "whole":
         for i, (kind, rows, box) in enumerate(
             zip(scales.split("_"), (a_rows, b_rows), (at.rows, at.columns), strict=True)
         ):
             if kind == "lines":
-                lines[i] = tensor_map("float32", (rows, ceil_div(k, _DEPTH)), (rows,), (box, 1))
+                lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
     maps = (
-        tensor_map("uint8", (k, m), (a_stride,), (_DEPTH, _box(at.rows, at, at.rows >= at.columns)), True),
-        tensor_map("uint8", (k, n), (b_stride,), (_DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
+        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, _box(at.rows, at, at.rows >= at.columns)), True),
+        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
         *lines,
     )
     kernel = launch.kernel(
-        _SOURCE,
+        SOURCE,
         "hopper_gemm",
         index,
         LEFT=left,
@@ -124,9 +136,10 @@ def _plan(
         BM=str(at.rows),
         BN=str(at.columns),
         CLUSTER=str(at.cluster),
+        GROUPS="none",
     )
-    sizes = m, n, out_stride, ceil_div(k, _DEPTH), *steps, tall, wide, band
-    return _Plan(kernel, clusters * at.cluster, maps, sizes)  # type: ignore[arg-type]
+    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
+    return Planned(kernel, clusters * at.cluster, maps, sizes)  # type: ignore[arg-type]
 
 
 def _box(rows: int, tiles: Tiling, shared: bool) -> int:
@@ -158,7 +171,7 @@ def _run(product: Product, stream: int) -> None:
     )
     a_map, b_map, *lines = plan.maps
     described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
-    job = _JOB.pack(
+    job = JOB.pack(
         a.ptr,
         a_map,
         b.ptr,
@@ -171,9 +184,10 @@ def _run(product: Product, stream: int) -> None:
         address(product.bias),
         address(product.addend),
         out.ptr,
+        0,
         *plan.sizes,
     )
-    launch.launch(plan.kernel, plan.blocks, _THREADS, (job,), stream, _SHARED)
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 
 def sums(call: Any) -> Accumulation | None:

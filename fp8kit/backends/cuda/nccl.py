@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -66,6 +66,7 @@ class NcclCollectives(Collectives):
         self.device, self.calls = device, 0
         self._nccl, self._comm, self._store, self._path, self._timeout = nccl, comm, store, path, timeout
         self._splits = 0
+        self._side: Any = None  # the stream of calls that run beside kernels
         self._failed: str | None = None
         self._last = "nothing yet"
         # the call that is watched: what it is, an event behind it, when it was put on the stream
@@ -204,6 +205,22 @@ class NcclCollectives(Collectives):
         kind, count = self._sum_type(target)
         self._nccl.reduce_scatter(source.ptr, target.ptr, count, kind, _OPS["sum"], self._comm, stream)
         self._mark(stream)
+
+    def _start(
+        self, operation: str, source: ArrayView, target: ArrayView, stream: int
+    ) -> Callable[[int], object]:
+        from cupy.cuda import Device, Event, Stream, runtime
+
+        with Device(self.device.index):
+            if self._side is None:
+                self._side = Stream(non_blocking=True)
+            before, after = Event(disable_timing=True), Event(disable_timing=True)
+            side = self._side.ptr
+            runtime.eventRecord(before.ptr, stream)
+            runtime.streamWaitEvent(side, before.ptr)
+            getattr(self, f"_{operation}")(source, target, side)
+            runtime.eventRecord(after.ptr, side)
+        return lambda stream: runtime.streamWaitEvent(stream, after.ptr)
 
     def _all_to_all(self, source: ArrayView, target: ArrayView, stream: int) -> None:
         part = source.nbytes // self.size

@@ -52,7 +52,7 @@ from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.encoded_adam import EncodedAdams
 from fp8kit.backends.protocol.fp8_attention import Fp8Attentions
 from fp8kit.backends.protocol.gemm import Layout, Products
-from fp8kit.backends.protocol.grouped import GroupedLayout, GroupedProducts
+from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout, GroupedProducts
 from fp8kit.backends.protocol.kv_cache import Caches
 from fp8kit.backends.protocol.lines import Lines
 from fp8kit.backends.protocol.model_gemm import ModelledProducts
@@ -82,6 +82,7 @@ __all__ = [
     "AttentionExtras",
     "AttentionSpec",
     "Cast",
+    "GroupedAlong",
     "GroupedLayout",
     "KernelSpec",
     "Kernels",

@@ -10,6 +10,7 @@ from fp8kit.backends.protocol.spec import kernel
 from fp8kit.formats import Format
 
 GroupedLayout = Literal["nt", "nn", "tn"]
+GroupedAlong = Literal["rows", "terms"]
 
 
 def _flops(a: Any) -> float:
@@ -18,8 +19,15 @@ def _flops(a: Any) -> float:
     return float(2 * a.a.shape[0] * out * inner)
 
 
+def _fp8_flops(a: Any) -> float:
+    """A multiplication and an addition for each term, every row, or term, in one group."""
+    return float(2 * a.out.shape[-2] * a.out.shape[-1] * a.a.shape[1])
+
+
 class GroupedProducts(Protocol):
-    """Products of groups of rows."""
+    """Products of groups of rows. Group e holds ``sizes[e]`` of them, one group after the other from row 0;
+    with ``slots`` it begins at row e * slots. sizes: int32 (E,), read on the device; what they claim beyond
+    the rows, or the slots, that there are does not count, a negative size is 0."""
 
     @kernel(writes="out", ordered=True, flops=_flops)
     def grouped_gemm(
@@ -31,25 +39,46 @@ class GroupedProducts(Protocol):
         layout: GroupedLayout,
         slots: int,
         bias: ArrayView | None,
-        a_format: Format | None,
-        b_format: Format | None,
-        a_scale_inv: ArrayView | None,
-        b_scale_inv: ArrayView | None,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
         stream: int,
     ) -> None:
-        """Group e holds ``sizes[e]`` rows of a, one group after the other from row 0; with ``slots`` it
-        begins at row e * slots. sizes: int32 (E,), read on the device; what they claim beyond the rows, or
-        the slots, that there are does not count, a negative size is 0.
+        """In high precision: a, b, out: h, all the same. Groups as this class says.
 
         * "nt": out[r] = a[r] b[e]^T: a (M, K), b (E, N, K), out (M, N), for the rows r of group e; rows of no
           group become 0. "nn": likewise with b (E, K, N).
         * "tn": out[e] = a[rows]^T b[rows] over the rows of group e: a (M, K), b (M, N), out (E, K, N).
 
-        a, b: h, both the same, out of that dtype; then formats and scales are None, tiles (0, 0). Or uint8
-        codes, E4M3 or E5M2 each but not E5M2 twice, out h, with a scale_inv, float32, for each ``tile``
-        (rows, columns) of a, or of each matrix of b: as ``quantize`` has them. 0 in a tile is the whole
-        extent; along the contraction a tile has 128 elements or all. bias: out's dtype (E, N) or None, added
-        to the rows of a group; not with "tn". Sums are made in float32, those of codes anew every 128
-        elements of the contraction, then scaled and added."""
+        bias: h (E, N) or None, added to the rows of a group; not with "tn". Sums are made in float32."""
+
+    @kernel(writes="out", ordered=True, flops=_fp8_flops)
+    def grouped_fp8_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        sizes: ArrayView,
+        along: GroupedAlong,
+        slots: int,
+        bias: ArrayView | None,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        a_tile: tuple[int, int],
+        b_tile: tuple[int, int],
+        fast_accumulate: bool,
+        stream: int,
+    ) -> None:
+        """Of codes, each product as ``fp8_gemm`` or ``block_gemm`` makes it: rows of both operands run along
+        the contraction. Groups as this class says.
+
+        * along "rows": out[r] = a[r] b[e]^T for the rows r of group e: a uint8 (Mp, Kp), b (E, Np, Kp), out h
+          (M, N); rows of no group become 0.
+        * along "terms": out[e] = a[:, terms] b[:, terms]^T: the groups' rows are a's and b's columns: a uint8
+          (Kp, Mp), b (Np, Mp), out h (E, K, N). Codes of other groups count for nothing, NaN among them.
+
+        Mp >= M, Np >= N, Kp >= K; what lies beyond is not computed into out. Formats: E4M3 or E5M2 each, not
+        both E5M2. Scales by the operand's tile, float32, for each matrix of b apart: (0, 0) one, (1, 0) one
+        for each of its rows, padding included, (1, 128) and (128, 128) as ``block_quantize`` writes them.
+        Blocks along the terms of groups are counted from the first term of all, and may hold terms of two.
+        bias: out's dtype (E, N) or None, added to the rows of a group; not along "terms". fast_accumulate: as
+        in ``fp8_gemm``; without effect on scales of blocks."""

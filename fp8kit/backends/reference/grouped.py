@@ -8,24 +8,22 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol.grouped import GroupedLayout
+from fp8kit.backends.protocol.block import BLOCK
+from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.backends.reference._numpy import Float32, f32, quiet, result, store
 from fp8kit.formats import Format
 
 
-def _values(
-    view: ArrayView, fmt: Format | None, scale_inv: ArrayView | None, tile: tuple[int, int]
-) -> Float32:
-    """An operand's values, of a matrix or of several, float32."""
-    if fmt is None or scale_inv is None:
-        return f32(view)
-    rows, columns = view.shape[-2:]
-    height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
-    down, across = -(-rows // height), -(-columns // width)
-    scales = scale_inv.numpy().reshape(-1)[: view.size and view.size // (rows * columns) * down * across]
-    scales = scales.reshape(*view.shape[:-2], down, across)
-    spread = scales.repeat(height, -2)[..., :rows, :].repeat(width, -1)[..., :columns]
-    return np.asarray(codec.decode(view.numpy(), fmt).astype(np.float32) * spread.reshape(view.shape))
+def _values(codes: Float32, scale_inv: ArrayView, tile: tuple[int, int]) -> Float32:
+    """What an operand's decoded codes stand for, of a matrix or of several."""
+    (rows, columns), scales = codes.shape[-2:], scale_inv.numpy()
+    if tile == (1, BLOCK):
+        scales = np.swapaxes(scales, -1, -2).repeat(BLOCK, -1)
+    elif tile == (BLOCK, BLOCK):
+        scales = scales.repeat(BLOCK, -1).repeat(BLOCK, -2)
+    else:
+        scales = scales.reshape(*codes.shape[:-2], -1, 1)
+    return np.asarray(codes * scales[..., :rows, :columns])
 
 
 def _groups(sizes: ArrayView, rows: int, slots: int) -> Iterator[tuple[int, slice]]:
@@ -46,16 +44,10 @@ def grouped_gemm(
     layout: GroupedLayout,
     slots: int,
     bias: ArrayView | None,
-    a_format: Format | None,
-    b_format: Format | None,
-    a_scale_inv: ArrayView | None,
-    b_scale_inv: ArrayView | None,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.grouped_gemm``."""
-    left, right = _values(a, a_format, a_scale_inv, a_tile), _values(b, b_format, b_scale_inv, b_tile)
+    left, right = f32(a), f32(b)
     made = result(out)
     made[...] = 0
     for e, rows in _groups(sizes, len(left), slots):
@@ -63,6 +55,42 @@ def grouped_gemm(
             made[e] = left[rows].T @ right[rows]
             continue
         made[rows] = left[rows] @ (right[e].T if layout == "nt" else right[e])
+        if bias is not None:
+            made[rows] += f32(bias)[e]
+    store(out, made)
+
+
+@quiet
+def grouped_fp8_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    sizes: ArrayView,
+    along: GroupedAlong,
+    slots: int,
+    bias: ArrayView | None,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    fast_accumulate: bool,
+    stream: int,
+) -> None:
+    """See ``protocol.Kernels.grouped_fp8_gemm``; ``fast_accumulate`` changes nothing."""
+    left = _values(codec.decode(a.numpy(), a_format), a_scale_inv, a_tile)
+    right = _values(codec.decode(b.numpy(), b_format), b_scale_inv, b_tile)
+    made = result(out)
+    made[...] = 0
+    m, n = out.shape[-2:]
+    if along == "terms":
+        for e, terms in _groups(sizes, left.shape[1], slots):
+            made[e] = left[:m, terms] @ right[:n, terms].T
+        store(out, made)
+        return
+    for e, rows in _groups(sizes, m, slots):
+        made[rows] = left[rows] @ right[e, :n].T
         if bias is not None:
             made[rows] += f32(bias)[e]
     store(out, made)

@@ -18,7 +18,6 @@ from fp8kit.backends.protocol.statistics import (
     tile_within,
 )
 from fp8kit.backends.reference._numpy import blocks, f32, quiet
-from fp8kit.backends.reference.cast_rows import bits, float32_bits
 from fp8kit.backends.reference.scales import scales_of, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
@@ -36,6 +35,12 @@ def _parts(size: int) -> int:
     return max(1, min(_PARTS, size // _PART))
 
 
+def _wide(x: ArrayView) -> Any:
+    """The values as float32, their bits, C-contiguous: the kernels below are compiled for one dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.ascontiguousarray(f32(x)).view(np.uint32)
+
+
 @njit
 def _count(wide: Any, counts: Any) -> bool:
     """Count one number, the bits of a float32, by its exponent. Whether it is finite."""
@@ -48,7 +53,7 @@ def _count(wide: Any, counts: Any) -> bool:
 @njit(parallel=True)
 def _tensor(x: Any, counts: Any, moments: Any) -> None:
     """counts (parts, 260) and moments (parts, 9), whose last is the number of finite values, of parts of x,
-    bits (n,)."""
+    bits of float32 (n,)."""
     parts = len(counts)
     step = -(-len(x) // parts)
     for part in prange(parts):
@@ -59,7 +64,7 @@ def _tensor(x: Any, counts: Any, moments: Any) -> None:
             stop = min(start + _RUN, end)
             many, sum_ = 0.0, 0.0
             for i in range(start, stop):
-                wide = float32_bits(x[i])
+                wide = x[i]
                 if _count(wide, counts[part]):
                     value = np.float64(np.uint32(wide).view(np.float32))
                     many += 1.0
@@ -79,7 +84,7 @@ def _tensor(x: Any, counts: Any, moments: Any) -> None:
             if many:
                 own, around = sum_ / many, 0.0
                 for i in range(start, stop):
-                    wide = float32_bits(x[i])
+                    wide = x[i]
                     if np.uint32((wide >> _23) & _255) != _255:
                         off = np.float64(np.uint32(wide).view(np.float32)) - own
                         around += off * off
@@ -103,7 +108,7 @@ def _moments(x: ArrayView) -> tuple[Any, tuple[float, ...]]:
     """Counts and moments of x. Parts' means and deviations are put together by Chan's rule."""
     parts = _parts(x.size)
     own, found = np.zeros((parts, TENSOR_COUNTS), np.int64), np.zeros((parts, 9))
-    _tensor(bits(x).reshape(-1), own, found)
+    _tensor(_wide(x).reshape(-1), own, found)
     count = mean = apart = 0.0
     for *_, its_mean, its_apart, many in found:
         if many:
@@ -123,7 +128,7 @@ def _tiles(x: Any, height: Any, width: Any, found: Any) -> None:
             most, least, squares, count = 0.0, np.inf, 0.0, 0.0
             for row in range(i * height, min((i + 1) * height, x.shape[0])):
                 for column in range(left, min(left + width, x.shape[1])):
-                    magnitude = np.uint32(float32_bits(x[row, column]) & _MAGNITUDE)
+                    magnitude = np.uint32(x[row, column] & _MAGNITUDE)
                     if np.uint32(magnitude >> _23) != _255:
                         value = np.float64(np.uint32(magnitude).view(np.float32))
                         count += 1.0
@@ -142,7 +147,7 @@ def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stre
         rows, columns = x.shape
         height, width = tile_within(tile, rows, columns)
         found = np.zeros((-(-rows // height), 2))
-        _tiles(bits(x), height, width, found)
+        _tiles(_wide(x), height, width, found)
         total = ratios.numpy()
         np.maximum(total, found.max(0), out=total)
 
@@ -164,7 +169,7 @@ def _cast(
                 used = inverse != 0
                 limit = np.float64(top) * np.float64(inverse)
                 for column in range(tile * width, min((tile + 1) * width, x.shape[1])):
-                    value = np.float64(np.uint32(float32_bits(x[row, column])).view(np.float32))
+                    value = np.float64(np.uint32(x[row, column]).view(np.float32))
                     code = table[q[row, column]]
                     made = np.float64(np.float32(code * inverse))
                     errors += (value - made) * (value - made)
@@ -210,7 +215,7 @@ def cast_statistics(
     own, found = np.zeros((parts, CAST_COUNTS), np.int64), np.zeros((parts, 2))
     table = codec.table(format).astype(np.float32)
     codes = np.array(q.numpy())
-    _cast(bits(x), codes, grid, height, width, table, np.float32(format.max), own, found)
+    _cast(_wide(x), codes, grid, height, width, table, np.float32(format.max), own, found)
     total += own.sum(0)
     total[_ELEMENTS] += x.size
     made[:2] = found.sum(0)
@@ -238,7 +243,7 @@ def _codes(x: Any, scale: Any, least: Any, largest: Any, limit: Any, counts: Any
     for part in prange(parts):
         values, codes, saturated, overflowed = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         for i in range(part * step, min((part + 1) * step, len(x))):
-            magnitude = np.uint32(float32_bits(x[i]) & _MAGNITUDE).view(np.float32)
+            magnitude = np.uint32(x[i] & _MAGNITUDE).view(np.float32)
             scaled = np.float32(magnitude * scale)
             values += magnitude != 0
             codes += not scaled < least  # NaN has a code
@@ -278,7 +283,7 @@ def brief_statistics(
     found = np.zeros((_parts(x.size), CODE_COUNTS - 1), np.int64)
     least, largest = map(np.float32, codec.code_ends(format))
     limit = np.float64(format.max) * np.float64(inverse) or np.inf
-    _codes(bits(x).reshape(-1), by, least, largest, limit, found)
+    _codes(_wide(x).reshape(-1), by, least, largest, limit, found)
     total = found.sum(0)
     if not inverse:
         total[1:] = 0

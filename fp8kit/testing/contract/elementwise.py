@@ -79,6 +79,20 @@ _NARROW[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0*
 _COPY = {
     **product("{dtype.name}-{to.name}", {"dtype": HIGH_PRECISION, "to": HIGH_PRECISION}, m=17, n=33),
     **product("{dtype.name}-5d", _same(*HIGH_PRECISION, uint8), shape=(2, 3, 4, 5, 6), axes=(3, 0, 2, 1, 4)),
+    # bytes that change places, in whole words and not: tiles of 64 x 64, and what is left over
+    **product(
+        "uint8-{size}-turned",
+        {
+            "dtype": (uint8,),
+            "to": (uint8,),
+            "size": {
+                "64x64": {"shape": (64, 64)},
+                "132x260": {"shape": (132, 260)},
+                "7x4": {"shape": (7, 4)},
+            },
+        },
+        axes=(1, 0),
+    ),
     **product(
         "{dtype.name}-to-float32-transposed",
         {"dtype": (bfloat16, float16)},

@@ -1,5 +1,5 @@
 """Programs that several processes of ``jax.distributed`` run together on CPUs: ``python -m
-tests.adapters.jax.processes NAME RANK RANKS PORT``. A rank has two devices."""
+tests.adapters.jax.processes RANK RANKS PORT NAME``. A rank has two devices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dying(rank):
 
 
 if __name__ == "__main__":
-    name, rank, ranks, port = sys.argv[1], *map(int, sys.argv[2:])
+    rank, ranks, port, name = *map(int, sys.argv[1:4]), sys.argv[4]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", ranks, rank, heartbeat_timeout_seconds=HEARTBEAT)

@@ -15,6 +15,7 @@ from fp8kit.errors import FormatError
 from fp8kit.formats import E2M1, E2M3, E4M3
 from fp8kit.quantization import TILES
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from tests.support.combinations import combinations
 
 X, Y = (
     np.random.default_rng(i).standard_normal(n).astype(np.float32)
@@ -35,8 +36,7 @@ def same(q, want):
         assert_same_bits(name, value, np.asarray(getattr(want, name)).reshape(value.shape))
 
 
-@pytest.mark.parametrize("along", [-1, 0])
-@pytest.mark.parametrize("scaling", BLOCKS)
+@combinations({"scaling": BLOCKS, "along": [-1, 0]})
 def test_every_tile_is_the_native_ones(scaling, along):
     want = fk.quantize(X, scaling=scaling, along=along)
     for call in (fj.quantize, jax.jit(fj.quantize, static_argnames=("scaling", "along"))):
@@ -139,11 +139,11 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize("along", [-1, 0])
-@pytest.mark.parametrize(("scaling", "rule", "signs"), ROTATED)
-def test_rotations_are_those_of_the_native_cast(scaling, rule, signs, along):
+@combinations({"kind": {"-".join(map(str, kind)): kind for kind in ROTATED}, "along": [-1, 0]})
+def test_rotations_are_those_of_the_native_cast(kind, along):
     """Codes, scales and what is rotated back, bit for bit, within ``jit`` too; and stochastically by the same
     key."""
+    scaling, rule, signs = kind
     if along == 0 and scaling in ("tensor", "row"):
         along = -1
     x = np.random.default_rng(0).standard_normal((70, 140)).astype(np.float32)

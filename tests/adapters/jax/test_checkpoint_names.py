@@ -6,12 +6,12 @@ import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from fp8kit_jax import flax as modules
 from fp8kit_jax.primitive import call_p
 
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 32)), jnp.float32)
 LAYERS = {
@@ -48,8 +48,13 @@ def gradients(layer, variables, policy):
     return jax.jit(step)(variables, X), found.count("forward")
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=4)])
-@pytest.mark.parametrize("name", LAYERS)
+@combinations(
+    {
+        "name": LAYERS.keys(),
+        "recipe": {"current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=4)},
+    },
+    usual=["DenseGeneral-delayed", "LayerNormMLP-current"],
+)
 def test_what_is_kept_is_not_computed_again(name, recipe):
     keep = jax.checkpoint_policies.save_only_these_names("codes")
     with fj.autocast(True, recipe):

@@ -13,13 +13,22 @@ from fp8kit_jax import flax as modules
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 
 NAME = fj.FP8_COLLECTION_NAME
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 32)), jnp.float32)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), None])
-@pytest.mark.parametrize("inside", [True, False], ids=["recipe", "autocast"])
+@combinations(
+    {
+        "inside": {"recipe": True, "autocast": False},
+        "recipe": {
+            "delayed": DelayedScaling(amax_history_len=4),
+            "current": Float8CurrentScaling(),
+            "none": None,
+        },
+    }
+)
 def test_dense_computes_as_dense_general(recipe, inside):
     cls = modules.make_dot_general_cls(recipe if inside else None)
     plain, mine = nn.Dense(48, False, dot_general_cls=cls), modules.DenseGeneral(48, use_bias=False)

@@ -16,6 +16,7 @@ from fp8kit_jax import flax as modules
 from fp8kit import recipe
 from fp8kit.errors import RecipeError
 from fp8kit.recipes import named
+from tests.support.combinations import combinations
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32, 64)), jnp.float32)
 NVFP4 = named("nvfp4")
@@ -39,7 +40,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@combinations({"name": MODULES.keys()}, usual=["DenseGeneral", "LayerNormMLP"])
 def test_keys_of_the_collection(name: str) -> None:
     """The bits are the key's, eager and jitted; an autocast's own key counts first; no key is an error, but
     of ``init``."""

@@ -14,10 +14,11 @@ from fp8kit_jax.scopes import recipe_in_force
 import fp8kit as fk
 from fp8kit.errors import AutogradError, Fp8kitError, RecipeError
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def close(got, want, terms):
@@ -175,7 +176,7 @@ def test_rope_of_sequences_with_gaps():
     np.testing.assert_array_equal(back(wide)[0], jnp.zeros_like(wide).at[at].set(back_alone(x)[0]))
 
 
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal", "arbitrary"])
+@combinations({"mask": ["no_mask", "causal", "padding_causal", "arbitrary"]}, usual=["causal", "arbitrary"])
 def test_attention(mask):
     q, k, v = draw(0, 2, 16, 4, 8), draw(1, 2, 16, 2, 8), draw(2, 2, 16, 2, 12)
     lengths = jnp.array([16, 9])
@@ -258,8 +259,9 @@ def test_dropout_add(rate):
     )
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"])
-@pytest.mark.parametrize("format", [fk.E4M3, fk.E5M2], ids=str)
+@combinations(
+    {"format": [fk.E4M3, fk.E5M2], "scaling": ["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"]}
+)
 def test_quantize_is_the_native_one(format, scaling):
     x = draw(0, 3, 50, 200)
     q = jax.jit(lambda x: fj.quantize(x, format, scaling=scaling))(x)

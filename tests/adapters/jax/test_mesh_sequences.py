@@ -37,12 +37,15 @@ CASES = {
     "causal": {"attn_mask_type": "causal"},
     "balanced": {"attn_mask_type": "causal", "context_parallel_causal_load_balanced": True},
     "window": {"attn_mask_type": "causal", "window_size": (10, 0)},
+    "padding": {"attn_mask_type": "padding"},
+    "padding_causal": {"attn_mask_type": "padding_causal"},
+    "padding_balanced": {"attn_mask_type": "padding_causal", "context_parallel_causal_load_balanced": True},
     "offset": {"attn_mask_type": "causal", "softmax_type": "learnable"},
 }
 
 
 def draw(seed, heads):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((B, S, heads, D)).astype(np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal((B, S, heads, D)).astype(np.float32))
 
 
 def mesh_of(kind, **axes):
@@ -65,19 +68,31 @@ def value_and_gradients(attend, layers, weight):
 
 @combinations(
     {"case": CASES.keys(), "way": ("auto", "explicit", "shard_map")},
-    usual=["balanced-auto", "balanced-shard_map", "no_mask-explicit", "causal-auto", "offset-auto"],
+    usual=[
+        "balanced-auto",
+        "balanced-shard_map",
+        "no_mask-explicit",
+        "causal-auto",
+        "offset-auto",
+        "padding-auto",
+        "padding_balanced-auto",
+    ],
 )
 def test_split_sequences(case, way):
     options = CASES[case]
     layers, weight = [draw(0, HEADS), draw(1, GROUPS), draw(2, GROUPS)], draw(3, HEADS)
     beside = [jnp.linspace(-1.0, 1.0, HEADS)] if case == "offset" else []
+    lengths = [19, 19 if way == "shard_map" else 7]
 
     def attend(query, key, value, offset=None, **more):
         more = {name: options[name] for name in options if not name.startswith("context")} | more
+        if "padding" in case:
+            sums = jnp.cumsum(jnp.asarray([0, *lengths[: len(query)]], jnp.int32))
+            more |= {"cu_seqlens_q": sums, "cu_seqlens_kv": sums}
         return fj.dot_product_attention(query, key, value, softmax_offset=offset, **more)
 
     wanted = value_and_gradients(attend, layers + beside, weight)
-    balanced = case == "balanced"
+    balanced = case.endswith("balanced")
     split = functools.partial(attend, context_parallel_causal_load_balanced=balanced)
     mesh = mesh_of(AxisType.Explicit if way == "explicit" else AxisType.Auto, dp=2, cp=2, tp=2)
     if balanced:

@@ -11,10 +11,11 @@ import pytest
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 W = draw(1, 32, 48), draw(2, 48)
@@ -42,8 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("enabled", [False, True], ids=["high", "FP8"])
-@pytest.mark.parametrize("name", CASES)
+@combinations({"name": CASES.keys(), "enabled": {"high": False, "FP8": True}})
 def test_parameters_of_float32_beside_bfloat16(name, enabled):
     function, parameters = CASES[name]
     x = draw(0, 16, 32).astype(jnp.bfloat16)

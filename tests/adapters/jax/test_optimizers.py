@@ -34,7 +34,10 @@ def leaves_of(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "codes"))
 
 
-@combinations({"states": [*PRESETS, MIXED], "jit": {"eager": False, "jitted": True}})
+@combinations(
+    {"states": [*PRESETS, MIXED], "jit": {"eager": False, "jitted": True}},
+    usual=["fp32-eager", "ms_amp-jitted", "coat-eager", "block_128-jitted"],
+)
 def test_bits_of_the_native_optimizer(states, jit):
     """The states are those of ``fk.optim.AdamW`` for float32 parameters, which the gradients widened to
     float32 are given to."""

@@ -86,8 +86,7 @@ def test_kernels_the_other_way_round(recipe):
     assert relative_error(np.asarray(grads[1]).T, np.asarray(turned_grads[1])) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["xielu", "token", "channel"])
-@pytest.mark.parametrize("recipe", ["high", "current"])
+@combinations({"recipe": ["high", "current"], "kind": ["xielu", "token", "channel"]})
 def test_over_devices(kind, recipe):
     """Rows and inner features over a mesh of four: values and gradients of one device, sums in another order
     aside. Smoothed, every device does the whole."""
@@ -228,7 +227,7 @@ def kernel_of(values, like):
     return np.asarray(values).T.reshape(like.shape) if len(like.shape) > 1 else np.asarray(values)
 
 
-@pytest.mark.parametrize("recipe", ["high", "current"])
+@combinations({"recipe": ["high", "current"]}, usual=["current"])
 def test_norms_after_the_branches(recipe):
     """The native layer's output and gradients. Products of kernels that lie the other way are the same sums
     in another order."""
@@ -271,7 +270,7 @@ def test_norms_after_the_branches(recipe):
                 assert relative_error(np.asarray(at), kernel_of(want[name], at)) < 1e-4, name
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@combinations({"recipe": ["delayed", "current"]}, usual=["delayed"])
 def test_it_learns(recipe):
     """Flax, FP8 state handed on, the learned numbers among what moves."""
     layer = the_layers()[1]

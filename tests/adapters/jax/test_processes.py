@@ -4,17 +4,14 @@ all when one is killed."""
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.adapters.jax.processes import CASES, HEARTBEAT, STEPS
 from tests.support.meshes import train
-from tests.support.source import ROOT
+from tests.support.processes import start
 
 pytestmark = pytest.mark.programs
 TOTAL = 1e-3  # of the losses, whose sums over devices are in another order
@@ -26,26 +23,13 @@ def free_port():
         return str(found.getsockname()[1])
 
 
-def start(name, ranks):
+def started(name, ranks):
     """The processes of a program."""
-    known = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
-    env = os.environ | {"PYTHONPATH": known, "JAX_PLATFORMS": "cpu"}
-    command, port = [sys.executable, "-m", "tests.adapters.jax.processes", name], free_port()
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), port],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    return start("tests.adapters.jax.processes", ranks, free_port(), name, JAX_PLATFORMS="cpu")
 
 
 def test_training_by_two_processes():
-    ended = [(rank.communicate(timeout=500), rank.returncode) for rank in start("training", 2)]
+    ended = [(rank.communicate(timeout=500), rank.returncode) for rank in started("training", 2)]
     assert [code for _, code in ended] == [0, 0], ended[0][0][1][-2000:]
     found, other = (json.loads(out.splitlines()[-1]) for (out, _), _ in ended)
     assert found == other  # losses and FP8 state, the same in both
@@ -59,7 +43,7 @@ def test_training_by_two_processes():
 
 def test_a_killed_process_ends_the_other():
     """By JAX's own heartbeats, with a message that names it, within a minute."""
-    ranks = start("dying", 2)
+    ranks = started("dying", 2)
     ranks[1].wait(timeout=200)
     killed = time.monotonic()
     ranks[1].communicate()

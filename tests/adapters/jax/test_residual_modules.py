@@ -77,8 +77,9 @@ def test_a_deferred_bias_is_dropped_with_its_branch(rate, dims, path):
     near(add_residual(module, x, bias, residual, True, path), x + bias + residual, BITS)
 
 
-@pytest.mark.parametrize(
-    "name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"]
+@combinations(
+    {"name": ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"]},
+    usual=["DenseGeneral", "LayerNormMLP"],
 )
 def test_modules_return_them(name):
     """Whatever splits a module into several operations: y is the same with the bias added, x comes back as it
@@ -131,7 +132,7 @@ SEPARATE = {
 }
 
 
-@combinations({"case": SEPARATE.keys(), "bias": [False, True]})
+@combinations({"case": SEPARATE.keys(), "bias": [False, True]}, usual=["one operation-False", "dropout-True"])
 def test_a_module_that_adds_its_residual(case, bias):
     """Whatever splits it into several operations: y is what it is without, and x; so are the gradients."""
     x, g, options = (
@@ -176,7 +177,7 @@ PRODUCTS = {
 }
 
 
-@combinations({"case": PRODUCTS.keys(), "bias": [False, True]})
+@combinations({"case": PRODUCTS.keys(), "bias": [False, True]}, usual=["one-False", "adaptation-True"])
 def test_a_flax_product_that_adds_a_residual(case, bias):
     x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
     variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
@@ -209,7 +210,8 @@ ATTENTIONS = {
 
 
 @combinations(
-    {"case": ATTENTIONS.keys(), "cross": [False, True], "what": ["join_residual", "join_layernorm_output"]}
+    {"case": ATTENTIONS.keys(), "cross": [False, True], "what": ["join_residual", "join_layernorm_output"]},
+    usual=["packed-False-join_residual", "groups-True-join_layernorm_output"],
 )
 def test_an_attention_that_adds_its_residual(case, cross, what):
     """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""

@@ -93,7 +93,7 @@ class Adding(nn.Linear):
         return self.compute(x, None, "add", x)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current", "block"])
 def test_a_product_that_adds_a_residual(recipe, device):
     """In bfloat16, where what is rounded twice shows."""
     module = Adding(K, K, params_dtype="bfloat16", device=device)
@@ -111,7 +111,7 @@ class Joining(nn.LayerNormMLP):
         return self.compute(x, None, "add", fused_residual=True).y
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current", "block"])
 def test_an_mlp_that_adds_its_residual(recipe, device):
     """In bfloat16, where what is rounded twice shows."""
     module = Joining(K, F, eps=1e-5, params_dtype="bfloat16", device=device)

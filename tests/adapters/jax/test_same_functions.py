@@ -19,9 +19,11 @@ from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax.native import draw, host, same_function
+from tests.support.combinations import combinations
 
 pytestmark = pytest.mark.usefixtures("same_bits")
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES)
 SEED = (3 << 32) | 7
 
 
@@ -31,8 +33,12 @@ def key(offset=0):
     return np.array([SEED % 2**32, SEED >> 32, *([offset, 0] if offset else [])], np.uint32)
 
 
-@DTYPES
-@pytest.mark.parametrize("types", sorted(ACTIVATION_TYPES.keys() - {("xielu",)}), ids="-".join)
+@combinations(
+    {
+        "types": {"-".join(types): types for types in sorted(ACTIVATION_TYPES.keys() - {("xielu",)})},
+        "dtype": DTYPES,
+    }
+)
 def test_activation(types, dtype, device):
     """But xIELU, which has inputs of its own: ``test_outlier_free``."""
     name, parts = ACTIVATION_TYPES[types], len(types)
@@ -58,8 +64,7 @@ TURNS = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("case", TURNS)
+@combinations({"case": TURNS.keys(), "dtype": DTYPES})
 def test_rope(case, dtype, device):
     shape, given, options = TURNS[case]
     form = case if case in ("sbhd", "thd") else "bshd"
@@ -79,7 +84,7 @@ def test_rope(case, dtype, device):
 TARGETS = np.array([3, 0, 29, -100, 7, 7], np.int32)
 
 
-@DTYPES
+@by_dtype
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_fused_cross_entropy(reduction, dtype, device):
     same_function(
@@ -92,7 +97,7 @@ def test_fused_cross_entropy(reduction, dtype, device):
     )
 
 
-@DTYPES
+@by_dtype
 def test_functions_that_draw(dtype, device):
     """Dropout and dropped paths of the same seed, and the norm without parameters."""
     x, residual, bias = draw(0, (6, 5, 40), dtype), draw(1, (6, 5, 40), dtype), draw(2, (40,), dtype)
@@ -186,8 +191,7 @@ ATTENTION = {
 MODULE = ("attn_mask_type", "window_size", "qkv_format", "softmax_type")
 
 
-@DTYPES
-@pytest.mark.parametrize("case", [*ATTENTION, "bias"])
+@combinations({"case": [*ATTENTION, "bias"], "dtype": DTYPES})
 def test_dot_product_attention(case, dtype, device):
     """Heads of 64 features in 16 bits, which cuDNN takes; of 8 in float32, which the kernels of the project
     take."""
@@ -217,7 +221,7 @@ def test_dot_product_attention(case, dtype, device):
     )
 
 
-@DTYPES
+@by_dtype
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_attention_and_its_seed(rate, dtype, device):
     d = 64 if dtype == "bfloat16" else 8
@@ -252,8 +256,7 @@ def same_codes(name, got, want):
     )
 
 
-@DTYPES
-@pytest.mark.parametrize("format", [fk.E4M3, fk.E5M2], ids=str)
+@combinations({"format": [fk.E4M3, fk.E5M2], "dtype": DTYPES})
 def test_quantize_and_dequantize(format, dtype, device):
     x = draw(0, (3, 50, 200), dtype)
     options = {scaling: {"scaling": scaling} for scaling in SCALINGS} | {
@@ -275,7 +278,7 @@ def test_quantize_and_dequantize(format, dtype, device):
         assert_same_bits(f"{name}: values", np.asarray(back[name]), host(want.dequantize(dtype)))
 
 
-@DTYPES
+@by_dtype
 def test_gemm(dtype, device):
     a, b = draw(0, (2, 21, 200)), draw(1, (37, 200))
     here, there = put(a, device), put(b, device)

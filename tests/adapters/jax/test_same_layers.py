@@ -143,9 +143,18 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("frontend", "recipe", "dtype", "bias"), CASES)
-def test_a_transformer_layer(frontend, recipe, dtype, bias, device):
-    same_layer(frontend, recipe, dtype, bias, device)
+@combinations(
+    {"case": {"-".join(map(str, case)): case for case in CASES}},
+    usual=[
+        "flax-delayed-bfloat16-True",
+        "flax-block-bfloat16-False",
+        "nnx-delayed-float32-True",
+        "flax-current-float32-True",
+        "nnx-current-bfloat16-False",
+    ],
+)
+def test_a_transformer_layer(case, device):
+    same_layer(*case, device)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
 
 
-@pytest.mark.parametrize("frontend", FRONTENDS)
+@combinations({"frontend": FRONTENDS.keys()}, usual=["flax"])
 def test_heads_that_are_wider_than_the_layer(frontend, device):
     """Three heads of 24 features in a layer of 48."""
     same_layer(frontend, "delayed", "bfloat16", True, device, head_dim=24)

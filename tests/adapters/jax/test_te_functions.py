@@ -14,11 +14,12 @@ from fp8kit_jax.te_compat import modules as te_modules
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
 from fp8kit.testing import assert_close
+from tests.support.combinations import combinations
 from tests.support.sharding import BITS, mesh, near, same_bits
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 X, W, B = draw(0, 4, 8, 32), draw(1, 32, 48), draw(2, 48)
@@ -232,8 +233,7 @@ def segments(q, k, v, causal, ids=IDS):
     return jnp.where((ids != 0)[:, :, None, None], o, 0.0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("given", PACKED)
+@combinations({"given": PACKED.keys(), "causal": [False, True]})
 def test_rows_of_several_sequences(given, causal):
     """Their tokens see their own sequence alone; values and gradients of a mask array's."""
     kind = attention.AttnMaskType.PADDING_CAUSAL_MASK if causal else attention.AttnMaskType.PADDING_MASK

@@ -33,7 +33,7 @@ near = functools.partial(sharding.near, bound=BITS)
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def quantizers(recipe):
@@ -121,7 +121,10 @@ def test_a_state_shared_by_a_batch_sees_the_largest_amax():
     assert float(new.grad.amax_history[-1]) == float(jnp.abs(2 * y).max())
 
 
-@combinations({"remat": [False, True], "recipe": ["high", "delayed", "current"]})
+@combinations(
+    {"remat": [False, True], "recipe": ["high", "delayed", "current"]},
+    usual=["False-current", "True-delayed"],
+)
 def test_scan_over_layers_is_the_layers_one_by_one(recipe, remat):
     count, x = 3, draw(0, 16, K)
     ws, bs = draw(1, count, K, K) * 0.2, draw(2, count, K)
@@ -226,7 +229,7 @@ def usual(recipe):
 # "cleared" makes every later test of the process compile again
 @combinations(
     {"recipe": RECIPES.keys(), "mode": MODES.keys()},
-    usual=["delayed-disable_jit", "current-debug_nans", "block-debug_infs", "delayed-x64"],
+    usual=["current-disable_jit", "current-debug_nans", "block-debug_infs", "delayed-x64"],
 )
 def test_modes_of_jax_change_no_bits(recipe, mode):
     want, (step, arguments) = usual(recipe), regularized(recipe)
@@ -363,7 +366,7 @@ def test_shard_map_over_two_axes(recipe, split):
     near(dw, want_dw)
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
+@combinations({"check": {"vma": True, "no_vma": False}}, usual=["vma"])
 def test_shard_map_outside_of_jit(check):
     """Under the policy that is in force when it is called."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
@@ -397,7 +400,10 @@ def mlp_on_one_device(recipe):
     return arguments, jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*arguments)
 
 
-@combinations({"recipe": ["high", "delayed", "current"], "manual": {"jit": False, "shard_map": True}})
+@combinations(
+    {"recipe": ["high", "delayed", "current"], "manual": {"jit": False, "shard_map": True}},
+    usual=["current-jit", "delayed-shard_map"],
+)
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
     """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so
     that the codes are the same."""

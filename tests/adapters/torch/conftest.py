@@ -26,6 +26,14 @@ def _same_bits():
 
 
 @pytest.fixture(autouse=True)
+def _no_time_of_guards(monkeypatch):
+    """For its log torch.compile measures how long new guards take, with the processor's caches emptied: 40 ms
+    for each compilation."""
+    if "torch._dynamo.guards" in sys.modules:
+        monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *arguments: 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _beside_jax(monkeypatch):
     """Where other tests of the process have had JAX work, XLA's threads ask the device what torch's default
     mode of captures does not bear of any thread: there it looks at the capturing one alone."""

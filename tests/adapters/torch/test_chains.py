@@ -13,6 +13,7 @@ from fp8kit.execution.chain import ChainSpec, chain
 from fp8kit.formats import float32
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.spec import Meta
+from tests.support.combinations import combinations
 
 from .twins import RECIPES, bits, scope
 
@@ -65,8 +66,7 @@ def results(layer, recipe, device, steps=3, trained=True, state=True):
     return [bits(array) for array in found]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@combinations({"options": list(OPTIONS), "recipe": list(RECIPES)})
 def test_same_bits(options, recipe, device, counted, monkeypatch):
     as_one = results(layer_of(device, OPTIONS[options]), RECIPES[recipe], device)
     assert len(counted) == 3
@@ -87,9 +87,13 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "block"])
-@pytest.mark.parametrize("options", ["plain", "dropout", "parallel"])
-@pytest.mark.parametrize("names", TRAINED, ids="-".join)
+@combinations(
+    {
+        "names": {"-".join(names): names for names in TRAINED},
+        "options": ["plain", "dropout", "parallel"],
+        "recipe": ["high", "delayed", "block"],
+    }
+)
 def test_frozen_parameters(names, options, recipe, device, counted, monkeypatch):
     """Outputs and gradients; the amax of a gradient that nobody wants is not taken in a chain."""
 

@@ -4,10 +4,9 @@ The checks are the worker's."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fp8kit.errors import RecipeError
-from tests.support.processes import run
+from tests.support.processes import PLACES, run
 
 WORLD, WORKER = 2, "tests.adapters.torch.distributed_worker"
 CASES = [
@@ -16,6 +15,7 @@ CASES = [
     "ddp_recompute",
     "groups",
     "tensor_parallel",
+    "exact_products",
     "context_parallel",
     "sharded",
     "sharded_parts",
@@ -25,17 +25,9 @@ CASES = [
 ]
 
 
-@pytest.mark.programs
-def test_processes_share_their_amaxes(tmp_path):
-    run(WORKER, WORLD, tmp_path, "cpu", CASES)
-
-
-@pytest.mark.gpu2
-def test_processes_with_a_gpu_each_share_their_amaxes(tmp_path):
-    assert torch.cuda.device_count() >= WORLD, (
-        f"a gpu2 test needs {WORLD} CUDA devices, torch finds {torch.cuda.device_count()}"
-    )
-    run(WORKER, WORLD, tmp_path, "cuda", CASES)
+@pytest.mark.parametrize("place", PLACES)
+def test_processes_share_their_amaxes(place, tmp_path):
+    run(WORKER, WORLD, tmp_path, place, CASES)
 
 
 def test_what_is_no_group_is_refused():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 
 X = torch.randn(8, 32)
 
@@ -43,7 +44,7 @@ def _breaks(layer):
     }
 
 
-@pytest.mark.parametrize("name", _breaks(None))
+@combinations({"name": list(_breaks(None))}, usual=["disabled", "another autocast", "graph break"])
 def test_it_holds_there(layer, name):
     inner = _breaks(layer)[name]
 

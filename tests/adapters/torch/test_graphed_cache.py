@@ -10,6 +10,7 @@ from fp8kit_torch import graph_capture, graphs
 from fp8kit_torch.te_compat.capture import set_capture_end, set_capture_start
 
 from fp8kit.errors import Fp8kitError, ShapeError
+from tests.support.combinations import combinations
 
 from .replayed import Again
 
@@ -70,8 +71,7 @@ def generated(decoder, graphed, device, form):
     return found
 
 
-@pytest.mark.parametrize("form", ["bshd", "thd"])
-@pytest.mark.parametrize("paged", [False, True])
+@combinations({"paged": [False, True], "form": ["bshd", "thd"]})
 def test_a_captured_step_runs_for_later_ones(device, form, paged, monkeypatch):
     """It reads the lengths and pages of the step that pre_step announced, and sequences that are much longer
     than the capture's."""

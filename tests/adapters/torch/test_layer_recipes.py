@@ -12,6 +12,7 @@ import torch
 from fp8kit import formats, recipe
 from fp8kit.quantization import AmaxHistory, Quantizer
 from fp8kit.recipes import named
+from tests.support.combinations import combinations
 
 X = torch.from_numpy(np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32))
 
@@ -43,7 +44,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES)
+@combinations({"rules": list(RULES)}, usual=["delayed"])
 def test_compiled_it_is_the_same(rules):
     how, model = recipe.PerLayer(recipe.MXFP8BlockScaling(), RULES[rules]), make()
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
@@ -85,7 +86,7 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("name", CUSTOM)
+@combinations({"name": list(CUSTOM)}, usual=["roles", "random bits"])
 def test_a_function_is_compiled_too(name):
     """With the bits of the eager model; another function is another program."""
     how, model = recipe.CustomRecipe(*CUSTOM[name]), make()

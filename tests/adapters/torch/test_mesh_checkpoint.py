@@ -14,15 +14,15 @@ import torch.distributed.checkpoint as dcp
 from fp8kit_torch import DelayedScaling, Linear, autocast, convert, keep_extra_state
 from torch import nn
 
-from tests.support.processes import run
+from tests.support.processes import PLACES, run
 from tests.support.source import ROOT
 
 CASES = ["checkpoint_of_sharded_weights", "checkpoint_of_sharded_codes", "checkpoint_of_parts"]
 
 
-@pytest.mark.programs
-def test_checkpoints_of_two_processes_are_read_by_one_and_by_two(tmp_path):
-    run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", CASES)
+@pytest.mark.parametrize("place", PLACES)
+def test_checkpoints_of_two_processes_are_read_by_one_and_by_two(place, tmp_path):
+    run("tests.adapters.torch.mesh_worker", 2, tmp_path, place, CASES)
 
 
 @pytest.mark.programs

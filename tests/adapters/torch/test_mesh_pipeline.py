@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.processes import PLACES, run
 
 
-@pytest.mark.programs
-def test_pipelines_of_two_processes(tmp_path):
-    run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", ["pipelines_give_one_process"])
+@pytest.mark.parametrize("place", PLACES)
+def test_pipelines_of_two_processes(place, tmp_path):
+    run("tests.adapters.torch.mesh_worker", 2, tmp_path, place, ["pipelines_give_one_process"])

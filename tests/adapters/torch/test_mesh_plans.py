@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.processes import PLACES, run
 
 CASES = ["plans_give_one_process", "codes_are_gathered", "torchao_plans"]
 
 
-@pytest.mark.programs
-def test_plans_of_two_processes(tmp_path):
-    run("tests.adapters.torch.mesh_worker", 2, tmp_path, "cpu", CASES)
+@pytest.mark.parametrize("place", PLACES)
+def test_plans_of_two_processes(place, tmp_path):
+    run("tests.adapters.torch.mesh_worker", 2, tmp_path, place, CASES)

@@ -9,6 +9,7 @@ from fp8kit_torch import moe
 
 from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
+from tests.support.combinations import combinations
 
 TOKENS, EXPERTS, HIDDEN = 13, 5, 7
 
@@ -188,8 +189,7 @@ def test_empty_inputs_and_refusals():
         moe.moe_sort_chunks_by_index(x, torch.tensor([1, 1]), torch.tensor([1, 0]))
 
 
-@pytest.mark.parametrize("tokens", [5, 0])
-@pytest.mark.parametrize("map_type", ["mask", "index"])
+@combinations({"map_type": ["mask", "index"], "tokens": [5, 0]})
 def test_compiled_it_has_the_same_gradients(map_type, tokens):
     """Of rows and of probabilities, without tokens too."""
     table = torch.arange(3 * tokens).reshape(tokens, 3) % 4

@@ -45,6 +45,7 @@ from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
 from fp8kit.quantization import Quantizer
 from fp8kit.recipe import DelayedScaling
 from fp8kit.spec import Operation
+from tests.support.combinations import combinations
 
 from .twins import same
 
@@ -222,7 +223,10 @@ class _Calls(TorchDispatchMode):
 DIFFERENTIABLE = [name for name, (_, _, wanted, _) in _operands("cpu").items() if wanted]
 
 
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name not in COMMUNICATING])
+BACKWARD = [name for name in DIFFERENTIABLE if name not in COMMUNICATING]
+
+
+@combinations({"name": BACKWARD}, usual=BACKWARD[::2])
 def test_opcheck_of_backward(device, name):
     check_backward(device, name)
 

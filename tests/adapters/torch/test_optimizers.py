@@ -55,6 +55,26 @@ def adam_slack(lr, steps=STEPS):
     return steps * 32 * 2.0**-24 * (4 * lr + 4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_a_step_is_on_torchs_stream(kind):
+    """Behind a gradient that a stream of torch's own has still to write."""
+
+    def stepped(side):
+        param = torch.nn.Parameter(draw(0, (256, 64), place="cuda"))
+        optimizer, values = kind([param], lr=0.1), draw(1, (256, 64), place="cuda")
+        param.grad = torch.zeros_like(values)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)  # some 50 ms
+            param.grad.copy_(values)
+            optimizer.step()
+        side.synchronize()
+        return param.detach().cpu().numpy()
+
+    assert_same_bits("parameter", stepped(torch.cuda.Stream()), stepped(torch.cuda.current_stream()))
+
+
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"master_weights": True}, {"capturable": True}], ids=["plain", "masters", "capturable"]

@@ -62,7 +62,10 @@ def test_an_mlp(device, options, recipe, mode):
     same_steps(ours, native, call_of(ours, mode), RECIPES[recipe], device, around=RECIPES[recipe])
 
 
-@combinations({"options": LAYERS, "recipe": RECIPES.keys(), "mode": ["eager", "compiled"]})
+@combinations(
+    {"options": LAYERS, "recipe": RECIPES.keys(), "mode": ["eager", "compiled"]},
+    usual=["fog-delayed-compiled", "smooth-current-eager", "fog-recent-eager", "smooth-block-eager"],
+)
 def test_a_layer(device, options, recipe, mode):
     ours, native = twins("TransformerLayer", device, **options)
     frozen = [name for name, p in ours.named_parameters() if not p.requires_grad]

@@ -9,6 +9,7 @@ from fp8kit_torch.library import OPS, text_of
 
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.execution.codec import encode
+from tests.support.combinations import combinations
 from tests.support.gate import GateSpec, gate
 
 SPEC = GateSpec(16)
@@ -48,10 +49,14 @@ def test_strides_and_no_gradient():
     torch.testing.assert_close(y, wanted(x, slope))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_it_compiles_to_the_same_bits(dynamic):
+# inductor compiles C++, for seconds
+@combinations(
+    {"backend": ["aot_eager", "inductor"], "dynamic": {"static": False, "dynamic": True}},
+    usual=["aot_eager-static", "aot_eager-dynamic"],
+)
+def test_it_compiles_to_the_same_bits(backend, dynamic):
     model, x = GatedLinear(), torch.randn(4, 16, requires_grad=True)
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)
 
     def step(run):
         model.zero_grad()

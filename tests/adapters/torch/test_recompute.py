@@ -50,8 +50,7 @@ def test_cached_weights_are_those_of_the_first_pass(place, how):
     )
 
 
-@pytest.mark.parametrize("first", [None, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("recipe", ALL)
+@combinations({"recipe": list(ALL), "first": {"plain": None, "cached": True}})
 def test_a_whole_layer(place, recipe, first):
     plain, _ = twins("TransformerLayer", place, hidden_dropout=0.2)
     other, _ = twins("TransformerLayer", place, hidden_dropout=0.2)

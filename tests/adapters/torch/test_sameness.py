@@ -94,8 +94,7 @@ def test_layer_variants(device, options):
     same_steps(ours, native, ours, RECIPES["delayed"], device, around=RECIPES["delayed"])
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "block"])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@combinations({"kind": list(ACTIVATIONS), "recipe": ["high", "delayed", "block"]})
 def test_activations(device, kind, recipe):
     ours, native = twins(
         "LayerNormMLP",
@@ -233,7 +232,7 @@ def test_draws_of_a_decoder(device):
 
 @combinations(
     {"options": {"aot_eager": {"backend": "aot_eager"}, "inductor": {"options": {"fallback_random": True}}}},
-    usual=["inductor"],
+    usual=["aot_eager"],
 )
 def test_draws_when_compiled(device, options):
     """Inductor has a generator of its own, but for ``fallback_random``."""

@@ -12,6 +12,7 @@ from fp8kit import recipe
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.recipes import NAMED
+from tests.support.combinations import combinations
 
 S, B, H, F, HEADS = 32, 2, 64, 128, 4
 RECIPES = {
@@ -87,12 +88,20 @@ def compare(how, size, sequence, steps, **options):
     return y, whole
 
 
-@pytest.mark.parametrize("how", RECIPES)
-@pytest.mark.parametrize(("size", "sequence"), [(2, True), (4, True), (2, False)])
-def test_a_transformer_layer_of_several_ranks_is_that_of_one(how, size, sequence, request):
+@combinations(
+    {
+        "how": list(RECIPES),
+        "layout": {
+            "2 ranks, by sequence": (2, True),
+            "4 ranks, by sequence": (4, True),
+            "2 ranks": (2, False),
+        },
+    }
+)
+def test_a_transformer_layer_of_several_ranks_is_that_of_one(how, layout, request):
     """Losses of three steps, and the last output: but for float32 sums in another order, which move a code
     now and then."""
-    y, got = compare(RECIPES[how], size, sequence, 3)
+    y, got = compare(RECIPES[how], *layout, 3)
     assert torch.linalg.vector_norm(got - y) < 1e-3 * torch.linalg.vector_norm(y)
 
 

@@ -180,8 +180,12 @@ def test_same_bits(place, recipe, where, how):
     same_all(steps(place, recipe, where, HOWS[how]), plainly(place, recipe, where, None))
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "mixed"])
-@pytest.mark.parametrize("how", [name for name in HOWS if name not in ("other", "reentrant")])
+@combinations(
+    {
+        "how": [name for name in HOWS if name not in ("other", "reentrant")],
+        "where": ["around", "inside", "mixed"],
+    }
+)
 def test_whoever_calls_it(place, where, how):
     same_all(steps(place, "delayed", where, HOWS[how]), plainly(place, "delayed", where, None))
 

@@ -88,6 +88,15 @@ CALLS: dict[str, Call] = {
         align_size=always(2),
         num_experts=always(4),
     ),
+    "nn.moe.grouped_dense": plain(
+        moe.grouped_dense,
+        x=view,
+        kernel=lambda: view(np.ones((3, 4, 2), np.float32)),
+        group_sizes=lambda: view(np.array([2, 0, 1], np.int32)),
+        bias=lambda: view(np.ones((3, 2), np.float32)),
+        layout=always("io"),
+        name=always("n"),
+    ),
     "nn.moe.token_combine": plain(
         moe.token_combine,
         inp=lambda: view(np.ones((6, 4), np.float32)),

@@ -1,0 +1,204 @@
+"""FP8 products of groups on Hopper, whose sizes the device alone knows: the kernel of ``hopper_gemm``, one
+launch for all groups.
+
+Each group's product has the bits of a product of its own: a result's row depends on no other row, and an
+element is what ``fk.Accumulation``'s "hopper_fast" or "hopper_split" says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit.accumulation import Accumulation, on_chip
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import address, ceil_div
+from fp8kit.backends.cuda.hopper_gemm import (
+    COSTS,
+    DEPTH,
+    JOB,
+    LEAST_ARCH,
+    SHARED,
+    SOURCE,
+    THREADS,
+    Planned,
+    Tiling,
+    band_of,
+    want_hopper,
+)
+from fp8kit.backends.cuda.own_gemm import PROMOTE
+from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
+from fp8kit.backends.protocol.grouped import GroupedAlong
+from fp8kit.backends.registry import CannotTake
+from fp8kit.formats import Format
+from fp8kit.lru import memoized
+
+__all__ = ["LEAST_ARCH", "grouped_fp8_gemm", "tiling"]
+
+_LINE, _SQUARE = (1, 128), (128, 128)
+# what groups run along, and the operands' tiles -> the source's SCALES
+_SCALES = {
+    **{(along, (tile, tile)): "whole" for along in ("rows", "terms") for tile in ((0, 0), (1, 0))},
+    ("rows", (_LINE, _SQUARE)): "lines_squares",
+    ("terms", (_LINE, _LINE)): "lines_lines",
+}
+
+
+def tiling(
+    along: GroupedAlong, m: int, n: int, k: int, groups: int, promote: int, multiprocessors: int
+) -> Tiling:
+    """The tiling that groups are made by, as ``hopper_gemm.tiling``, of two. ``m``, ``n``, ``k``: rows of all
+    groups, or terms of all groups where they run ``along`` these: how they are shared out nobody knows, so it
+    is taken to be evenly, and a group's last tile to be half full."""
+    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
+
+    def cost(one: Tiling) -> float:
+        first, each = COSTS[one.rows * one.columns]
+        down, depths = ceil_div(m, one.rows) * groups, k / groups / DEPTH + 0.5
+        if along == "rows":
+            down, depths = max(groups, round(m / one.rows + groups / 2)), ceil_div(k, DEPTH)
+        return ceil_div(down * ceil_div(n, one.columns), multiprocessors) * (first + depths * each)
+
+    return min((large, Tiling(128, 128, 1)), key=cost)
+
+
+@memoized("Hopper products of groups by call")
+def _plan(
+    index: int,
+    along: GroupedAlong,
+    out_shape: tuple[int, ...],
+    out_stride: int,
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
+    groups: int,
+    slots: int,
+    left: str,
+    right: str,
+    out: str,
+    tiles: tuple[tuple[int, int], tuple[int, int]],
+    promote: int,
+) -> Planned:
+    scales = _SCALES.get((along, tiles))
+    if scales is None:
+        raise CannotTake("hopper_grouped", "tiles", f"{tiles} along {along}", "others")
+    (m, n), terms, by_rows = out_shape[-2:], a_shape[1], along == "rows"
+    want_hopper(index, terms)
+    multiprocessors = launch.sm_count(index)
+    at = tiling(along, m, n, terms, groups, promote, multiprocessors)
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
+    blocks = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors)
+    lines = [NONE[1], NONE[1]]
+    for i, (tile, rows, box) in enumerate(
+        zip(tiles, (a_shape[-2], b_shape[-2]), (at.rows, at.columns), strict=True)
+    ):
+        if tile == _LINE:
+            lines[i] = tensor_map("float32", (rows, ceil_div(terms, DEPTH)), (rows,), (box, 1))
+    # a group's matrix of b is a further dimension
+    stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
+    maps = (
+        tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows), True),
+        tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
+        *lines,
+    )
+    kernel = launch.kernel(
+        SOURCE,
+        "hopper_gemm",
+        index,
+        LEFT=left,
+        RIGHT=right,
+        T=out,
+        SCALES=scales,
+        PROMOTE=str(promote),
+        BM=str(at.rows),
+        BN=str(at.columns),
+        CLUSTER="1",
+        GROUPS=along,
+    )
+    step, b_step, b_group = int(tiles[0] == (1, 0)), 0, 0
+    if by_rows:
+        b_group = b_shape[1] if step else 1
+    if tiles[1] == _SQUARE:
+        b_step = ceil_div(terms, 4 * DEPTH) * 4
+        b_group = ceil_div(b_shape[1], 128) * b_step
+    numbers = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
+    own = band_of(blocks, at.rows, at.columns), groups, slots, b_group, terms
+    return Planned(kernel, blocks, maps, (*numbers, *own))  # type: ignore[arg-type]
+
+
+def grouped_fp8_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    sizes: ArrayView,
+    along: GroupedAlong,
+    slots: int,
+    bias: ArrayView | None,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    fast_accumulate: bool,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0, for scales
+    other than of tensors, rows and those that Hopper's recipes have, and for what is empty."""
+    if not (a.size and b.size and out.size and sizes.size):
+        raise CannotTake("hopper_grouped", "a, b, out", "an empty one", "elements")
+    left, right = format_name(a_format), format_name(b_format)
+    if left is None or right is None or left == right == "e5m2":
+        raise CannotTake("hopper_grouped", "formats", f"{a_format}, {b_format}", "E4M3, E5M2, not E5M2 twice")
+    tiles = a_tile, b_tile
+    promote = 0 if fast_accumulate and 128 not in (a_tile[1], b_tile[1]) else PROMOTE
+    plan = _plan(
+        out.device.index,
+        along,
+        out.shape,
+        launch.row_stride(out),
+        a.shape,
+        b.shape,
+        sizes.size,
+        slots,
+        left,
+        right,
+        launch.type_name(out.dtype),
+        tiles,
+        promote,
+    )
+    a_map, b_map, *lines = plan.maps
+    scale_invs = a_scale_inv, b_scale_inv
+    described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
+    if (a.ptr | b.ptr | described[0] | described[1]) % 16:
+        raise CannotTake("hopper_grouped", "a, b, scales", "addresses", "multiples of 16")
+    job = JOB.pack(
+        a.ptr,
+        a_map,
+        b.ptr,
+        b_map,
+        described[0],
+        lines[0],
+        described[1],
+        lines[1],
+        a_scale_inv.ptr,
+        b_scale_inv.ptr,
+        address(bias),
+        0,
+        out.ptr,
+        sizes.ptr,
+        *plan.sizes,
+    )
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+
+
+def sums(call: Any) -> Accumulation | None:
+    """How a call's terms are added; None for one that another kernel takes."""
+    tiles = call.a_tile, call.b_tile
+    mine = (call.along, tiles) in _SCALES and call.a.size and call.b.size and call.out.size
+    fast = call.fast_accumulate and 128 not in (tiles[0][1], tiles[1][1])
+    how = on_chip(launch.capability(call.out.device.index), fast)
+    return how if mine and call.a.shape[1] % 16 == 0 else None
+
+
+grouped_fp8_gemm._sums = sums  # type: ignore[attr-defined]

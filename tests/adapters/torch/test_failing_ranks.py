@@ -1,0 +1,65 @@
+"""A process that is killed ends the job, with a message that names it and the layer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from fp8kit_torch.collectives import naming_failures
+
+from fp8kit.commands import launch
+from fp8kit.errors import BackendError
+from tests.support.source import ROOT
+
+SAID = {
+    "tp": r"rank 0: in call \d+, all_reduce max of float32 \(1,\) in LayerNormMLP mlp fc1",
+    "fsdp": r"rank 0: in all_gather\w+ for 0",
+}
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("how", SAID)
+def test_a_killed_process_ends_the_job(how):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FP8KIT_DEVICE": "cpu"}
+    words = [sys.executable, "-m", "fp8kit", "launch", "-n", "2", "-m", "tests.support.failing_torch_rank"]
+    done = subprocess.run([*words, how], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    ended = time.monotonic()
+    assert done.returncode == 1
+    assert re.search(SAID[how], done.stderr), done.stderr[-3000:]
+    assert "rank 1: nothing: it hangs or has ended" in done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    # rank 0 asks the other one for five seconds
+    assert ended - float(re.search(r"fails at (\S+)", done.stderr)[1]) < launch.GRACE + 30
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="mine") as caught, naming_failures():
+        raise RuntimeError("mine")
+    assert type(caught.value) is RuntimeError
+    own = BackendError("collectives", "rank 0", "gloo", "the same call")
+    with pytest.raises(BackendError) as found, naming_failures():
+        raise own
+    assert found.value is own
+
+
+def test_a_failure_is_named_by_layer(tmp_path):
+    """Of one process that says what torch would."""
+
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            raise dist.DistBackendError("a socket is closed")
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        said = pytest.raises(BackendError, match=r"rank 0: in a collective for Broken \(a socket is closed\)")
+        with said, naming_failures():
+            torch.nn.Sequential(Broken())(torch.ones(1))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,230 @@
+"""Grouped products without a GPU: what the host tells the kernels, carried out in NumPy as the kernels read
+it, keeps the contract. So every address, stride and scale's place is right, and every copy begins where
+Hopper's copy engine can begin."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8kit import codec
+from fp8kit.arrays import CPU, ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch
+from fp8kit.backends.protocol import SPECS, map_arrays
+from fp8kit.backends.registry import CannotTake
+from fp8kit.formats import E4M3, E5M2, float32
+from fp8kit.testing.compare import assert_close
+from fp8kit.testing.contract import Case, SampleCall, cases
+
+GPU = Device("cuda", 0)
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+_MAP = "=9q48x"  # what a stand-in of a map says
+_KINDS = ("uint8", "float32")
+
+
+def memory(address: int, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """So many elements of the host's memory."""
+    size = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
+
+
+def map_of(kind: str, sizes: Any, strides: Any, area: Any, swizzled: bool = False) -> bytes:
+    """A stand-in for ``tensor_map``, of three dimensions."""
+    full = (*sizes, 1)[:3], (*strides, 0)[:2], (*area, 1)[:3]
+    return struct.pack(_MAP, _KINDS.index(kind), *full[0], *full[1], *full[2])
+
+
+def box(address: int, tensor_map: bytes, column: int, row: int, matrix: int = 0) -> np.ndarray[Any, Any]:
+    """What one copy brings: zeros outside of the array."""
+    kind, columns, rows, matrices, stride, apart, width, height, one = struct.unpack(_MAP, tensor_map)
+    dtype = np.dtype(_KINDS[kind])
+    assert one == 1
+    assert column * dtype.itemsize % 16 == 0
+    assert address % 16 == 0
+    assert (stride | apart) * dtype.itemsize % 16 == 0
+    assert apart in (0, rows * stride)
+    made = np.zeros((height, width), dtype)
+    flat = memory(address, matrices * rows * stride, dtype).reshape(-1, rows, stride)
+    if matrix < matrices:
+        part = flat[matrix, max(row, 0) : row + height, column : min(column + width, columns)]
+        made[: part.shape[0], : part.shape[1]] = part
+    return made
+
+
+def groups_of(sizes: Any, total: int, slots: int) -> list[tuple[int, int, int]]:
+    """(start, size, rows that it takes up) of each group, and of what is left."""
+    found, start = [], 0
+    for size in sizes.tolist():
+        cover = slots or max(0, min(size, total - start))
+        found.append((start, max(0, min(size, cover)), cover))
+        start += cover
+    return [*found, (start, 0, total - start)]
+
+
+def hopper(kernel: launch.Kernel, job: bytes) -> None:
+    """``hopper_gemm.cu`` with groups, tile by tile."""
+    how = dict(kernel.defines)
+    high, wide, by_rows, kind = int(how["BM"]), int(how["BN"]), how["GROUPS"] == "rows", how["SCALES"]
+    fields = struct.unpack("=" + "Q120s" * 4 + "6Q13q40x", job)
+    maps, pointers, numbers = fields[:8], fields[8:14], fields[14:]
+    (a, a_map, b, b_map, a_lines, a_lines_map, b_lines, b_lines_map) = maps
+    a_scale, b_scale, bias, addend, out_at, sizes_at = pointers
+    m, n, stride, depths, a_step, b_step, _, _, _, groups, slots, b_group, terms = numbers
+    assert not addend
+    out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
+    row_step, term_step = (4 if kind == "lines_squares" else 1), (16 if kind == "whole" else 128)
+    sizes = memory(sizes_at, groups, np.int32)
+    for e, (start, size, cover) in enumerate(groups_of(sizes, m if by_rows else terms, slots)):
+        if e == groups and not by_rows:
+            break
+        first, end = (start // row_step * row_step, start + cover) if by_rows else (0, m)
+        begin = 0 if by_rows else start // term_step * term_step
+        count = (depths if size else 0) if by_rows else -(-(start + size - begin) // 128) if size else 0
+        for row in range(first, end, high):
+            for column in range(0, n, wide):
+                total = np.zeros((high, wide))
+                for term in range(begin, begin + 128 * count, 128):
+                    x = codec.decode(box(a, a_map, term, row), FORMATS[how["LEFT"]]).astype(np.float64)
+                    w = codec.decode(
+                        box(b, b_map, term, column, e if by_rows else 0), FORMATS[how["RIGHT"]]
+                    ).astype(np.float64)
+                    if not by_rows:
+                        own = np.arange(term, term + 128)
+                        inside = (own >= start) & (own < start + size)
+                        x, w = np.where(inside, x, 0), np.where(inside, w, 0)
+                    part = x @ w.T
+                    if kind != "whole":
+                        part *= box(a_lines, a_lines_map, row, term // 128).T
+                    if kind == "lines_lines":
+                        part *= box(b_lines, b_lines_map, column, term // 128)
+                    elif kind == "lines_squares":
+                        at = e * b_group + column // 128 * b_step + term // 128
+                        part *= memory(b_scale + 4 * at, 1, np.float32)
+                    total += part
+                for i in range(max(row, start if by_rows else 0), min(row + high, end)):
+                    columns = np.arange(column, min(column + wide, n))
+                    values = total[i - row, : len(columns)]
+                    if kind == "whole":
+                        left = memory(a_scale + 4 * a_step * i, 1, np.float32)
+                        at = (e if e < groups else 0) * b_group
+                        right = memory(b_scale + 4 * at, n if b_step else 1, np.float32)
+                        values = values * left * (right[columns] if b_step else right)
+                    zero = i >= start + size if by_rows else not size
+                    if bias and not zero:
+                        values = values + memory(bias, groups * n, TYPES[how["T"]])[e * n + columns]
+                    out[i if by_rows else e * m + i, columns] = np.where(zero, 0, values)
+
+
+def plain(kernel: launch.Kernel, sizes_at: int, bias: int, out_at: int, problem: bytes) -> None:
+    """``grouped.cu``, group by group."""
+    how, fields = dict(kernel.defines), struct.unpack("=2Q8q2Q8q6q", problem)
+    groups, rows, columns, depth, slots, by_depth = fields[20:]
+    dtype = TYPES[how["T"]]
+    matrices = groups if by_depth else 1
+    out = memory(out_at, matrices * rows * columns, dtype).reshape(matrices, rows, columns)
+
+    def values(of: tuple[int, ...], kind: str, e: int, count: int, k: slice) -> np.ndarray[Any, Any]:
+        data, scales, step_i, step_k, step_e, tile_i, tile_k, scale_i, scale_k, scale_e = of
+        i, terms = np.arange(count)[:, None], np.arange(k.start, k.stop)[None]
+        at = e * step_e + i * step_i + terms * step_k
+        if not at.size:
+            return np.zeros(at.shape)
+        stored = memory(data, int(at.max()) + 1, np.uint8 if kind in FORMATS else TYPES[kind])[at]
+        if kind not in FORMATS:
+            return np.asarray(stored.astype(np.float64))
+        place = e * scale_e + i // tile_i * scale_i + terms // tile_k * scale_k
+        scale = memory(scales, int(place.max()) + 1, np.float32)[place]
+        return np.asarray(codec.decode(stored, FORMATS[kind]).astype(np.float64) * scale)
+
+    sizes = memory(sizes_at, groups, np.int32)
+    for e, (start, size, cover) in enumerate(groups_of(sizes, depth if by_depth else rows, slots)):
+        own = slice(start, start + size) if by_depth else slice(0, depth)
+        if by_depth and e < groups:
+            left = values(fields[:10], how["LEFT"], 0, rows, own)
+            out[e] = left @ values(fields[10:20], how["RIGHT"], 0, columns, own).T
+        elif not by_depth:
+            out[0, start : start + cover] = 0
+            if size:
+                left = values(fields[:10], how["LEFT"], 0, rows, own)[start : start + size]
+                made = left @ values(fields[10:20], how["RIGHT"], e, columns, own).T
+                made += memory(bias, groups * columns, dtype).reshape(groups, -1)[e] if bias else 0.0
+                out[0, start : start + size] = made
+
+
+class Emulated:
+    """A kernel of the engine by its host code, on memory of the host; the CPU engine's for every other."""
+
+    def __init__(self, source: str) -> None:
+        self.source, self.taken = source, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("grouped"):
+            return getattr(dispatch.kernels(CPU), name)
+
+        def there(view: ArrayView) -> ArrayView:
+            return ArrayView(view.ptr, view.shape, view.dtype, GPU, view, view._strides)
+
+        def run(kernel: launch.Kernel, grid: Any, block: Any, args: Any, *rest: Any) -> None:
+            (hopper if kernel.source == "hopper_gemm.cu" else plain)(kernel, *args)
+
+        def call(*args: Any, **named: Any) -> None:
+            given = SPECS[name].bind(*args, **named)
+            given = {key: map_arrays(value, there) for key, value in given.items()}
+            with launch.launching_by(run):
+                implementation(name, self.source)(**given)
+            self.taken += 1
+
+        return call
+
+
+@pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
+def test_the_model_of_groups_is_the_contracts_product(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Hopper's kernel says how it sums: what the contract asks it for lies within twice the tensor
+    cores' allowance, which is for cuts that cancel, of float64's product: of five terms they need not."""
+    monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
+    call = SampleCall(case, dispatch.kernels(CPU), CPU)
+    how = hopper_grouped.sums(SimpleNamespace(**call.arguments))
+    if how is None:
+        kind = case.options.get("tiles", ((0, 0), (0, 0)))
+        assert case.options["m"] == 0 or kind not in (((0, 0),) * 2, ((1, 0),) * 2, ((1, 128), (128, 128)))
+        return
+    assert case.test.bits is not None
+    found = case.test.bits(how, dispatch.kernels(CPU), SimpleNamespace(**call.arguments))
+    assert bool(found) is not case.options.get("bias", False)
+    before = SimpleNamespace(**{**vars(call.before), "device": GPU})
+    want, slack = case.test.expected(before, {})["out"]
+    for got in found.values():
+        assert_close("out", got, want, case.options.get("dtype", float32).name, 2 * slack)
+
+
+CASES = [case for name in ("grouped_gemm", "grouped_fp8_gemm") for case in cases(name)]
+FP8 = [case for case in CASES if case.kernel == "grouped_fp8_gemm"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_for_every_chip_is_told_where_things_are(case: Case) -> None:
+    case.run(Emulated("grouped.cu"), CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", FP8, ids=str)
+def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(hopper_grouped, "tensor_map", map_of)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
+    kernels = Emulated("hopper_gemm.cu")
+    try:
+        case.run(kernels, CPU)  # type: ignore[arg-type]
+    except CannotTake:
+        kind = case.options.get("tiles", ((0, 0), (0, 0)))
+        assert case.options["m"] == 0 or kind not in (((0, 0),) * 2, ((1, 0),) * 2, ((1, 128), (128, 128)))
+    else:
+        assert kernels.taken

@@ -1,0 +1,239 @@
+"""Grouped FP8 products on Hopper: every bit against the model of single products' sums, what a group does not
+see of others, calls that are moved and captured, and how results are cut into tiles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays, formats
+from fp8kit.accumulation import ACCUMULATIONS
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch, register
+from fp8kit.backends.cuda.hopper_gemm import Tiling
+from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.backends.protocol import SPECS, block_shapes
+from fp8kit.backends.registry import CannotTake, OpRegistry
+from fp8kit.bench.random import codes as drawn
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.raw_kernels import manifest
+from fp8kit.testing.compare import assert_same_bits
+from fp8kit.testing.contract import Case, cases, get, put
+from fp8kit.testing.contract.grouped import modelled_groups
+
+GPU = Device("cuda", 0)
+TENSOR, ROW, LINE, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
+KINDS = {
+    "rows": {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "block": (LINE, SQUARE)},
+    "terms": {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "block": (LINE, LINE)},
+}
+SIZES = [300, 0, 17, 129, 0, 512, 64, 1, 255]  # and some rows of no group
+REST, N, K = 37, 520, 1040
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skips where there is no Hopper."""
+    if launch.capability(0) != hopper_gemm.CAPABILITY:
+        pytest.skip("the kernel is Hopper's")
+
+
+def operand(
+    groups: tuple[int, ...], rows: int, terms: int, fmt: Format, seed: int, tile: tuple[int, int]
+) -> tuple[Any, Any]:
+    """(codes, scale_inv) on the host, zeros beyond what is asked for."""
+    count = int(np.prod(groups, dtype=int))
+    shape, scales = (rows + -rows % 16, terms + -terms % 16), (count,)
+    if tile == ROW:
+        scales = (count * shape[0],)
+    elif tile != TENSOR:
+        shape, grid = block_shapes(rows, terms, tile)
+        scales = (*groups, *grid)
+    dtype = formats.dtype_of_format(fmt)
+    assert dtype is not None
+    codes = drawn((*groups, *shape), seed, dtype, 64.0 if fmt == E4M3 else 8192.0).view(np.uint8).copy()
+    codes[..., rows:, :], codes[..., terms:] = 0, 0
+    return codes, np.exp2(np.random.default_rng(seed).uniform(-7, -5, scales)).astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
+def test_contract(case: Case, hopper: None) -> None:
+    """Where it takes a case; else that of every chip keeps it."""
+    order = tuple(f"impl:cuda.{name}" for name in ("hopper_grouped_fp8_gemm", "grouped_fp8_gemm"))
+    with policy_context(SelectionPolicy(per_op={case.kernel: order})):
+        case.run(dispatch.kernels(GPU), GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3)], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("large", [False, True], ids=["small tiles", "large tiles"])
+@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("along", KINDS)
+def test_every_bit_is_the_models(
+    along: Any, kind: str, fast: bool, large: bool, pair: Any, monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    """Of every group, as if it were alone, in both tilings."""
+    if fast and kind == "block":
+        return  # blocks have no fast accumulation
+    tiles, m, rows = KINDS[along][kind], sum(SIZES) + REST, along == "rows"
+    tiling = Tiling(128, 128, 1) if not large else Tiling(128, 256, 1) if fast else Tiling(256, 128, 1)
+    monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
+    shapes: Any = (((), m, K), ((len(SIZES),), N, K)) if rows else (((), K, m), ((), N, m))
+    (a, a_inv), (b, b_inv) = (
+        [put(x, GPU) for x in operand(*shapes[i], pair[i], 1 + i, tiles[i])] for i in (0, 1)
+    )
+    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), float32, GPU)
+    given = (
+        a,
+        b,
+        out,
+        put(np.array(SIZES, np.int32), GPU),
+        along,
+        0,
+        None,
+        *pair,
+        a_inv,
+        b_inv,
+        *tiles,
+        fast,
+        0,
+    )
+    hopper_grouped.grouped_fp8_gemm(*given)
+    named = SimpleNamespace(**SPECS["grouped_fp8_gemm"].bind(*given))
+    how = hopper_grouped.sums(named)
+    assert how is ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    assert_same_bits("out", get(out), modelled_groups(how, dispatch.kernels(GPU), named)["out"])
+
+
+def call(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    sizes: ArrayView,
+    along: Any,
+    tiles: Any,
+    inverses: Any,
+    stream: int,
+) -> None:
+    """A product of E4M3 codes."""
+    how = None, E4M3, E4M3, *inverses, *tiles, False, stream
+    hopper_grouped.grouped_fp8_gemm(a, b, out, sizes, along, 0, *how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_nothing_of_other_groups_is_in_a_sum(kind: str, hopper: None) -> None:
+    """Not even NaN, right before a group's first term and right behind its last one."""
+    tiles, sizes = KINDS["terms"][kind], np.array([100, 0, 37, 200, 63], np.int32)
+    (a, a_inv), (b, b_inv) = (operand((), rows, 400, E4M3, rows, tiles[0]) for rows in (256, 384))
+    inverses, found = [put(x, GPU) for x in (a_inv, b_inv)], []
+    for marred in (False, True):
+        if marred:
+            a[:, 100:137], b[:, 99] = 0x7F, 0xFF
+        out = arrays.empty((5, 256, 384), float32, GPU)
+        call(put(a, GPU), put(b, GPU), out, put(sizes, GPU), "terms", tiles, inverses, 0)
+        found.append(get(out))
+    for e in (1, 3, 4):
+        assert_same_bits(f"group {e}", found[1][e], found[0][e])
+    assert np.isnan(found[1][[0, 2]]).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_call_follows_the_sizes(hopper: None) -> None:
+    import cupy
+
+    (a, a_inv), (b, b_inv) = (operand(g, 512 if g else 1024, 512, E4M3, 1, TENSOR) for g in ((), (4,)))
+    codes, inverses = [put(x, GPU) for x in (a, b)], [put(x, GPU) for x in (a_inv, b_inv)]
+    sizes = put(np.array([1, 2, 3, 4], np.int32), GPU)
+    out, want = (arrays.empty((1024, 512), bfloat16, GPU) for _ in range(2))
+    call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, 0)
+    arrays.synchronize(GPU)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        call(*codes, out, sizes, "rows", (TENSOR, TENSOR), inverses, stream.ptr)
+        graph = stream.end_capture()
+        for other in ([256] * 4, [0, 1000, 24, 0], [1, 0, 0, 0]):
+            arrays.copy(sizes, put(np.array(other, np.int32), GPU))
+            arrays.synchronize(GPU)
+            graph.launch(stream)
+            stream.synchronize()
+            call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, 0)
+            assert_same_bits(str(other), get(out), get(want))
+
+
+# --- without a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``_plan`` without a device; kernels stand for their defines."""
+    monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
+    monkeypatch.setattr(hopper_grouped, "tensor_map", lambda *arguments: repr(arguments).encode())
+    return hopper_grouped._plan.__wrapped__
+
+
+def plan(planned: Any, along: str, m: int, groups: int, kind: str, promote: int) -> Any:
+    n, k = 384, 256
+    shapes = ((m, n), (m, k), (groups, n, k)) if along == "rows" else ((groups, k, n), (k, m), (n, m))
+    out, a, b = shapes
+    return planned(0, along, out, n, a, b, groups, 0, "e4m3", "e4m3", "bf16", KINDS[along][kind], promote)
+
+
+@pytest.mark.parametrize("along", KINDS)
+@pytest.mark.parametrize("m", [16, 208, 4096, 32768])
+@pytest.mark.parametrize("groups", [1, 8, 64])
+def test_every_variant_is_compiled_and_every_block_may_have_a_tile(
+    groups: int, m: int, along: str, planned: Any
+) -> None:
+    for kind in ("tensor", "row", "block"):
+        for promote in (0, 128) if kind != "block" else (128,):
+            found = plan(planned, along, m, groups, kind, promote)
+            assert found.kernel in manifest.source("hopper_gemm.cu").variants
+            tall, wide, band, *own = found.sizes[6:]
+            assert own[:2] == [groups, 0]
+            assert own[3] == (256 if along == "rows" else m)
+            tiles = wide * (tall + groups if along == "rows" else tall * groups)
+            assert 0 < found.blocks <= min(132, tiles)
+            assert band > 0
+
+
+def test_small_groups_have_small_tiles() -> None:
+    """A tile of 256 rows would be filled by less than half."""
+    assert hopper_grouped.tiling("rows", 4096, 4096, 4096, 64, 128, 132).rows == 128
+    assert hopper_grouped.tiling("rows", 32768, 4096, 4096, 8, 128, 132).rows == 256
+
+
+def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotTake, match="tiles"):
+        planned(0, "rows", (64, 64), 64, (64, 64), (1, 64, 64), 1, 0, *"abc", (LINE, LINE), 128)
+    with pytest.raises(CannotTake, match="multiples of 16"):
+        plan(planned, "terms", 24, 2, "tensor", 128)
+    monkeypatch.setattr(launch, "capability", lambda index: (10, 0))
+    with pytest.raises(CannotTake, match=r"10\.0"):
+        plan(planned, "rows", 64, 2, "tensor", 128)
+    codes, scale = np.zeros((16, 128), np.uint8), np.ones(1, np.float32)
+    a, one = arrays.as_view(codes), arrays.as_view(scale)
+    out, sizes = arrays.as_view(np.zeros((16, 16), np.float32)), arrays.as_view(np.ones(1, np.int32))
+    given = a, a.reshape(1, 16, 128), out, sizes, "rows", 0, None
+    with pytest.raises(CannotTake, match="not E5M2 twice"):
+        hopper_grouped.grouped_fp8_gemm(*given, E5M2, E5M2, one, one, TENSOR, TENSOR, True, 0)
+    with pytest.raises(CannotTake, match="an empty one"):
+        hopper_grouped.grouped_fp8_gemm(
+            a.slice(0, 0, 0), *given[1:], E4M3, E4M3, one, one, TENSOR, TENSOR, True, 0
+        )
+
+
+def test_it_is_not_chosen_where_no_policy_names_it() -> None:
+    registry = OpRegistry()
+    register(registry)
+    found = [impl.impl_id for impl in registry.get_implementations("grouped_fp8_gemm")]
+    assert found == ["cuda.grouped_fp8_gemm", "cuda.hopper_grouped_fp8_gemm"]
