@@ -225,7 +225,8 @@ class Float8CurrentScaling(_ScaledNow):
     * ``fp8_format``: Format.HYBRID or Format.E4M3.
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
-    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
+    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; by default the
+      last two have ``use_split_accumulator``.
     * ``fp8_dpa``: bool; attention's products are quantised too (``fp8kit.attention_quantization``), q, k and
       v as an input, their gradients' side as an output gradient. ``fp8_mha``: bool, only beside it; what the
       projections before and after it hand to attention and get from it is in FP8.
