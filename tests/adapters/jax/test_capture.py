@@ -178,7 +178,8 @@ def test_calls_without_a_name_are_numbered():
 
 def test_over_devices():
     """A tensor that lies on several devices is captured as a whole."""
-    mesh = jax.make_mesh((4,), ("data",))
+    auto = (jax.sharding.AxisType.Auto,)  # the loss indexes by arrays
+    mesh = jax.make_mesh((4,), ("data",), axis_types=auto)
     split = jax.device_put(jnp.asarray(X), jax.NamedSharding(mesh, jax.P("data")))
     same(fj.capture(forward, (PARAMS, split), loss), native())
 
