@@ -152,7 +152,7 @@ class Operation:
         return ()
 
     def communicates(self, spec: Any) -> bool:
-        """Whether ranks communicate in a call: then it is not replayed from a recording."""
+        """Whether ranks communicate in a call: then its buffers are whole, each in memory of its own."""
         return any(product.parallel is not None for product in self.products(spec))
 
     def independent_rows(self, spec: Any, saved: Collection[str]) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
 from fp8kit_torch.constants import constant_result, onnx_mode
 from fp8kit_torch.memory import place_of
+from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, slot_addresses
 from fp8kit_torch.torch_compat import library_of_op
 from fp8kit_torch.views import as_view, dtype_of, kind_of
@@ -302,7 +303,8 @@ def define(operation: Operation) -> None:
         ctx.mark_non_differentiable(*output[len(outputs) + len(ctx.signature.passes) :])
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
+    @once
+    def gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
         found, signature = call_by(ctx.call), ctx.signature
         outputs = _outputs(signature)
         results = [*outputs, *signature.passes]
@@ -320,8 +322,11 @@ def define(operation: Operation) -> None:
         if len(made) > len(names):
             record_(ctx.state[1], made[-1], ctx.state[2], found.history, BACKWARD)
         own |= {n: arrived[results.index(out)] for n, out in signature.grad_passes.items()}
+        return [own.get(n) for n in found.names]
+
+    def differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
         none = [None] * (1 + len(ctx.state)) if ctx.state else []
-        return [own.get(n) for n in found.names], none, None
+        return [*gradients(ctx, *grads)], none, None
 
     backward_op = op_of(f"{name}_backward", backward, fake_backward)
     forward_op = op_of(name, forward, fake_forward, (differentiate, setup))

@@ -88,6 +88,9 @@ class TorchMemory:
         kernel, and takes the host three times as long."""
         if not self.cuda:
             return torch.zeros(count, dtype=torch.float32, device=self.where)
+        if self.several and torch_compat.current_device() != self.device.index:
+            with torch.cuda.device(self.where):
+                return self.zeros(count)
         made = _EMPTY["cuda"]((count,), (1,), torch.float32)
         view = ArrayView(made.data_ptr(), (count,), float32, self.device, made)
         provider(self.device).fill_zero(view, self.stream())

@@ -6,6 +6,7 @@ captured into a CUDA graph, and works inside ``jax.jit``. Weights of all groups 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -129,7 +130,7 @@ class _Operand(NamedTuple):
             found: list[Any] = []
             for view in (x, *views):
                 if view is not None and (at_once or len(view.shape) < 3):
-                    view = view.reshape(view.size // view.shape[-1], view.shape[-1])
+                    view = view.reshape(math.prod(view.shape[:-1]), view.shape[-1])
                 elif view is not None:
                     view = view.slice(0, e, 1).reshape(*view.shape[1:])
                 found.append(view)

@@ -160,7 +160,7 @@ struct Walk {
           place_tile(job, tile - first, tall, rank, to);
           to.row += start / ROW_STEP * ROW_STEP, to.from = 0;
           to.top = start, to.end = start + size, to.cover = start + rows;
-          to.depths = to.row < to.end ? (i32)job.depths : 0;
+          to.depths = size && to.row < to.end ? (i32)job.depths : 0;
           break;
         }
         if (group == (i32)job.groups) return false;

@@ -218,6 +218,23 @@ def test_modules_of_flax(kind, recipe):
         fj_flax.GroupedDense(0, N).init(jax.random.key(0), X, sizes)
 
 
+@pytest.mark.parametrize("layout", ["oi", "io"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows(recipe, layout):
+    """Nothing to cast of x and of the gradient, and gradients of 0."""
+    weight = W if layout == "oi" else np.ascontiguousarray(W.transpose(0, 2, 1))
+    given = {"x": X[:0], "weight": weight, "bias": B}
+    leaves = {name: fk.tensor(value, requires_grad=True, device="cpu") for name, value in given.items()}
+    sizes = fk.tensor(np.zeros(E, np.int32), device="cpu")
+    with fk.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        y = fk.nn.moe.grouped_dense(leaves["x"], leaves["weight"], sizes, leaves["bias"], layout)
+    y.backward(G[:0])
+    assert y.shape == (0, N)
+    for name, leaf in leaves.items():
+        assert leaf.grad.shape == given[name].shape
+        assert not leaf.grad.numpy().any()
+
+
 def test_no_rows_and_refusals():
     sizes = jnp.zeros(E, jnp.int32)
     kernel = jnp.asarray(W.transpose(0, 2, 1))

@@ -156,6 +156,17 @@ def test_layers_share_one_compilation(device):
     assert all((layer.fp8_meta["scaling_bwd"].amax_history[-1, 0] > 0).item() for layer in layers)
 
 
+def test_second_derivatives_are_refused(device):
+    """Also where the ops are called as they are, which torch itself lets pass with a warning."""
+    layer = ft.Linear(WIDTH, WIDTH, device=device)
+    function = compiled(layer, "eager")
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    for made in (function(x).square().sum(), function(x).sum()):
+        (grad,) = torch.autograd.grad(made, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="fp8kit_torch: double backward is not supported"):
+            (made + grad.square().sum()).backward()
+
+
 def test_one_module_used_twice(device):
     eager, other = ft.Linear(WIDTH, WIDTH, device=device), ft.Linear(WIDTH, WIDTH, device=device)
     other.load_state_dict(eager.state_dict())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import memory, torch_compat
 from fp8kit_torch.autocast import recipe_of, recipe_parts
 from fp8kit_torch.bound import bind
 from fp8kit_torch.library import OPS, call_by, text_of
@@ -246,3 +248,33 @@ def test_a_tensor_that_outlived_a_transform(device):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     got.sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_zeros_lie_on_their_own_device(monkeypatch):
+    """Of several, where another one is current: outside of an operation's call, too."""
+    current, made = [0], []
+
+    @contextmanager
+    def on(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def empty(shape, strides, dtype):
+        made.append(current[-1])
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    class Provider:
+        def fill_zero(self, view, stream):
+            assert (view.device.index, stream) == (1, 7)
+            view.owner.zero_()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch_compat, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch_compat, "current_stream", lambda index: 7)
+    monkeypatch.setitem(memory._EMPTY, "cuda", empty)
+    monkeypatch.setattr(memory, "provider", lambda device: Provider())
+    own = memory.TorchMemory(torch.device("cuda", 1), compiled=True)
+    assert own.zeros(3).tolist() == [0, 0, 0]
+    assert (made, current) == ([1], [0])
