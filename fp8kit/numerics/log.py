@@ -386,9 +386,13 @@ class Inspector:
             with self._lock:
                 shown, self._shown = self._shown, Shown()
                 # ranks gather together, at each end of a step
-                at_once = shown.fetch(self._blocks) or self.gather is not None or bool(self._shared)
+                at_once = shown.fetch(self._blocks) or self.gather is not None or self._gathers_weights()
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
+
+    def _gathers_weights(self) -> bool:
+        """Whether ranks that have parts of a weight are asked for its statistics in this step."""
+        return any(tensor == "weight" and layer in self._shared for layer, tensor, _ in self._now.asked)
 
     def _make_rows(self, steps: int) -> None:
         """The rows of the first ``steps`` steps that wait for it."""
