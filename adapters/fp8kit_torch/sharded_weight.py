@@ -75,10 +75,11 @@ class _Rows:
 
     def seen(self, plain: Tensor) -> _Seen:
         """A tensor in the memory of ``padded``: a weight where it is its first rows, as they lie."""
-        first = plain.ndim == 2 and plain.shape[1] == self.padded.shape[1]
-        first = first and plain.stride() == self.padded.stride()
-        first = first and plain.storage_offset() == self.padded.storage_offset()
-        made: _Seen = (ShardedWeight if first else _Seen)(plain, self)
+
+        def lying(t: Tensor) -> Any:
+            return t.dtype, t.storage_offset(), t.stride(), t.shape[1:]
+
+        made: _Seen = (ShardedWeight if lying(plain) == lying(self.padded) else _Seen)(plain, self)
         return made
 
     def _now(self) -> int:
@@ -86,8 +87,8 @@ class _Rows:
 
 
 class _Seen(torch.Tensor):
-    """Memory of a process's rows, in any shape: a plain tensor, but that writes to it are known, to views of it
-    too. (Such views have version counters of their own, below autograd and by ``data``.)"""
+    """Memory of a process's rows in any shape: a plain tensor, but writes to it and to its views are known.
+    (``data``, and views that are made below autograd, have version counters of their own.)"""
 
     _rows: _Rows
     _plain: Tensor
@@ -127,6 +128,18 @@ class _Seen(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return made
+
+    # torch refuses both for classes of one's own
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._plain.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self._plain!r})"
