@@ -77,10 +77,15 @@ class Layout:
         return f"t {self.tensor}, p {self.stages}, d {self.data}, {'FSDP' if self.sharded else 'ZeRO-1'}"
 
 
+def tokens_of(gpus: int) -> int:
+    """Of a step."""
+    return max(TOKENS, 2 * SEQUENCE * gpus)
+
+
 def layout(model: Model, gpus: int, tensor: int, stages: int, sharded: bool) -> Layout | None:
     """What a layout costs; None where it divides something that it cannot, or has no sequence for each."""
     data, rest = divmod(gpus, tensor * stages)
-    tokens = max(TOKENS, 2 * SEQUENCE * gpus)
+    tokens = tokens_of(gpus)
     batches = tokens // (SEQUENCE * data) if data else 0
     if rest or model.layers % stages or batches < stages or (sharded and stages > 1):
         return None
@@ -115,16 +120,16 @@ def best(model: Model, gpus: int) -> Layout | None:
 
 def table() -> str:
     """A row for each model and number of GPUs."""
-    head = "| model | GPUs | layout | GB a GPU | GB moved a step | s a step | of it waiting |"
-    lines = [head, "|" + "---|" * 7]
+    head = "| model | GPUs | M tokens | layout | GB a GPU | GB moved a step | s a step | of it waiting |"
+    lines = [head, "|" + "---|" * 8]
     for model, gpus in itertools.product(MODELS, GPUS):
-        one = best(model, gpus)
+        one, tokens = best(model, gpus), f"{tokens_of(gpus) / 1e6:.0f}"
         if one is None:
-            lines.append(f"| {model.name} | {gpus} | none fits | | | | |")
+            lines.append(f"| {model.name} | {gpus} | {tokens} | none fits | | | | |")
             continue
         waits = (one.communication + one.idle) / one.seconds
         cells = f"{one.memory / 1e9:.0f} | {one.moved / 1e9:.0f} | {one.seconds:.2f} | {waits:.0%}"
-        lines.append(f"| {model.name} | {gpus} | {one} | {cells} |")
+        lines.append(f"| {model.name} | {gpus} | {tokens} | {one} | {cells} |")
     return "\n".join(lines)
 
 

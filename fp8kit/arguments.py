@@ -134,6 +134,16 @@ def path(operation: str, value: Any) -> str:
     raise CheckpointError(operation, "path", shown(value), f"a path: {operation}(path, module)")
 
 
+def want_known(cls: type, named: Iterable[str]) -> None:
+    """TypeError for a name that the constructor of ``cls`` does not have, with the one that was meant."""
+    if named:
+        known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        variable = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        for name in () if variable else set(named) - set(known):
+            wrong = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{wrong}{meant(name, list(known)[1:])}")
+
+
 # --- rules: checks of arguments by their names --------------------------------------------------------------
 
 Rule = Callable[[str, str, Any], Any]

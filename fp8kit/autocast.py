@@ -36,6 +36,10 @@ class ForwardState(Protocol):
         """Forget the amaxes that were recorded since the last update."""
 
 
+# what ``recipe`` may be, as refusals say it
+WANTED = "a Recipe, such as fp8kit.recipe.DelayedScaling() or fp8kit.recipes.named('mxfp8'), or None"
+
+
 class AutocastState(NamedTuple):
     """The innermost autocast of the thread or task.
 
@@ -285,19 +289,12 @@ class autocast(ContextDecorator):
         flag: Any
         for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
             if flag is not True and flag is not False:
-                got, more = (
-                    (f"a {type(flag).__name__}", "; recipe= takes it")
-                    if isinstance(flag, Recipe)
-                    else (repr(flag), "")
-                )
+                got = f"a {type(flag).__name__}" if isinstance(flag, Recipe) else shown(flag)
+                more = "; recipe= takes it" if isinstance(flag, Recipe) else ""
+                more = f"; recipe= takes {WANTED}" if isinstance(flag, str) else more
                 raise RecipeError("autocast", name, got, f"a bool{more}")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(
-                "autocast",
-                "recipe",
-                shown(recipe),
-                "a Recipe, such as recipe.DelayedScaling() or recipes.named('mxfp8')" + _inside(recipe),
-            )
+            raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
             group, wanted = (
                 repr(amax_reduction_group),

@@ -106,6 +106,7 @@ _ELSEWHERE = {
     "dropout": "hidden_dropout",
     "dtype": "params_dtype",
     "eps": "epsilon",
+    "learning_rate": "lr",
     "grad": "gradient",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.arguments import choice, flag, integer, is_integer, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
@@ -241,6 +241,8 @@ def _rng(rounding: str, rng: Any, random_signs: bool, where: arrays.Device) -> A
         raise FormatError("quantize", "rng", shown(rng), wanted)
     if rng is None:
         return None
+    if is_integer(rng):
+        raise FormatError("quantize", "rng", rng, f"int64 (seed, offset): rng=({rng}, 0)")
     if isinstance(rng, tuple | list):
         numbers = [integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng]
         rng = np.array(numbers, np.int64)

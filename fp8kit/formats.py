@@ -259,7 +259,10 @@ def dtype(
     found = _named(value)
     if found is None or (among and found not in among):
         known = [kind.name for kind in among] or list(DTYPES)
-        near = meant(_SHORT.get(value, value), known) if found is None and isinstance(value, str) else ""
+        near = ""
+        if found is None and isinstance(value, str):
+            alike = [kind for kind in known if kind.startswith("float8") or not value.startswith("float8")]
+            near = meant(_SHORT.get(value, value), alike)
         raise FormatError(
             operation, argument, shown(value) if found is None else found, f"one of {', '.join(known)}{near}"
         )

@@ -11,13 +11,20 @@ from fp8kit import arrays, codec, formats, packing, printing, quantized_product
 from fp8kit.arguments import choice, flag, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, meant
 from fp8kit.formats import E2M1, E4M3, E8M0, Format
 from fp8kit.quantization import ROTATIONS, SCALE_RULES, SIGNS, TILES
 from fp8kit.tiles import Rotation, along_of, tiling
 
 WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
 _ONE = np.ones(1, np.float32)
+_VALUES = "; dequantize() gives the values"
+# what arrays have -> what there is here
+_INSTEAD = {
+    "numpy": _VALUES,
+    "astype": f"{_VALUES}, in the dtype that it is given",
+    "scale": "; scale_inv is what the codes are multiplied by, 1 / scale",
+}
 
 
 class QuantizedArray:
@@ -335,6 +342,11 @@ class QuantizedArray:
         if self._tensor_scale_inv is not None and self._tensor_scale_inv.size > 1:
             made._tensor_scale_inv = own(self._tensor_scale_inv)
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        more = _INSTEAD.get(name) or meant(name, [each for each in dir(type(self)) if each[0] != "_"])
+        own = type(self).__name__
+        raise AttributeError(f"{own!r} object has no attribute {name!r}{more}", name=name, obj=self)
 
     def __len__(self) -> int:
         if not self.ndim:

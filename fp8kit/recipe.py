@@ -18,7 +18,7 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,15 @@ _SCOPES = ("none", "weights", "activations", "all")
 _NO_MHA = "the projections' operands have scales of small blocks, which attention's FP8 values do not have"
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+
+
+# functions, as torch.compile traces no call whose defaults are objects
+def _fast() -> MMParams:
+    return _FAST
+
+
+def _split() -> MMParams:
+    return _SPLIT
 
 
 @recipe_class
@@ -216,7 +225,8 @@ class Float8CurrentScaling(_ScaledNow):
     * ``fp8_format``: Format.HYBRID or Format.E4M3.
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
-    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
+    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; by default the
+      last two have ``use_split_accumulator``.
     * ``fp8_dpa``: bool; attention's products are quantised too (``fp8kit.attention_quantization``), q, k and
       v as an input, their gradients' side as an output gradient. ``fp8_mha``: bool, only beside it; what the
       projections before and after it hand to attention and get from it is in FP8.
@@ -231,9 +241,9 @@ class Float8CurrentScaling(_ScaledNow):
     fp8_quant_fwd_inp: QParams = None  # type: ignore[assignment]
     fp8_quant_fwd_weight: QParams = None  # type: ignore[assignment]
     fp8_quant_bwd_grad: QParams = None  # type: ignore[assignment]
-    fp8_gemm_fprop: MMParams = _FAST
-    fp8_gemm_dgrad: MMParams = _SPLIT
-    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=_fast)
+    fp8_gemm_dgrad: MMParams = field(default_factory=_split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=_split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
@@ -305,9 +315,9 @@ class Float8BlockScaling(_ScaledNow):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    fp8_gemm_fprop: MMParams = _SPLIT
-    fp8_gemm_dgrad: MMParams = _SPLIT
-    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=_split)
+    fp8_gemm_dgrad: MMParams = field(default_factory=_split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=_split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None

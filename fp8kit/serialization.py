@@ -249,13 +249,19 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, 
     return checkpoint_format.read(arguments.path("load", path))
 
 
+def _foreign(name: str) -> str:
+    """What to do about an entry of fp8kit_torch's ``state_dict``."""
+    torchs = name.endswith("_extra_state")
+    return "; leave it out: FP8 state of fp8kit_torch has another form" if torchs else ""
+
+
 def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> dict[str, ArrayView]:
     """The part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults, where
     it does not fit."""
     faults = []
     if strict:
         faults += [f"missing: {name}" for name in wanted if name not in state]
-        faults += [f"unexpected: {name}" for name in state if name not in wanted]
+        faults += [f"unexpected: {name}{_foreign(name)}" for name in state if name not in wanted]
     found = {}
     for name, target in wanted.items():
         if name not in state:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8kit.arguments import shown
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, meant
 from fp8kit.ops.activation import ActivationSpec, activation_numbers
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit_jax.arguments import as_array, in_dtype_of
@@ -92,7 +92,11 @@ def activation_of(
     name = ACTIVATION_TYPES.get(kinds) if all(isinstance(kind, str) for kind in kinds) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
-        raise FormatError(operation, "activation_type", shown(activation_type), f"one of {known}")
+        asked = (activation_type,) if isinstance(activation_type, str) else kinds
+        alike = {kind[0]: kind for kind in ACTIVATION_TYPES if len(kind) == len(asked)}
+        word = str(asked[0]) if asked else ""
+        near = f"; did you mean {alike[word]}?" if word in alike else meant(word, alike)
+        raise FormatError(operation, "activation_type", shown(activation_type), f"one of {known}{near}")
     if params is not None and not isinstance(params, Mapping):
         raise FormatError(
             operation, argument, type(params).__name__, "a mapping of names to numbers, or None"

@@ -13,8 +13,8 @@ import jax
 
 from fp8kit.arguments import shown
 from fp8kit.attention_quantization import AttentionQuantization
+from fp8kit.autocast import WANTED, current
 from fp8kit.autocast import autocast as scope
-from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
 from fp8kit.recipe import PerLayer, Recipe
@@ -161,9 +161,7 @@ def check_recipe(operation: str, recipe: Any) -> None:
     """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with
     host callables, or with ``reduce_amax=False``."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(
-            operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"
-        )
+        raise RecipeError(operation, "recipe", shown(recipe), WANTED)
     history = history_of(recipe)
     if history is not None:
         if history.on_host:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8kit.arguments import flag
-from fp8kit.autocast import AutocastState, _thread, entered, traced_active
+from fp8kit.autocast import WANTED, AutocastState, _thread, entered, traced_active
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
@@ -57,9 +57,7 @@ class autocast(_autocast):
             if _graph:
                 raise not_compiled("_graph of autocast")
             if recipe is not None and not isinstance(recipe, Recipe):
-                raise RecipeError(
-                    "autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None"
-                )
+                raise RecipeError(f"autocast: recipe: expected {WANTED}")
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
         else:

@@ -80,7 +80,10 @@ def device(operation: str, name: str, value: Any) -> torch.device:
     raise ArgumentError(operation, name, shown(value), 'a device of torch, such as "cpu" or "cuda:1"')
 
 
-dtype, module = instance(torch.dtype, "a torch.dtype"), instance(torch.nn.Module, "a torch.nn.Module")
+dtype, module = (
+    instance(torch.dtype, "a torch.dtype, such as torch.bfloat16"),
+    instance(torch.nn.Module, "a torch.nn.Module"),
+)
 
 
 def splits(operation: str, name: str, value: Any) -> None:

@@ -79,12 +79,26 @@ def status_of(error: Exception) -> int:
 class Parser(argparse.ArgumentParser):
     """A parser whose refusal is one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but that a command refuses what it does not know, not the program around it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = meant(unknown[0].partition("=")[0], known).rstrip("?")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong on standard error and exit with 2."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             word = "cuda" if choice[1] == "gpu" else choice[1]
             message += meant(word, re.findall(r"[\w-]+", choice[2])).rstrip("?")
+        if message.startswith("the following arguments are required: "):
+            for action in self._actions:
+                named = str(action.metavar or action.dest) in message
+                if named and not action.option_strings and action.choices:
+                    message += f", one of {', '.join(action.choices)}"
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 

@@ -63,15 +63,14 @@ def add(commands: Any) -> None:
         "--variant", default="", metavar="KEY=VALUE,...", help="for --ptx, --sass: defines (bfloat16, E4M3)"
     )
     action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
-    check = action(
-        "check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name"
-    )
+    about = f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}"
+    check = action("check", about, _on_device(_check), "name")
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
     bench = action(
         "bench",
         f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: "
         f"{_NO_GPU}",
-        _bench,
+        _on_device(_bench),
         "name",
     )
     for each in (check, bench):
@@ -208,10 +207,20 @@ def _print_resources(found: Found, arch: str) -> None:
 # --- check, bench -------------------------------------------------------------------------------------------
 
 
-def _device(options: argparse.Namespace) -> Device:
-    """The device that is asked for, else CUDA where it is usable, whatever FP8KIT_DEVICE says. BackendError
-    where it is not usable."""
-    return device_of(options) if options.device else (Device("cuda") if arrays.available("cuda") else CPU)
+def _on_device(run: Callable[[argparse.Namespace, Found, Device], int]) -> Callable[..., int]:
+    """``run`` with what is named, on the device that is asked for, else CUDA where it is usable, whatever
+    FP8KIT_DEVICE says. Its status is ``UNCHECKED`` where the one that is asked for is not here."""
+
+    def at(options: argparse.Namespace) -> int:
+        found = sources.find(options.name)
+        try:
+            asked = device_of(options) if options.device else None
+        except BackendError as error:
+            _say(f"{error}; {_NO_GPU}")
+            return UNCHECKED
+        return run(options, found, asked or (Device("cuda") if arrays.available("cuda") else CPU))
+
+    return at
 
 
 def _with(found: Found, operation: str) -> AbstractContextManager[object]:
@@ -240,8 +249,7 @@ def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most
     return wrong
 
 
-def _check(options: argparse.Namespace) -> int:
-    found, device = sources.find(options.name), _device(options)
+def _check(options: argparse.Namespace, found: Found, device: Device) -> int:
     if _lacks_gpu(found, device):
         return UNCHECKED
     wrong = _is_wrong(found, device, options.only)
@@ -260,8 +268,7 @@ def _time(
                 print(f"{lead}{each}")
 
 
-def _bench(options: argparse.Namespace) -> int:
-    found, device = sources.find(options.name), _device(options)
+def _bench(options: argparse.Namespace, found: Found, device: Device) -> int:
     if _lacks_gpu(found, device):
         return UNCHECKED
     _time(found, device, "", options.shape, options.dtype)

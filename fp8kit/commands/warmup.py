@@ -6,12 +6,14 @@ import argparse
 import sys
 from typing import Any
 
+from fp8kit.backends import dispatch
 from fp8kit.commands import add_device, command, device_of, numbers
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS
 
 SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
 # name -> class in fp8kit.recipe
+_ON_CPU = "demo-cpu"  # the preset whose sizes a CPU takes where none are given
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
@@ -25,7 +27,7 @@ def add(commands: Any) -> None:
         "--layer",
         type=_layer,
         metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]",
-        help="sizes of a layer (4096,16384,64,128,1)",
+        help=f"sizes of a layer (4096,16384,64,128,1; on a CPU those of --preset {_ON_CPU})",
     )
     parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="(%(default)s)")
     parser.add_argument(
@@ -67,12 +69,15 @@ def run(options: argparse.Namespace) -> int:
     from fp8kit.warmup import warmup
 
     sizes: dict[str, Any] = options.layer or {}
-    if options.preset is not None:
-        size = PRESETS[options.preset]
-        extents = size.hidden, 4 * size.hidden, size.heads, size.context, size.sequences
-        sizes = dict(zip(SIZES, extents, strict=True))
     # --arch needs none
     device = None if options.device is None or options.arch is not None else device_of(options)
+    chosen = options.preset
+    if not (chosen or sizes or options.arch) and (device or dispatch.default_device()).kind == "cpu":
+        chosen = _ON_CPU
+    if chosen is not None:
+        size = PRESETS[chosen]
+        extents = size.hidden, 4 * size.hidden, size.heads, size.context, size.sequences
+        sizes = dict(zip(SIZES, extents, strict=True))
     done = warmup(
         **sizes,
         dtype=options.dtype,

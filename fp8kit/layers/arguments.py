@@ -121,7 +121,7 @@ CONSTRUCTED: dict[str, Rule] = {
         optional(flag),
         "bottom_right_diagonal enc_dec_bottom_right_diagonal sequence_parallel use_grouped_tensor",
     ),
-    **named(optional(text), "ub_name rng_tracker_name"),
+    **named(optional(text), "name ub_name rng_tracker_name"),
     "parallel_mode": optional(one("row", "column")),
     "symmetric_ar_type": optional(one("multimem_all_reduce", "two_shot", "one_shot")),
     "sm_margin": margin,

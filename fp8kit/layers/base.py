@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from fp8kit import formats
-from fp8kit.arguments import Rule, shown
+from fp8kit.arguments import Rule, shown, want_known
 from fp8kit.collectives import Collectives
-from fp8kit.errors import ArgumentError, meant
+from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
 from fp8kit.lru import memoized
 from fp8kit.ops.registry import SPECS
@@ -109,12 +108,7 @@ class Layer:
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """TypeError for a name that the constructor does not have, with the one that was meant."""
-        if named:
-            known = inspect.signature(cls.__init__).parameters
-            variable = any(p.kind is p.VAR_KEYWORD for p in known.values())
-            for name in () if variable else named.keys() - known:
-                wrong = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{wrong}{meant(name, list(known)[1:])}")
+        want_known(cls, named)
         return super().__new__(cls)
 
     def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:

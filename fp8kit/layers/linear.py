@@ -159,8 +159,9 @@ class Linear(LinearBase):
       "column", of K with "row"; ``tp_size``: how many, where ``set_tensor_parallel_group`` names them later.
       ``sequence_parallel``: the rows of x ("column") or of y ("row") are split over the ranks too, along the
       first dimension. A group is a process group in torch, a ``Collectives`` natively.
-    * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
-      Transformer Engine's, at their defaults only (``fp8kit.layers.unsupported``).
+    * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others
+      are Transformer Engine's: without effect, or at their defaults only, else UnsupportedError
+      (``fp8kit.layers.unsupported``: ``WITHOUT_EFFECT``, ``CONSTRUCTOR``).
 
     x: (..., K); y: (..., N) in x's dtype. Under ``autocast`` the three GEMMs run in FP8 (any sizes; multiples
     of 16 need no padding).

@@ -102,8 +102,8 @@ class TransformerLayer(AttentionBase):
     * ``tp_group``, ``tp_size``, ``set_parallel_mode``, ``sequence_parallel``: as ``MultiheadAttention``; with
       the latter x and y are the rank's part of the sequence, their first dimension.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
-      there is none here. Others are Transformer Engine's, at their defaults only
-      (``layers.unsupported.CONSTRUCTOR``).
+      there is none here. Others are Transformer Engine's: without effect, or at
+      their defaults only (``layers.unsupported``: ``WITHOUT_EFFECT``, ``CONSTRUCTOR``).
 
     Raises Fp8kitError kinds for arguments out of their range.
     """

@@ -1,5 +1,8 @@
 """Optimisers and what goes with them."""
 
+from typing import Any as _Any
+
+from fp8kit import errors as _errors
 from fp8kit.moments import PRESETS, MomentFormat, StateFormats
 from fp8kit.optim.adamw import AdamW
 from fp8kit.optim.base import Optimizer
@@ -20,3 +23,8 @@ __all__ = [
     "clip_grad_norm_",
     "warmup_cosine",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    why = _errors.meant(name, __all__)
+    raise AttributeError(f"module 'fp8kit.optim' has no attribute {name!r}{why}", name=name)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from fp8kit import arrays, captured, serialization
-from fp8kit.arguments import flag, listed, number, shown
+from fp8kit.arguments import flag, listed, number, shown, want_known
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh
@@ -139,6 +139,11 @@ class Optimizer(Loadable):
     """
 
     columns: ClassVar[tuple[str, ...]]
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """TypeError for a name that the constructor does not have, with the one that was meant."""
+        want_known(cls, named)
+        return super().__new__(cls)
 
     def __init__(
         self,

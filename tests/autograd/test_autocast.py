@@ -303,6 +303,8 @@ def test_an_object_that_threads_and_tasks_share():
 def test_a_recipe_in_the_place_of_enabled():
     with pytest.raises(RecipeError, match="enabled: got a DelayedScaling, expected a bool; recipe= takes it"):
         autocast(DelayedScaling())
+    with pytest.raises(RecipeError, match=r"'mxfp8', expected a bool; recipe= .*recipes\.named\('mxfp8'\)"):
+        autocast("mxfp8")
 
 
 def test_touching_needs_an_active_autocast(make_state):

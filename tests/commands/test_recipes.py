@@ -360,7 +360,7 @@ def test_arrays_that_do_not_fit_are_refused():
         (["show", "mxfp"], "`fp8kit recipes list` prints; did you mean mxfp8 or"),
         (["check", "tea"], "fp8kit recipes: name: got 'tea'"),
         (["show"], "required: NAME"),
-        ([], "required: action"),
+        ([], "required: action, one of list, show, "),
         (["lst"], "; did you mean list; "),
         (
             ["check", "mxfp8", "--data", "norml"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from fp8kit import cli
+from fp8kit.models.presets import PRESETS
 
 
 def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
@@ -21,6 +22,14 @@ def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
         printed = capsys.readouterr()
         assert said in printed.out
         assert f"fp8kit warmup: {more}" in printed.err
+
+
+def test_warmup_of_no_sizes_is_small_on_a_cpu(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(sys.modules["fp8kit.warmup"], "warmup", lambda **given: asked.append(given))
+    assert cli.main(["warmup", "--device", "cpu"]) == 0
+    assert cli.main(["warmup", "--arch", "sm_90a"]) == 0
+    assert [given.get("hidden") for given in asked] == [PRESETS["demo-cpu"].hidden, None]
 
 
 def test_warmup_on_a_cpu_says_what_it_is_at(capsys):

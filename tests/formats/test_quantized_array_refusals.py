@@ -14,6 +14,10 @@ X = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
 CODES = np.zeros((4, 32), np.uint8)
 
 
+def stochastic(rng):
+    return fk.quantize(X, rounding="stochastic", rng=rng)
+
+
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
@@ -39,6 +43,10 @@ CODES = np.zeros((4, 32), np.uint8)
         (TypeError, "dequantize", lambda: fk.quantize(X) * 2),
         (TypeError, "dequantize", lambda: X + fk.quantize(X)),
         (AttributeError, r"q\.dequantize", lambda: fk.dequantize),
+        (AttributeError, "'numpy'; dequantize", lambda: fk.quantize(X).numpy()),
+        (AttributeError, "'scale'; scale_inv", lambda: fk.quantize(X).scale),
+        (AttributeError, "did you mean dequantize", lambda: fk.quantize(X).dequantise()),
+        (FormatError, r"got 7, expected int64 \(seed, offset\): rng=\(7, 0\)", lambda: stochastic(rng=7)),
         (FormatError, "along: got 2", lambda: fk.quantize(X, along=2)),
         (FormatError, "along: got True", lambda: fk.quantize(X, along=True)),
         (

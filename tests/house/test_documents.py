@@ -57,11 +57,15 @@ WITH_CODE = [
 ]
 
 
+# page -> how the lines begin that it logs on a CPU: of a kernel for GPUs, which nothing calls there
+LOGGED = {"kernel_lab": "override of quantize_transpose: "}
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("document", WITH_CODE)
 def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
     """All blocks of a document, one after the other, in an interpreter of their own. Lines of the failing
-    block's traceback are those of the document."""
+    block's traceback are those of the document. On a CPU nothing but ``LOGGED`` is logged."""
     path = tmp_path / f"page_{document.stem}.py"  # not the name of a package that it imports
     path.write_text(script(document))
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
@@ -80,7 +84,10 @@ def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    if done.returncode:
+    logged = [
+        line for line in done.stderr.splitlines() if not line.startswith(LOGGED.get(document.stem, "\n"))
+    ]
+    if done.returncode or (device == "cpu" and logged):
         how = f"exit status {done.returncode}, on {device}"
         pytest.fail(f"{document.relative_to(ROOT)}: {how}\n{done.stdout}{done.stderr}", pytrace=False)
 

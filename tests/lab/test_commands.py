@@ -261,6 +261,14 @@ def test_a_file_that_stands_for_nothing_is_refused(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["check", "bench"])
+def test_a_device_that_is_not_here_is_no_fault_of_the_kernel(
+    action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(action, "drop_path", "--device", "cuda:99") == (3, "")
+    assert "it needs a GPU" in capsys.readouterr().err
+
+
 def test_a_wrong_implementation_is_told_by_the_status(gpu: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with fk.override("add", lambda a, b, out, stream: native(out).fill(0)):
         status, out = run("check", "add", "--device", "cuda" if gpu else "cpu")

@@ -234,6 +234,10 @@ def wrong(tmp_path, make):
     [
         (lambda s: s.pop("head.bias"), ["missing: head.bias"]),
         (lambda s: s.update(extra=np.zeros(1)), ["unexpected: extra"]),
+        (
+            lambda s: s.update({"head._extra_state": np.zeros(1)}),
+            ["unexpected: head._extra_state; leave it out"],
+        ),
         (lambda s: s.update({"head.bias": np.zeros(3, ml_dtypes.bfloat16)}), ["head.bias", "(3,)", "(16,)"]),
         (lambda s: s.update({"head.bias": np.zeros(16, np.float32)}), ["head.bias", "float32", "bfloat16"]),
         (

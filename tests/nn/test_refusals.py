@@ -201,6 +201,12 @@ def test_an_input_unlike_the_parameters_is_what_is_named(kind, sizes, recipe):
 
 
 def test_a_misspelt_module_is_told_what_was_meant():
+    with pytest.raises(AttributeError, match=r"^module 'fp8kit\.optim' has no attribute 'Adam'; .* AdamW\?$"):
+        _ = fk.optim.Adam
+    with pytest.raises(TypeError, match=r"argument 'learning_rate'; did you mean lr\?$"):
+        fk.optim.AdamW([], learning_rate=1e-3)
+    with pytest.raises(fk.FormatError, match=r"got 'float8', expected one of float32, bfloat16, float16$"):
+        nn.Linear(4, 6, params_dtype="float8")
     with pytest.raises(AttributeError, match=r"^module 'fp8kit\.nn' has no attribute 'Linaer'; .* Linear\?$"):
         _ = fk.nn.Linaer
     assert not hasattr(fk.nn, "_nothing")

@@ -133,7 +133,8 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
         return getattr(importlib.import_module(f"fp8kit_torch.te_compat.{_LATER[name]}"), name)
     whole = sys.modules.get("transformer_engine")
     at = _BASE if module == "fp8kit_torch" else module
-    if isinstance(getattr(whole, "__fp8kit__", None), _Finder) and name in public_names().get(at, ()):
+    aliased = isinstance(getattr(whole, "__fp8kit__", None), _Finder)
+    if aliased and name in public_names().get(at, ()):
         above = at
         while above := above.rpartition(".")[0]:
             around = getattr(sys.modules[above], name) if name in public_names().get(above, ()) else None
@@ -144,7 +145,7 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
             if found is not None:
                 return found
         return refused(at, name)
-    raise missing(module, name, known)
+    raise missing(module if aliased else module.replace(_BASE, "fp8kit_torch", 1), name, known)
 
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:

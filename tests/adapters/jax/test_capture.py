@@ -168,6 +168,7 @@ def test_over_devices(kind):
 
     def whole(y):
         assert kind == AxisType.Auto or jax.typeof(y).sharding.spec[0] == "data"  # as without capture
+        # the loss indexes by arrays
         return loss(y if kind == AxisType.Auto else jax.sharding.reshard(y, jax.NamedSharding(mesh, jax.P())))
 
     same(fj.capture(forward, (PARAMS, split), whole), native())

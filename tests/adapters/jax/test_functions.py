@@ -329,6 +329,11 @@ def test_refusals_name_operation_and_argument():
         jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.int32))
     with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
         fj.autocast(enabled=True, recipe="delayed")
+    for word in ("swish", ("swish",)):
+        with pytest.raises(Fp8kitError, match="did you mean silu"):
+            fj.activation(x[..., None, :], word)
+    with pytest.raises(Fp8kitError, match=r"got 'gelu', .*did you mean \('gelu',\)"):
+        fj.activation(x[..., None, :], "gelu")
     with (
         pytest.raises(Fp8kitError, match=r"dense: quantizer_set: missing, expected .*create_set"),
         fj.autocast(enabled=True),

@@ -16,7 +16,7 @@ import fp8kit as fk
 from fp8kit.backends import dispatch
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import get_policy
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from fp8kit.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, QParams, Recipe
 from tests.support.combinations import combinations
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
@@ -83,6 +83,33 @@ def test_a_recipe_made_inside(device):
             return ours(x)
 
     same_steps(ours, native, compiled(function), RECIPES["delayed"], device)
+
+
+# CustomRecipe has no default: it is a function of the user's
+KINDS = [
+    kind
+    for name in ft.__all__
+    if isinstance(kind := getattr(ft, name), type) and issubclass(kind, Recipe) and kind is not CustomRecipe
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_recipe_made_inside(device, kind):
+    """With its defaults; the result is that of a recipe made outside."""
+    layer = ft.Linear(WIDTH, 32, device=device)
+    x = torch.randn(16, WIDTH, device=device, requires_grad=True)
+
+    def function(x):
+        with ft.autocast(recipe=kind()):
+            return layer(x)
+
+    results = []
+    for run in (compiled(function), function):
+        layer.reset_fp8_meta_tensors()
+        y = run(x)
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), (x, layer.weight))])
+    for got, want in list(zip(*results, strict=True))[: 1 if kind().quantization.needs_rng else None]:
+        assert torch.equal(got, want)
 
 
 # torch.compile looks at it on inputs that are no leaves

@@ -95,6 +95,8 @@ def test_names_are_the_callers():
             lambda: ft.Linear(4, 6, device="foo"),
             '^Linear: device: got \'foo\', expected a device of torch, such as "cpu" or "cuda:1"',
         ),
+        (lambda: ft.Linear(4, 6, params_dtype="bfloat16"), "such as torch.bfloat16$"),
+        (lambda: ft.Linear(4, 6, name=3), "^Linear: name: got 3, expected a string"),
         (
             lambda: ft.InferenceParams(2, 8, dtype="foo"),
             "^InferenceParams: dtype: got 'foo', expected a torch.dtype",
@@ -275,7 +277,7 @@ def test_a_recipe_that_is_none_is_refused_within_a_compiled_function_too(fullgra
 
     layer = ft.Linear(4, 4, device="cpu")
     for call in (run, torch.compile(run, backend="eager", fullgraph=fullgraph)):
-        with pytest.raises(Exception, match=r"autocast: recipe: .*expected a Recipe, such as recipe"):
+        with pytest.raises(Exception, match=r"autocast: recipe: .*expected a Recipe, such as fp8kit"):
             call(torch.ones(2, 4))
 
 

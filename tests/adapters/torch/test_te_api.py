@@ -3,6 +3,8 @@ and formulas they stand for."""
 
 from __future__ import annotations
 
+import sys
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -250,6 +252,12 @@ def test_the_packed_rotary_embedding(device, form):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [ratio * d, d, d], form, cp_size=2)
     with pytest.raises(ShapeError, match="qkv"):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [d, d, d])
+
+
+def test_modules_within_have_the_frontends_name_where_nothing_was_aliased(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    with pytest.raises(AttributeError, match=r"^module 'fp8kit_torch\.optimizers' .*mean FusedAdam"):
+        _ = ft.optimizers.Adam
 
 
 def test_modules_within_are_attributes_of_the_frontend():
