@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -109,6 +109,14 @@ class Together(Contest):
         free()
         return own
 
+    def enter_all(self, cases: Iterable[str], make: Callable[[str, Row], Step]) -> None:
+        """Enter these, or leave them out where a rank has no time left."""
+        for case in cases:
+            if _slowest(float(self.setting.left() <= 0), self.setting.device):
+                self.leave_out(case)
+            else:
+                self.enter(case, partial(make, case))
+
     def time(self, host: bool = False) -> list[Row]:
         rows = super().time(host)
         for row in rows:
@@ -165,11 +173,7 @@ def tensor_rows(setting: Setting) -> list[Row]:
         row["status"] = verdict(case, problem.kind, found)
         return step
 
-    for case in cases:
-        if _slowest(float(setting.left() <= 0), setting.device):
-            contest.leave_out(case)
-        else:
-            contest.enter(case, partial(make, case))
+    contest.enter_all(cases, make)
     rows = contest.time()
     if setting.device.kind == "cuda":
         contest.look(TORCH)
@@ -290,11 +294,7 @@ def model_rows(setting: Setting) -> list[Row]:
             row["status"] = "WRONG: not finite"
         return step
 
-    for case in cases:
-        if _slowest(float(setting.left() <= 0), setting.device):
-            contest.leave_out(case)
-        else:
-            contest.enter(case, partial(make, case))
+    contest.enter_all(cases, make)
     rows = contest.time()
     if setting.device.kind == "cuda":
         contest.look(f"{TORCH}, {SHARDED}")

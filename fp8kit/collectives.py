@@ -96,10 +96,6 @@ class Collectives:
 
         self._do(operation, label, begin, stream, source, target)
 
-    def started(self, target: ArrayView) -> bool:
-        """Whether something was started into ``target`` that nobody has waited for."""
-        return target.ptr in self._started
-
     def wait(self, target: ArrayView, stream: int) -> None:
         """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
 
@@ -108,7 +104,7 @@ class Collectives:
             with self._waiting(what):
                 wait(on)
 
-        if self.started(target):
+        if target.ptr in self._started:
             _put(target.device, "wait", arrive, (target.ptr,), stream)
 
     def all_to_all(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:

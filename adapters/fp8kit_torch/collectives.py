@@ -159,12 +159,15 @@ def naming_failures(group: Any = None) -> Iterator[None]:
     """Around a training: what a collective of torch's own raises where another process has ended or does not
     come (``fully_shard``, DTensor, DistributedDataParallel, pipelines) becomes a BackendError that names
     what each process of ``group``, None all of them, was doing, and in which layer. Other errors pass, those
-    of fp8kit's collectives too, which say so themselves."""
+    of fp8kit's collectives too, which say so themselves. ArgumentError for what is no group."""
+    if group is not None and not is_group(group):
+        wanted = "None or a process group of torch.distributed"
+        raise ArgumentError("naming_failures", "group", shown(group), wanted)
     try:
         yield
     except RuntimeError as error:
-        ours = isinstance(error, BackendError)
-        if ours or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        of_torch = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not (of_torch and dist.is_initialized()) or isinstance(error, BackendError):
             raise
         ranks = TorchCollectives.of(dist.group.WORLD if group is None else group)
         raise ranks._diagnosed(f"in {_doing(error)}", error, "outside") from error

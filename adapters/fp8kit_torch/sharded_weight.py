@@ -73,25 +73,29 @@ class _Rows:
             dispatch.kernels(rows.device).quantize(rows, *views, *how, _stream(rows.device))
         return self.codes
 
+    def seen(self, plain: Tensor) -> _Seen:
+        """A tensor in the memory of ``padded``: a weight where it is its first rows, as they lie."""
+
+        def lying(t: Tensor) -> Any:
+            return t.dtype, t.storage_offset(), t.stride(), t.shape[1:]
+
+        made: _Seen = (ShardedWeight if lying(plain) == lying(self.padded) else _Seen)(plain, self)
+        return made
+
     def _now(self) -> int:
         return 0 if self.padded.is_inference() else self.padded._version
 
 
-class ShardedWeight(torch.Tensor):
-    """Rows h (rows, K) of a weight that its layer multiplies in FP8, a plain tensor to everybody but
-    ``fully_shard``, which makes it: any optimiser takes it, and ``state_dict`` has its values.
-
-    Gathered are uint8 codes, and with scales of blocks these: of rows that are a multiple of 128 in each
-    process. Where they are not, or a recipe scales neither tensors nor such blocks, the values themselves are
-    gathered, and cast by each process, with a warning.
-    """
+class _Seen(torch.Tensor):
+    """Memory of a process's rows in any shape: a plain tensor, but writes to it and to its views are known.
+    (``data``, and views that are made below autograd, have version counters of their own.)"""
 
     _rows: _Rows
     _plain: Tensor
 
     @staticmethod
-    def __new__(cls, plain: Tensor, rows: _Rows) -> ShardedWeight:
-        made: ShardedWeight = torch_compat.make_subclass(cls, plain)
+    def __new__(cls, plain: Tensor, rows: _Rows) -> Any:
+        made = torch_compat.make_subclass(cls, plain)
         made._plain, made._rows = plain, rows
         return made
 
@@ -105,29 +109,50 @@ class ShardedWeight(torch.Tensor):
         """Every operation on the plain tensor; those by which ``fully_shard`` and modules move rows give such
         rows again."""
         given, named = torch_compat.tree_map(_plain, args), torch_compat.tree_map(_plain, kwargs or {})
-        own = args[0] if args and isinstance(args[0], ShardedWeight) else None
+        own = args[0] if args and isinstance(args[0], _Seen) else None
+        collective = func.namespace == "c10d"  # whose schemas do not say what they write
         for place, argument in enumerate(torch_compat.schema_arguments(func)):
             value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
+            for one in torch_compat.tree_leaves(value) if argument.is_write or collective else ():
                 note_written(one)
-        if own is not None and func in _MOVING:
+        if isinstance(own, ShardedWeight) and func in _MOVING:
             whole = func(own._rows.padded, *given[1:], **named)
             rows = _Rows(whole, own._rows.fp8)
             return ShardedWeight(whole[: own.shape[0]], rows)
         out = func(*given, **named)
-        if own is None:
-            return out
+        if own is None or out is own._plain:
+            return own if own is not None else out
         if func is _aten.new_zeros.default and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
             return ShardedWeight(out, _Rows(out, own._rows.fp8))
-        if func in _ROWS and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
-            return ShardedWeight(out, own._rows)
-        return own if out is own._plain else out
+        return torch_compat.tree_map(own._rows.seen, out) if func.is_view else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return made
+
+    # torch refuses both for classes of one's own
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._plain.tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self._plain!r})"
+
+
+class ShardedWeight(_Seen):
+    """Rows h (rows, K) of a weight that its layer multiplies in FP8, a plain tensor to everybody but
+    ``fully_shard``, which makes it: any optimiser takes it, and ``state_dict`` has its values.
+
+    Gathered are uint8 codes, and with scales of blocks these: of rows that are a multiple of 128 in each
+    process. Where they are not, or a recipe scales neither tensors nor such blocks, the values themselves are
+    gathered, and cast by each process, with a warning.
+    """
 
     # --- what fully_shard calls -----------------------------------------------------------------------------
 
@@ -182,12 +207,12 @@ class ShardedWeight(torch.Tensor):
 
 def note_written(tensor: Any) -> None:
     """Say that somebody wrote to the memory of ``tensor``, where that is a process's rows of a weight."""
-    if isinstance(tensor, ShardedWeight):
+    if isinstance(tensor, _Seen):
         tensor._rows.written = True
 
 
 def _plain(value: Any) -> Any:
-    return value._plain if isinstance(value, ShardedWeight) else value
+    return value._plain if isinstance(value, _Seen) else value
 
 
 def _codes_fit(rows: _Rows, processes: int) -> bool:
@@ -287,4 +312,3 @@ def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
 
 SHARDED_BY.append(_rows_of)
 _MOVING = (_aten._to_copy.default, _aten.clone.default, _aten._pin_memory.default)
-_ROWS = (_aten.detach.default, _aten.alias.default, _aten.slice.Tensor, _aten.view.default)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit import inspection
 from fp8kit.arguments import choice, integer, listed
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor
@@ -146,6 +147,8 @@ def grouped_dense(
     kernel and bias. Returns h (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
     """
     op, state, fp8 = "grouped_dense", current(), None
+    if inspection.inspector is not None:
+        inspection.inspector.unseen(name or "GroupedLinear")
     choice(op, "layout", layout, ("io", "oi"))
     weight = as_tensor(op, "kernel", kernel)
     inputs = {"x": as_tensor(op, "x", x), "weight": weight}

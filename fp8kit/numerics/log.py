@@ -386,9 +386,17 @@ class Inspector:
             with self._lock:
                 shown, self._shown = self._shown, Shown()
                 # ranks gather together, at each end of a step
-                at_once = shown.fetch(self._blocks) or self.gather is not None or bool(self._shared)
+                at_once = shown.fetch(self._blocks) or self.gather is not None or self._gathers_weights()
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
+
+    def _gathers_weights(self) -> bool:
+        """Whether ranks that have parts of a weight are asked for its statistics in this step."""
+        return any(tensor == "weight" and self._ranks_of(layer) for layer, tensor, _ in self._now.asked)
+
+    def _ranks_of(self, layer: str) -> Collectives | None:
+        """The ranks whose parts of a weight are taken together; None where this rank's is by itself."""
+        return None if self.gather_parts is None else self._shared.get(layer)
 
     def _make_rows(self, steps: int) -> None:
         """The rows of the first ``steps`` steps that wait for it."""
@@ -453,11 +461,10 @@ class Inspector:
             found = _total(self.gather(found), asked)
         parts: dict[Collectives, Records] = {}
         for key in sorted(weights, key=lambda key: key[0]):  # in the same order on all ranks
-            if key[0] in self._shared:
-                parts.setdefault(self._shared[key[0]], {})[key] = weights[key]
+            if (ranks := self._ranks_of(key[0])) is not None:
+                parts.setdefault(ranks, {})[key] = weights[key]
         for ranks, records in parts.items():
-            assert self.gather_parts is not None
-            gather = self.gather_parts(ranks)
+            gather = self.gather_parts(ranks)  # type: ignore[misc]
             weights |= records if gather is None else _total(gather(records), asked)
         return found | weights
 

@@ -31,7 +31,7 @@ _DRAWS = {name: 4 + 2 * i for i, name in enumerate(("q", "k", "v", "do", "o", "d
 
 
 @lru_cache(maxsize=256)
-def _turned(own: Quantizer, n: int, signs: str) -> Quantizer:
+def _rotating(own: Quantizer, n: int, signs: str) -> Quantizer:
     return dataclasses.replace(own, hadamard=n, signs=signs)
 
 
@@ -199,9 +199,9 @@ class QuantizedCall:
         self._gather(ws, name, layer, source)
         scales = ws.scratch["scales"]
         amax, scale, inverse = (scales.slice(0, i * (scales.size // 3), 1) for i in range(3))
-        turned = _turned(own, self.rotations[name], self.how.signs)
-        rng = ws.inputs["rng"] if turned.needs_rng else None
-        three = (amax, scale, inverse), turned, 1, _DRAWS[name], rng, ws.stream
+        rotating = _rotating(own, self.rotations[name], self.how.signs)
+        rng = ws.inputs["rng"] if rotating.needs_rng else None
+        three = (amax, scale, inverse), rotating, 1, _DRAWS[name], rng, ws.stream
         cast_rotated(ws.kernels, source, None, ws.scratch[f"wide_{name}"], *three)
 
     def _round(

@@ -273,7 +273,8 @@ class ParallelProduct(Product):
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if self.gathers_x and self.part is not None:
-            self._start_x(ws)
+            if not self.needs_x:  # else ``dgrad`` has begun it
+                self._start_x(ws)
             moved = {name: ws.scratch[self._own(f"{name}_whole")] for name in self._moving("x_qt")}
             for name, whole in moved.items():
                 self._arrive_array(ws, name, whole)
@@ -326,12 +327,9 @@ class ParallelProduct(Product):
         return ws._replace(scratch={**ws.scratch, **moved})
 
     def _start_x(self, ws: WorkingSet) -> None:
-        """Gather x's codes once more, for wgrad, where that has not begun."""
-        comm: Any = self.collectives
+        """Begin to gather x's codes once more, for wgrad."""
         for name in self._moving("x_qt") if self.gathers_x and self.part is not None else ():
-            whole = ws.scratch[self._own(f"{name}_whole")]
-            if not comm.started(self._gathered(ws, name, whole)):
-                self._start(ws, name, ws.saved[name], whole)
+            self._start(ws, name, ws.saved[name], ws.scratch[self._own(f"{name}_whole")])
 
     def _start(self, ws: WorkingSet, name: str, part: ArrayView, whole: ArrayView) -> None:
         """Begin to gather an array of the ranks' parts."""

@@ -10,13 +10,15 @@ import pytest
 import fp8kit as fk
 from fp8kit import collectives
 from fp8kit.autograd import apply
+from fp8kit.autograd.call import scratch
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_quantized import QuantizedProduct
 from fp8kit.recipes import NAMED
 from fp8kit.testing.compare import assert_same_bits
-from tests.support.ranks import LAYOUTS, Operands, alone, part, together
+from tests.support.ranks import LAYOUTS, Operands, alone, part, step, together
 
 # every rule of a scale that ranks share, or need not; the rest in make test-combinations
 USUAL = ("current", "rowwise", "block", "nvfp4_rows", "moss")
@@ -181,9 +183,7 @@ def test_what_is_started_is_waited_for():
         own, whole, part_ = (fk.arrays.as_view(np.zeros(n, np.float32)) for n in (3, 6, 3))
         own.numpy()[:] = ranks.rank + 1
         ranks.start("all_gather", own, whole, 0)
-        assert ranks.started(whole)
         ranks.wait(whole, 0)
-        assert not ranks.started(whole)
         assert whole.numpy().tolist() == [1, 1, 1, 2, 2, 2]
         ranks.start("reduce_scatter", whole, part_, 0)
         ranks.wait(part_, 0)
@@ -193,6 +193,41 @@ def test_what_is_started_is_waited_for():
             ranks.start("all_reduce", own, own, 0)
 
     FakeCollectives(2).run(rank)
+
+
+def test_a_backward_that_failed_does_not_stand_for_the_next(monkeypatch):
+    """What it began to gather is gathered anew, into the same memory."""
+    own, multiply, failing = OWN, QuantizedProduct.dgrad, {0, 1}
+
+    def dgrad(product, ws, g, dx):
+        rank = int(threading.current_thread().name[-1])
+        if product.split and rank in failing:
+            failing.discard(rank)
+            raise MemoryError
+        multiply(product, ws, g, dx)
+
+    memory = [np.zeros(16 << 20, np.uint8) for _ in failing]  # of one call after another, as on a GPU
+
+    def allocate(nbytes, device):
+        lent = memory[int(threading.current_thread().name[-1])]
+        assert nbytes <= lent.nbytes
+        return lent.ctypes.data, lent
+
+    monkeypatch.setattr(QuantizedProduct, "dgrad", dgrad)
+    monkeypatch.setattr(scratch, "allocate", allocate)
+
+    def rank(ranks):
+        how = {"fp8": STATELESS["current"], "parallel": "column", "group": ranks.name, "sequence": True}
+        w, b, g = part(own.w, 0, ranks), part(own.b, 0, ranks), part(own.g, 1, ranks)
+        spec = ProductSpec(own.w.shape[1], (w.shape[0],), **how)
+        with pytest.raises(MemoryError):
+            step(spec, -part(own.x, 0, ranks), w, b, g)
+        assert ranks.rank not in failing
+        return step(spec, part(own.x, 0, ranks), w, b, g)[2]
+
+    found = np.concatenate(FakeCollectives(2).run(rank))
+    monkeypatch.undo()
+    assert_same_bits("dW", found, together(STATELESS["current"], own, 2, "column", True)[2])
 
 
 def test_a_recorded_call_is_made_again_on_other_arrays(monkeypatch):

@@ -15,9 +15,10 @@ from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError
 from fp8kit.numerics import Operand, collect, merge, request, tensor_statistics, values
 from fp8kit.numerics.gathering import gathering
+from fp8kit.numerics.shown import Shown
 from fp8kit.recipes import NAMED
-from tests.support.inspected import W3, G, Native, X, by_name
-from tests.support.inspecting_rank import PARTS, STATS
+from tests.support.inspected import W3, G, Native, X, by_name, logged, section
+from tests.support.inspecting_rank import PARTS, STATS, Parts
 from tests.support.source import ROOT
 
 
@@ -53,6 +54,30 @@ def test_what_is_no_group():
     assert gathering(None) is None
     with pytest.raises(ArgumentError, match=r"group: got 'world', expected None, or a group of ranks"):
         fk.inspect(Native(), None, group="world")
+
+
+def test_a_step_without_weights_waits_for_no_device(monkeypatch):
+    """Nor for other ranks, also where a layer has a part of its weight."""
+    monkeypatch.setattr(Shown, "fetch", lambda self, blocks: False)  # as on a GPU
+    parts, written = Parts(FakeCollectives(2).ranks[0]), []
+    config = section(logged(["max"], ["activation"]))
+    with fk.inspect(parts, config, sinks=lambda rows: written.append(rows[0]["step"])) as log:
+        for known in ([], [0]):
+            parts.column(fk.tensor(X))
+            log.step()
+            assert written == known
+    assert written == [0, 1]
+
+
+def test_parts_by_themselves_from_now_on():
+    """As ``set_weight_tensor_tp_group_reduce(False)`` asks for in the middle of a training."""
+    parts = Parts(FakeCollectives(2).ranks[0])
+    with fk.inspect(parts, section(logged(["max"], ["weight"]))) as log:
+        parts.column(fk.tensor(X))
+        log.gather_parts = None
+        log.step()
+        (row,) = log.rows()
+    assert row["value"] == np.split(W3, 2)[0].max()
 
 
 def read(file):

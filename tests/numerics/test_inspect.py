@@ -24,8 +24,11 @@ from fp8kit.inspection import TENSORS
 from fp8kit.numerics import shown, tensor_statistics
 from fp8kit.numerics.shown import Copy
 from tests.support.inspected import (
+    HIDDEN,
     LAYERS,
+    OUT,
     RECIPES,
+    ROWS,
     STATS,
     TWIN_STATS,
     TWINS,
@@ -557,3 +560,15 @@ def test_transformer_layers_have_transformer_engines_names():
         log.step()
     names = {"self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"}
     assert {row["layer"] for row in log.rows()} == names
+
+
+def test_experts_with_sizes_on_the_device(caplog):
+    """They show nothing, and that is said once."""
+    model, kernel = Native(), np.zeros((2, HIDDEN, OUT), np.float32)
+    sizes = np.array([ROWS, 0], np.int32)
+    with fk.inspect(model, section(logged(["max"]), {"layer_types": ["experts"]})):
+        for _ in range(2):
+            fk.nn.moe.grouped_dense(fk.tensor(X), fk.tensor(kernel), fk.tensor(sizes), name="experts")
+            fk.nn.moe.grouped_dense(fk.tensor(X), fk.tensor(kernel), fk.tensor(sizes), name="others")
+    assert sum("layer experts shows nothing" in message for message in caplog.messages) == 1
+    assert not any("layer others" in message for message in caplog.messages)

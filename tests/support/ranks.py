@@ -35,7 +35,7 @@ class Operands:
 def alone(fp8: Quantization | None, own: Operands) -> list[Any]:
     """y, dx, dW and db of one rank."""
     spec = ProductSpec(own.w.shape[1], (own.w.shape[0],), fp8=fp8)
-    return _step(spec, own.x, own.w, own.b, own.g)
+    return step(spec, own.x, own.w, own.b, own.g)
 
 
 def together(fp8: Quantization | None, own: Operands, size: int, mode: str, sequence: bool) -> list[Any]:
@@ -53,7 +53,7 @@ def together(fp8: Quantization | None, own: Operands, size: int, mode: str, sequ
             spec = ProductSpec(k // size, (n,), **how)
             x, w, b = part(own.x, 1, ranks), part(own.w, 1, ranks), own.b
             g = part(own.g, 0, ranks) if sequence else own.g
-        return _step(spec, x, w, b, g)
+        return step(spec, x, w, b, g)
 
     y, dx, dw, db = zip(*FakeCollectives(size).run(rank), strict=True)
     rows = {"y": sequence and not column, "dx": sequence and column}
@@ -74,7 +74,8 @@ def together(fp8: Quantization | None, own: Operands, size: int, mode: str, sequ
     ]
 
 
-def _step(spec: ProductSpec, x: Any, w: Any, b: Any, g: Any) -> list[Any]:
+def step(spec: ProductSpec, x: Any, w: Any, b: Any, g: Any) -> list[Any]:
+    """y and the gradients of x, w and b."""
     tensors = {
         name: fk.tensor(value, requires_grad=True, device="cpu")
         for name, value in (("x", x), ("weight0", w), ("bias0", b))

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from fp8kit_jax import flax as fl
 from fp8kit_jax import nnx as fn
+from jax.sharding import AxisType
 
 import fp8kit as fk
 from fp8kit import cli, inspection
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.numerics import Dump, GemmOperands, capture
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
-from tests.support.inspected import HIDDEN, INNER, OUT, RECIPES, W1, W2, W3, Native, X, logged, section
+from tests.support.inspected import HIDDEN, OUT, RECIPES, W1, W2, W3, Native, X, logged, section
+from tests.support.inspected_flax import Linen, Nnx
 
 PARAMS = {"fc1": jnp.asarray(W1.T)[:, None, :], "fc2": jnp.asarray(W2.T), "out": jnp.asarray(W3.T)}
 NAMES = ["mlp.fc1", "mlp.fc2", "out"]
@@ -79,23 +80,6 @@ def test_kernels_as_pytorch_has_them():
         return loss(fj.dense(h, kernels[2], contracting_dims=((-1,), (1,)), name="out"))
 
     same(fj.capture(run, ([W1[None], W2, W3], X)), native())
-
-
-class Linen(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x, _ = fl.LayerNormMLP(intermediate_dim=INNER, name="mlp")(x)
-        return fl.DenseGeneral(OUT, name="out")(x)
-
-
-class Nnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.mlp = fn.LayerNormMLP(HIDDEN, INNER, rngs=rngs)
-        self.out = fn.DenseGeneral(HIDDEN, OUT, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.mlp(x))
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx", "bfloat16"])
@@ -176,12 +160,18 @@ def test_calls_without_a_name_are_numbered():
     assert [own.weight[0, 0] for own in dump.gemms.values()] == [1, 2, 3]
 
 
-def test_over_devices():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_over_devices(kind):
     """A tensor that lies on several devices is captured as a whole."""
-    auto = (jax.sharding.AxisType.Auto,)  # the loss indexes by arrays
-    mesh = jax.make_mesh((4,), ("data",), axis_types=auto)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     split = jax.device_put(jnp.asarray(X), jax.NamedSharding(mesh, jax.P("data")))
-    same(fj.capture(forward, (PARAMS, split), loss), native())
+
+    def whole(y):
+        assert kind == AxisType.Auto or jax.typeof(y).sharding.spec[0] == "data"  # as without capture
+        # the loss indexes by arrays
+        return loss(y if kind == AxisType.Auto else jax.sharding.reshard(y, jax.NamedSharding(mesh, jax.P())))
+
+    same(fj.capture(forward, (PARAMS, split), whole), native())
 
 
 def test_what_cannot_be_captured():

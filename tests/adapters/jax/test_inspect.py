@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 from fp8kit_jax import flax as fl
 from fp8kit_jax import nnx as fn
 
@@ -16,7 +15,6 @@ from fp8kit.errors import ArgumentError
 from tests.support.combinations import combinations
 from tests.support.inspected import (
     HIDDEN,
-    INNER,
     OUT,
     RECIPES,
     STATS,
@@ -31,6 +29,7 @@ from tests.support.inspected import (
     logged,
     section,
 )
+from tests.support.inspected_flax import Linen, Nnx
 
 CONFIG = section(logged(STATS) | {"LogFp8TensorStats": TWIN_STATS})
 WEIGHTS = jnp.asarray(W1)[None], jnp.asarray(W2), jnp.asarray(W3)
@@ -123,23 +122,6 @@ def test_scan_vmap_and_devices():
         want = float(np.abs(X.astype(np.float64)).sum())
         assert found["out", "activation", "l1_norm"] == pytest.approx(want, rel=1e-6), name
         assert found["out", "activation", "max"] == X.max(), name
-
-
-class Linen(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x, _ = fl.LayerNormMLP(intermediate_dim=INNER, name="mlp")(x)
-        return fl.DenseGeneral(OUT, name="out")(x)
-
-
-class Nnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.mlp = fn.LayerNormMLP(HIDDEN, INNER, rngs=rngs)
-        self.out = fn.DenseGeneral(HIDDEN, OUT, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.mlp(x))
 
 
 def test_names_of_flax():

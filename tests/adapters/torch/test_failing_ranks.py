@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fp8kit_torch.collectives import naming_failures
 
 from fp8kit.commands import launch
-from fp8kit.errors import BackendError
+from fp8kit.errors import ArgumentError, BackendError
 from tests.support.source import ROOT
 
 SAID = {
@@ -43,10 +43,17 @@ def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="mine") as caught, naming_failures():
         raise RuntimeError("mine")
     assert type(caught.value) is RuntimeError
+    with pytest.raises(dist.DistBackendError, match="no group"), naming_failures():
+        raise dist.DistBackendError("before there is a process group: no group")
     own = BackendError("collectives", "rank 0", "gloo", "the same call")
     with pytest.raises(BackendError) as found, naming_failures():
         raise own
     assert found.value is own
+
+
+def test_what_is_no_group():
+    with pytest.raises(ArgumentError, match=r"group: got 'all', expected None or a process group"):
+        naming_failures("all").__enter__()
 
 
 def test_a_failure_is_named_by_layer(tmp_path):

@@ -6,12 +6,14 @@ import pytest
 import torch
 from fp8kit_torch import sharded_weight
 from fp8kit_torch.weight_scales import amax_of, scales_of
+from torch import distributed
 
 from fp8kit import float8
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.processes import run
 
+FP8 = DelayedScaling().quantization
 WRITES = {
     "in place": lambda w: w.add_(1),
     "flat": lambda w: w.view(-1).add_(1),
@@ -20,12 +22,24 @@ WRITES = {
     "by index": lambda w: w.__setitem__(0, 4.0),
     "several": lambda w: torch._foreach_add_([w], 1.0),
     "data": lambda w: w.data.add_(1),
+    "data, flat": lambda w: w.data.view(-1).add_(1),
+    "data, transposed": lambda w: w.data.detach().t()[1].mul_(2),
+    "data, rows": lambda w: [row.add_(1) for row in w.data.data.unbind(0)],
+    "all_reduce": lambda w: distributed.all_reduce(w.data),
+    "broadcast of a part": lambda w: distributed.broadcast(w.data.view(-1)[:4], 0),
 }
 
 
+@pytest.fixture(scope="module")
+def one_process():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("write", WRITES)
-def test_every_write_is_known(write):
-    weight = sharded_weight._rows_of(torch.ones(4, 8), DelayedScaling().quantization)
+def test_every_write_is_known(write, one_process):
+    weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
     rows = weight._rows
     assert rows.changed
     rows.take(*[torch.ones(1)] * 3)
@@ -34,6 +48,24 @@ def test_every_write_is_known(write):
     with torch.no_grad():
         WRITES[write](weight)
     assert rows.changed
+
+
+PARTS = {
+    "rows": lambda w: w[1:3],
+    "every other row": lambda w: w[::2],
+    "flat": lambda w: w.view(-1),
+    "as wide": lambda w: w.t()[:, :4].t(),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_moved_as_it_is(part):
+    """As a checkpoint does, whose processes have other rows; the first rows alone are a weight."""
+    values = torch.arange(32.0).reshape(4, 8)
+    seen, expected = (PARTS[part](w) for w in (sharded_weight._rows_of(values, FP8), values.clone()))
+    with torch.no_grad():
+        for moved in (seen.clone(), seen.to(torch.float64), seen.detach().contiguous()):
+            assert torch.equal(moved.double(), expected.double())
 
 
 PLACES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu)]
