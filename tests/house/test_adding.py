@@ -46,7 +46,7 @@ ADDED = {
     "recipe": Added(
         1,
         ("mxfp8_240",),
-        7,
+        6,
         (
             "nn/test_named_recipes.py",
             "nn/test_layer_recipes.py",
