@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit import inspection
 from fp8kit.arguments import choice, integer, listed
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor
-from fp8kit.errors import ShapeError, UnsupportedError
+from fp8kit.errors import ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
@@ -161,8 +162,10 @@ def grouped_dense(
         own = state.recipe.for_layer("GroupedLinear", name or "")
         fp8 = None if own is None else own.quantization
     sides = shape[1:] if layout == "io" else shape[:0:-1]
-    spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
-    return apply(expert_linear, spec, inputs)["y"]
+    inspection.unseen(name or op)
+    with on_behalf_of(op, weight="kernel"):
+        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
+        return apply(expert_linear, spec, inputs)["y"]
 
 
 def token_combine(

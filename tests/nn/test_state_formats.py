@@ -272,6 +272,14 @@ def test_a_skipped_step_changes_nothing(device):
                     assert_same_bits(name, value.numpy(), state[name])
 
 
+def test_a_format_stands_for_its_name():
+    param = tensor(np.ones(2, np.float32), requires_grad=True)
+    own = AdamW([param], exp_avg_dtype=formats.E4M3, exp_avg_sq_dtype=formats.float16).formats
+    assert own == StateFormats(MomentFormat("E4M3"), MomentFormat("float16"))
+    with pytest.raises(FormatError, match="format: got 'E3M2', expected one of float32, bfloat16"):
+        AdamW([param], exp_avg_dtype=formats.E3M2)
+
+
 def test_refusals():
     for make, word in (
         (lambda: MomentFormat("E3M2"), "format"),
