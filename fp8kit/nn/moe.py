@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fp8kit import inspection
-from fp8kit.arguments import choice, integer, listed
+from fp8kit.arguments import choice, integer, listed, shown
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor
-from fp8kit.errors import ShapeError, UnsupportedError, on_behalf_of
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
@@ -148,6 +148,8 @@ def grouped_dense(
     """
     op, state, fp8 = "grouped_dense", current(), None
     choice(op, "layout", layout, ("io", "oi"))
+    if not (name is None or isinstance(name, str)):
+        raise ArgumentError(op, "name", shown(name), "a text or None")
     weight = as_tensor(op, "kernel", kernel)
     inputs = {"x": as_tensor(op, "x", x), "weight": weight}
     inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)

@@ -256,8 +256,9 @@ def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) ->
     stays as it was.
 
     ``Dump.save`` writes them for ``fp8kit recipes compare``. Memory: a copy of all operands on the host.
-    Raises ArgumentError for a model without parameters or GEMMs, and for a loss that is no Tensor of one
-    element; UnsupportedError for a weight that is multiplied twice, or has no gradient.
+    Products of groups whose sizes stay on the device are left out, with a warning. Raises
+    ArgumentError for a model without parameters or GEMMs, and for a loss that is no Tensor of one element;
+    UnsupportedError for a weight that is multiplied twice, or has no gradient.
     """
     if not callable(getattr(model, "named_parameters", None)):
         wanted = "an fk.nn.Module; fp8kit_jax.capture takes functions and Flax's modules"

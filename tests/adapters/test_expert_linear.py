@@ -257,6 +257,8 @@ def test_no_rows_and_refusals():
         fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi")
     with pytest.raises(ArgumentError, match="layout"):
         fk.nn.moe.grouped_dense(X, W, SIZES, layout="nt")
+    with pytest.raises(ArgumentError, match="grouped_dense: name: got 3"):
+        fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi", name=3)
     delayed = DelayedScaling()
     for given in (None, fj.create_set(delayed)):
         with (
