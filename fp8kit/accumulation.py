@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arguments import choice, integer, shown
-from fp8kit.errors import ArgumentError, FormatError
+from fp8kit.arguments import integer, shown
+from fp8kit.errors import ArgumentError, FormatError, meant
 from fp8kit.formats import Format
 
 # bits after the leading one that float32 keeps: an accumulator has no more
@@ -124,7 +124,11 @@ def accumulation(operation: str, argument: str, value: Any, known: Iterable[str]
         return value
     if not isinstance(value, str):
         raise ArgumentError(operation, argument, shown(value), "a name or an fk.Accumulation")
-    return ACCUMULATIONS[choice(operation, argument, value, known or ACCUMULATIONS)]
+    names = tuple(known or ACCUMULATIONS)
+    if value not in names:
+        wanted = f"one of {', '.join(names)}, or an fk.Accumulation{meant(value, names)}"
+        raise ArgumentError(operation, argument, shown(value), wanted)
+    return ACCUMULATIONS[value]
 
 
 def check_formats(operation: str, *formats: Format, group: int = 0) -> None:

@@ -113,6 +113,9 @@ class AttentionQuantization:
                 self._refuse(name, shown(getattr(self, name)), f"one of {(0, *ROTATIONS)}")
         flag("AttentionQuantization", "emulated", self.emulated, RecipeError)
         choice("AttentionQuantization", "signs", self.signs, SIGNS, RecipeError)
+        if self.signs != "plus" and not self.rotates:
+            got = f"{self.signs!r} without a rotation"
+            self._refuse("signs", got, "rotation or rotation_v of 16 or more, which takes it")
         whole = all(operands[name].granularity == "tensor" for name in ("q", "k", "v", "do"))
         if self.rows_per_block and not whole:
             self._refuse("rows_per_block", self.rows_per_block, "0 beside blocks along the contraction")

@@ -9,7 +9,7 @@ inspector itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -134,6 +134,16 @@ class Inspector(Protocol):
 
 
 inspector: Inspector | None = None
+# called with the names of layers whose products of groups show nothing, while something records products
+watching: Callable[[str], None] | None = None
+
+
+def unseen(layer: str) -> None:
+    """Say that a layer's products, of groups whose sizes stay on the device, show nothing."""
+    if inspector is not None:
+        inspector.unseen(layer)
+    if watching is not None:
+        watching(layer)
 
 
 def is_watched(name: str) -> bool:

@@ -233,6 +233,11 @@ class PerLayer(Recipe):
         found = self._found(name)
         return None if found is None else found.attention_for(name)
 
+    @property
+    def needs_rng(self) -> bool:
+        """Whether a rule's recipe or the default draws random bits."""
+        return any(own is not None and own.needs_rng for own in (self.default, *(r[1] for r in self.rules)))
+
     def _found(self, name: str) -> Recipe | None:
         return next((recipe for pattern, recipe in self.rules if fnmatchcase(name, pattern)), self.default)
 

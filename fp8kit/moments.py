@@ -196,18 +196,23 @@ PRESETS: dict[str, StateFormats] = {
 }
 
 
+def _name(format: Any) -> Any:
+    """That of a format; anything else as it is."""
+    return format.name if isinstance(format, Format | DType) else format
+
+
 def state_formats(
     operation: str, states: Any, exp_avg: Any = None, exp_avg_sq: Any = None, master: Any = None
 ) -> StateFormats:
     """``states`` (a preset's name or StateFormats) with the parts that are not None in their place. A moment
-    is a MomentFormat or a format's name, which is one for the tensor. ArgumentError for an unknown preset,
-    FormatError for the rest."""
+    is a MomentFormat, or a format or its name, which is one for the tensor. ArgumentError for an unknown
+    preset, FormatError for the rest."""
     found = PRESETS.get(states) if isinstance(states, str) else states
     if not isinstance(found, StateFormats):
         known = f"{', '.join(PRESETS)}{meant(states, PRESETS)}"
         raise ArgumentError(operation, "states", repr(states), f"StateFormats or {known}")
     moments = [
-        whole if one is None else MomentFormat(one) if isinstance(one, str) else one
+        whole if one is None else one if isinstance(one, MomentFormat) else MomentFormat(_name(one))
         for one, whole in ((exp_avg, found.exp_avg), (exp_avg_sq, found.exp_avg_sq))
     ]
     return StateFormats(moments[0], moments[1], found.master if master is None else master)

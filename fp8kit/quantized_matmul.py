@@ -23,11 +23,12 @@ def matmul(
       ``fk.Accumulation``.
     * ``dtype``: float32, bfloat16 or float16; the float32 result is rounded to it once.
 
-    With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32. With
-    blocks along K each block is summed by itself, multiplied by its two scales and added to a float32 sum, of
-    "exact" a float64 one; those of "blackwell_mx" and "blackwell_fp4" are part of each term
-    (``fk.Accumulation``). NVFP4's scales of tensors multiply the float32 result. Modelled sums take formats
-    of at most 5 exponent bits, and rows and blocks that run along K.
+    With scales of tensors or rows the sum of codes is multiplied by both scales at the end, in float32: of
+    tensors sum * (left * right), of rows (sum * right) * left. With blocks along K each block is summed by
+    itself, multiplied by its two scales and added to a float32 sum, of "exact" a float64 one; those of
+    "blackwell_mx" and "blackwell_fp4" are part of each term (``fk.Accumulation``). NVFP4's scales of tensors
+    multiply the float32 result. Modelled sums take formats of at most 5 exponent bits, and rows and blocks
+    that run along K.
 
     Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, and for
     rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for another

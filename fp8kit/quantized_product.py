@@ -141,6 +141,10 @@ def explain(a: QuantizedArray, b: QuantizedArray | None) -> str:
         _DECODED: "emulated, the product of the decoded operands in float32 (kernel gemm)",
     }[kernel]
     said = f"{' @ '.join(sides)} on {a.device}: {how}, because {why}."
+    for which, side in (("left", _left(a)), ("right", right)):
+        high, wide = TILES[side.scaling]
+        if wide and high != wide and not side.along_k:
+            said += f" The blocks of the {which} operand lie across the contraction."
     if right.rotation:
         said += f" Both are rotated along the contraction ({right.rotation}), which cancels."
     if kernel == _DECODED and "nvfp4" in f"{a.scaling} {right.scaling}":

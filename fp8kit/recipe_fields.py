@@ -209,6 +209,12 @@ class Recipe(Strict):
         return self.attention
 
     @property
+    def needs_rng(self) -> bool:
+        """Whether a layer's products, or attention, draw random bits under this recipe."""
+        attention = self.attention
+        return self.quantization.needs_rng or (attention is not None and attention.needs_rng)
+
+    @property
     def history(self) -> AmaxHistory | None:
         """How scales follow from the amaxes of earlier steps; None where no operand's scale does."""
         return None

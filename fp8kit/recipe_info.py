@@ -176,7 +176,6 @@ def facts(name: str) -> dict[str, Any]:
         "short_name": recipe.short_name(),
         "source": source,
         "devices": {str(device): support_on(recipe, device)._asdict() for device in devices()},
-        "random": recipe.quantization.needs_rng
-        or (recipe.attention is not None and recipe.attention.needs_rng),
+        "random": recipe.needs_rng,
         "state": recipe.history is not None,
     }

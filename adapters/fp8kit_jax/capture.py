@@ -20,7 +20,7 @@ from fp8kit.arguments import function, shown
 from fp8kit.autocast import autocast
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.inspection import Entry, Place, Watch
-from fp8kit.numerics.capture import Dump, GemmOperands, called
+from fp8kit.numerics.capture import Dump, GemmOperands, called, left_out_alone
 from fp8kit.numerics.config import Config, Dumped, Effect, Section, Steps
 from fp8kit.numerics.log import Inspector
 from fp8kit.quantization import OPERANDS, Quantization
@@ -50,6 +50,7 @@ class _Recorder(Inspector):
         self._unnamed: dict[str, None] = {}
         self._operands: dict[_Layer, dict[str, Any]] = {}
         self._differing: set[_Layer] = set()
+        self._left_out: dict[str, None] = {}
 
     def of_products(
         self, names: tuple[tuple[str, str], ...], base: Quantization | None, transposed: bool = False
@@ -75,12 +76,18 @@ class _Recorder(Inspector):
                 elif known[own.tensor].shape != value.shape or _digest(known[own.tensor]) != _digest(value):
                     self._differing.add(layer)
 
+    def unseen(self, name: str) -> None:
+        self._left_out[name] = None
+        super().unseen(name)
+
     def _say_missing(self) -> None:
         """``dump`` says it."""
 
     def dump(self) -> Dump:
         """What was shown. ArgumentError where nothing was, UnsupportedError for a layer that ran twice and
         for one without a gradient."""
+        if not self._operands and self._left_out:
+            raise left_out_alone(self._left_out)
         if not self._operands:
             got = "a model that called no product of fp8kit's layers"
             raise ArgumentError(

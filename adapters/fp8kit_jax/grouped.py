@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from fp8kit import inspection
 from fp8kit.arguments import shown
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
+from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of
 from fp8kit_jax.checks import dtype
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
+from fp8kit_jax.scopes import recipe_in_force
 
 _LAYOUTS = {((1,), (1,)): "io", ((1,), (2,)): "oi"}
 
@@ -75,13 +77,19 @@ def grouped_dense(
         raise FormatError(op, "group_sizes", sizes.dtype.name, "integers")
     experts, *sides = kernel.shape
     n = sides[1] if layout == "io" else sides[0]
+    label = name if isinstance(name, str) else ""
+    own = recipe_in_force(op, label) if quantizer_set is None else getattr(quantizer_set, "recipe", None)
+    own = own.for_layer(op, label) if isinstance(own, Recipe) else None
+    if own is not None and own.history is not None:
+        wanted = "a recipe whose scales follow from the data, Float8CurrentScaling say"
+        raise UnsupportedError(op, "recipe", own.short_name(), wanted)
     found = resolve(op, quantizer_set, name)
     fp8 = fp8_of(found)
-    if inspection.inspector is not None:
-        inspection.inspector.unseen(found.layer or op)
+    inspection.unseen(found.layer or op)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
-    spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
-    y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
+    with on_behalf_of(op, weight="kernel"):
+        spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
+        y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 

@@ -16,7 +16,8 @@ from fp8kit_torch.views import as_view, has_kind
 
 def capture(model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Dump:
     """The operands of every GEMM of fp8kit's layers in ``model`` that multiplies a weight, of one batch, in
-    high precision; not those of other modules.
+    high precision; not those of other modules, and, with a warning, not those of groups whose sizes stay on
+    the device.
 
     ``batch``: what the model is called with: a tuple of arguments, a mapping of names, or one argument.
     ``loss``: a function of what the model gives to a tensor of one element; None where the model gives such a

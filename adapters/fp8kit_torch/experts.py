@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit import inspection
 from fp8kit.autocast import current, traced_state
-from fp8kit.errors import UnsupportedError
+from fp8kit.errors import UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.ops.activation import activation
 from fp8kit.ops.expert_linear import expert_linear
@@ -32,8 +32,8 @@ def expert_product(
     bias (E, N) or None. ``layer``: class and name, by which recipes know it. UnsupportedError for recipes
     that ``expert_linear`` does not carry out, and while calibrating."""
     fields = weight.shape[0], weight.shape[2], weight.shape[1], "oi"
-    if not torch.compiler.is_compiling() and inspection.inspector is not None:
-        inspection.inspector.unseen(layer[1] or layer[0])
+    if not torch.compiler.is_compiling():
+        inspection.unseen(layer[1] or layer[0])
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
@@ -43,7 +43,8 @@ def expert_product(
         spec = expert_text(fields, recipe_parts(state.recipe), layer)
     else:
         own = state.recipe.for_layer(*layer)
-        spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
+        with on_behalf_of(layer[0]):
+            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     return apply(expert_linear, spec, inputs)["y"]
 

@@ -269,6 +269,8 @@ def _check(options: argparse.Namespace) -> int:
     print(f"{said}; {options.dtype}, seed {options.seed}")
     if found.step == 2:
         print("the second step on the same data: its scales are those of the first step's amaxes")
+    if recipe.attention is not None:
+        print("the products of a layer; attention's, which this recipe quantises too, are not checked")
     print()
     casts = recipe_info.gemm_facts(recipe)
     rows = []

@@ -14,9 +14,9 @@ from fp8kit.recipes import NAMED, entry
 _WORDS = (
     "DUMP is a file of fk.numerics.capture(model, batch).save(DUMP), or of capture of fp8kit_torch or "
     "fp8kit_jax. Errors are relative, sqrt(sum (x - v)^2 / sum x^2), against float64 products of the "
-    "operands as they are. Of each GEMM the recipes stand from the smallest to the largest error of y, dx "
-    "and dW; worst operand: the cast with the largest error. A recipe whose scales follow from earlier steps "
-    "is checked in its second step, on the same data."
+    "operands as they are. Of each GEMM the recipes are sorted by the largest of the errors of y, dx and dW; "
+    "worst operand: the cast with the largest error. A recipe whose scales follow from earlier steps is "
+    "checked in its second step, on the same data."
 )
 _ROWS = 2048
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fp8kit import inspection
-from fp8kit.arguments import choice, integer, listed
+from fp8kit.arguments import choice, integer, listed, shown
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor
-from fp8kit.errors import ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
@@ -150,6 +150,8 @@ def grouped_dense(
     if inspection.inspector is not None:
         inspection.inspector.unseen(name or "GroupedLinear")
     choice(op, "layout", layout, ("io", "oi"))
+    if not (name is None or isinstance(name, str)):
+        raise ArgumentError(op, "name", shown(name), "a text or None")
     weight = as_tensor(op, "kernel", kernel)
     inputs = {"x": as_tensor(op, "x", x), "weight": weight}
     inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)
@@ -164,8 +166,10 @@ def grouped_dense(
         own = state.recipe.for_layer("GroupedLinear", name or "")
         fp8 = None if own is None else own.quantization
     sides = shape[1:] if layout == "io" else shape[:0:-1]
-    spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
-    return apply(expert_linear, spec, inputs)["y"]
+    inspection.unseen(name or op)
+    with on_behalf_of(op, weight="kernel"):
+        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
+        return apply(expert_linear, spec, inputs)["y"]
 
 
 def token_combine(

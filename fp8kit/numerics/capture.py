@@ -8,16 +8,17 @@ serves every frontend that runs kernels when the model is called.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8kit import arrays, serialization
+from fp8kit import arrays, inspection, serialization
 from fp8kit.arguments import function, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import autocast
@@ -28,6 +29,7 @@ from fp8kit.backends.protocol import signature, views
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
 
+log = logging.getLogger("fp8kit")
 HostArray = np.ndarray[Any, Any]
 KIND = "fp8kit operands 1"
 
@@ -125,6 +127,7 @@ class Recorder:
         self.parameters = {name: view for name, view in parameters.items() if len(view.shape) == 2}
         self.names = {view.ptr: layer_name(name) for name, view in self.parameters.items()}
         self.seen: dict[str, _Seen] = {}
+        self.left_out: dict[str, None] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -140,11 +143,22 @@ class Recorder:
 
         every = frozenset({"cpu", "cuda"})
         own = OpImpl("gemm", "capture.gemm", Kind.DEFAULT, gemm, devices=every)
-        with policy_context(replace(policy, overrides=(*policy.overrides, ("gemm", own)))):
-            yield
+        before, inspection.watching = inspection.watching, self._leave_out
+        try:
+            with policy_context(replace(policy, overrides=(*policy.overrides, ("gemm", own)))):
+                yield
+        finally:
+            inspection.watching = before
+
+    def _leave_out(self, layer: str) -> None:
+        if layer not in self.left_out:
+            self.left_out[layer] = None
+            log.warning("capture: layer %s is left out, since its numbers of rows stay on the device", layer)
 
     def dump(self) -> Dump:
         """What was seen. ArgumentError where nothing was, UnsupportedError for a GEMM without gradient."""
+        if not self.seen and self.left_out:
+            raise left_out_alone(self.left_out)
         if not self.seen:
             got = "a model whose forward pass multiplied no parameter by a GEMM of fp8kit"
             raise ArgumentError("capture", "model", got, "layers of fp8kit, called eagerly")
@@ -209,6 +223,12 @@ def layer_name(parameter: str) -> str:
     return parameter.removesuffix("weight").rstrip("._") or parameter
 
 
+def left_out_alone(layers: Iterable[str]) -> ArgumentError:
+    """That there are no products but those of groups whose sizes are on the device."""
+    got = f"no GEMM but those of {', '.join(layers)}, whose numbers of rows stay on the device"
+    return ArgumentError("capture", "model", got, "m_splits as a list, in GroupedLinear of fp8kit_torch")
+
+
 def _host(view: ArrayView) -> HostArray:
     """A copy on the host, with what was queued for it done."""
     arrays.synchronize(view.device)
@@ -236,8 +256,9 @@ def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) ->
     stays as it was.
 
     ``Dump.save`` writes them for ``fp8kit recipes compare``. Memory: a copy of all operands on the host.
-    Raises ArgumentError for a model without parameters or GEMMs, and for a loss that is no Tensor of one
-    element; UnsupportedError for a weight that is multiplied twice, or has no gradient.
+    Products of groups whose sizes stay on the device are left out, with a warning. Raises
+    ArgumentError for a model without parameters or GEMMs, and for a loss that is no Tensor of one element;
+    UnsupportedError for a weight that is multiplied twice, or has no gradient.
     """
     if not callable(getattr(model, "named_parameters", None)):
         wanted = "an fk.nn.Module; fp8kit_jax.capture takes functions and Flax's modules"

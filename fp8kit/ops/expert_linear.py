@@ -57,7 +57,10 @@ def _check_supported(name: str, gemm: Gemm) -> None:
     """UnsupportedError for what the grouped kernel does not compute."""
     if gemm.compute == "high_precision":
         return
-    if gemm.compute != "quantized" or gemm.plain or gemm.recast or not isinstance(gemm.how, bool):
+    if gemm.compute == "quantized" and not isinstance(gemm.how, bool):
+        wanted = "'fast' or 'split', the device's own sums, with sizes of groups on the device"
+        raise UnsupportedError("expert_linear", f"{name}.accumulation", gemm.accumulation, wanted)
+    if gemm.compute != "quantized" or gemm.plain or gemm.recast:
         wanted = "codes by codes, or high precision, with sizes of groups on the device"
         raise UnsupportedError("expert_linear", f"{name}.compute", gemm.compute, wanted)
     for place, own in (("a", gemm.a), ("b", gemm.b)):

@@ -15,7 +15,7 @@ from fp8kit.arguments import number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.errors import ArgumentError
-from fp8kit.formats import DType, float16, float32, uint8
+from fp8kit.formats import DType, Format, float16, float32, uint8
 from fp8kit.moments import MomentFormat, StateFormats, state_formats
 from fp8kit.optim.base import Batch, Group, Hyper, Kind, Optimizer, rate
 
@@ -34,8 +34,8 @@ class AdamW(Optimizer):
 
     ``states``: how m, v and masters are kept between steps, float32 by default: a preset's name, "ms_amp",
     "fishman", "coat", "block_128" or "block_256", or ``StateFormats``. ``exp_avg_dtype`` and
-    ``exp_avg_sq_dtype``, a ``MomentFormat`` or a format's name such as "E4M3" or "bfloat16", and
-    ``master_dtype``, "float32", "remainder" or "float16", take the place of the preset's part. The step
+    ``exp_avg_sq_dtype``, a ``MomentFormat``, or a format (``fk.E4M3``) or its name, and ``master_dtype``,
+    "float32", "remainder" or "float16", take the place of the preset's part. The step
     itself is made in float32. In ``state_dict`` the factors are ``exp_avg_scale.i``, ``exp_avg_sq_scale.i``
     and ``master_scale.i``, the formats ``state_formats``; a state in other formats is refused.
     """
@@ -52,8 +52,8 @@ class AdamW(Optimizer):
         write_fp8_weights: bool = False,
         *,
         states: str | StateFormats = "fp32",
-        exp_avg_dtype: str | MomentFormat | None = None,
-        exp_avg_sq_dtype: str | MomentFormat | None = None,
+        exp_avg_dtype: str | Format | DType | MomentFormat | None = None,
+        exp_avg_sq_dtype: str | Format | DType | MomentFormat | None = None,
         master_dtype: str | None = None,
     ) -> None:
         self.formats = state_formats("AdamW", states, exp_avg_dtype, exp_avg_sq_dtype, master_dtype)

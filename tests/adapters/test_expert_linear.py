@@ -21,7 +21,7 @@ from fp8kit.autograd import apply
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
 from fp8kit.quantization import Quantization, Quantizer
-from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
 from tests.support.combinations import combinations
@@ -257,8 +257,29 @@ def test_no_rows_and_refusals():
         fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi")
     with pytest.raises(ArgumentError, match="layout"):
         fk.nn.moe.grouped_dense(X, W, SIZES, layout="nt")
+    with pytest.raises(ArgumentError, match="grouped_dense: name: got 3"):
+        fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi", name=3)
+    delayed = DelayedScaling()
+    for given in (None, fj.create_set(delayed)):
+        with (
+            pytest.raises(
+                UnsupportedError, match=r"grouped_dense: recipe: got delayed.*Float8CurrentScaling"
+            ),
+            fj.autocast(True, delayed),
+        ):
+            fj.grouped_dense(X, kernel, sizes, quantizer_set=given)
+    with pytest.raises(FormatError, match="grouped_dense: kernel: got float16"):
+        fk.nn.moe.grouped_dense(X, W.astype(np.float16), SIZES, layout="oi")
     layer = ft.GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=True)
     x = torch.zeros(4, K)
+    modelled = Float8CurrentScaling(fp8_gemm_fprop=MMParams(accumulation="hopper_fast"))
+    said = r"fprop\.accumulation: got hopper_fast, expected 'fast' or 'split'"
+    with pytest.raises(UnsupportedError, match=f"GroupedLinear: {said}"), ft.autocast(recipe=modelled):
+        layer(x, torch.tensor([4, 0]))
+    with pytest.raises(UnsupportedError, match=f"grouped_dense: {said}"), fk.autocast(recipe=modelled):
+        fk.nn.moe.grouped_dense(X, W, SIZES, layout="oi")
+    with pytest.raises(UnsupportedError, match=f"grouped_dense: {said}"), fj.autocast(True, modelled):
+        fj.grouped_dense(X, kernel, sizes)
     with pytest.raises(ShapeError, match="m_splits"):
         layer(x, torch.tensor([4]))
     with pytest.raises(UnsupportedError, match="delayed scaling"), ft.autocast(recipe=DelayedScaling()):

@@ -250,6 +250,8 @@ def test_the_median_of_rows_by_hand(capsys):
     said = ran(capsys, *words)
     assert f"{told['results']['y']['row_median']:.4g}" in said
     assert "the second step on the same data" in said
+    assert "attention" not in said
+    assert "not checked" in ran(capsys, "check", "current_dpa", *words[2:])
 
 
 def test_what_is_clipped_is_counted():

@@ -141,3 +141,9 @@ def test_the_names_of_the_chips() -> None:
         "13 fraction bits, 32 products at a time, promoted every 128"
     )
     assert str(fk.Accumulation()) == "exact"
+
+
+def test_another_sum_is_refused_with_all_that_there_are() -> None:
+    a = _codes((4, 64), True, 0)
+    with pytest.raises(fk.ArgumentError, match=r"one of fp32, .*, or an fk\.Accumulation; did you mean"):
+        fk.matmul(a, a.T, accumulate="hoper")

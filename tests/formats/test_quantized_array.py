@@ -301,6 +301,9 @@ def test_explain():
     assert "emulated, the product of the decoded operands" in nvfp4.explain()
     assert "FP8 products take E4M3 and E5M2" in nvfp4.explain()
     assert "which cancels. NVFP4's scales of tensors" in nvfp4.explain()
+    mx = fk.quantize(_x(128, 128), scaling="mx_1x32")
+    assert mx.explain(mx) == f"{mx.explain(mx.T)} The blocks of the right operand lie across the contraction."
+    assert "lie across" not in fk.quantize(_x(128, 128), scaling="block_128x128").explain(mx.T)
     said = a.explain(a.T, accumulate="hopper_fast")
     assert said == a.explain(accumulate="hopper_fast")
     assert said == (

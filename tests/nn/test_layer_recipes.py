@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -291,3 +292,15 @@ def test_scales_of_earlier_steps_without_a_rule_are_refused_by_the_recipes_name(
     late = recipe.CustomRecipe(lambda role: Quantizer(fk.E4M3, scale_source="delayed"))
     with pytest.raises(RecipeError, match="CustomRecipe: history: got None, expected an AmaxHistory"):
         results(make("a"), late)
+
+
+def test_whether_a_recipe_draws() -> None:
+    current = fk.recipe.Float8CurrentScaling(fp8_dpa=True)
+    assert fk.recipe.NVFP4BlockScaling().needs_rng
+    assert not current.needs_rng
+    attention = replace(current.attention, rotation=16, signs="random")
+    drawn = fk.recipe.DataRecipe(current.quantization, "drawn", attention)
+    assert not drawn.quantization.needs_rng
+    assert drawn.needs_rng
+    assert fk.recipe.PerLayer(current, (("head", drawn),)).needs_rng
+    assert not fk.recipe.PerLayer(current, (("head", None),)).needs_rng

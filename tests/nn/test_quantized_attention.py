@@ -346,6 +346,7 @@ def test_a_call_without_keys_is_0() -> None:
         (lambda: replace(PLAIN, do="E4M3"), ["do", "Quantizer"]),
         (lambda: replace(PLAIN, joint=True, rotation=16), ["joint", "rotation"]),
         (lambda: replace(ROTATED, dqkv=BACKWARD), ["dqkv", "rotation"]),
+        (lambda: replace(PLAIN, signs="random"), ["signs", "without a rotation"]),
         (lambda: replace(attention_of(MX, MX), rows_per_block=16), ["rows_per_block", "blocks"]),
         (lambda: DataRecipe(Float8CurrentScaling().quantization, "x", "fp8"), ["attention"]),
     ],

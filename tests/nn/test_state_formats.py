@@ -272,6 +272,28 @@ def test_a_skipped_step_changes_nothing(device):
                     assert_same_bits(name, value.numpy(), state[name])
 
 
+def test_a_format_stands_for_its_name():
+    param = tensor(np.ones(2, np.float32), requires_grad=True)
+    own = AdamW([param], exp_avg_dtype=formats.E4M3, exp_avg_sq_dtype=formats.float16).formats
+    assert own == StateFormats(MomentFormat("E4M3"), MomentFormat("float16"))
+    with pytest.raises(FormatError, match="format: got 'E3M2', expected one of float32, bfloat16"):
+        AdamW([param], exp_avg_dtype=formats.E3M2)
+
+
+@pytest.mark.parametrize(("preset", "wanted"), [("fp32", 1.0), ("ms_amp", 0.776)])
+def test_the_update_of_a_steady_gradient(preset, wanted):
+    """m stops in E4M3 where 0.1 of what is left is less than half a step, 0.75 for factors of powers of two,
+    and v in float16 falls short likewise, by less."""
+    param = tensor(np.ones(16, np.float32), requires_grad=True)
+    optimizer = AdamW([param], lr=1e-3, weight_decay=0.0, states=preset)
+    for _ in range(100):
+        before = param.numpy().copy()
+        give(param, np.ones(16, np.float32))
+        optimizer.step()
+    # a weight near 1 has 2^-24, 6e-5 of a step of 1e-3
+    np.testing.assert_allclose((before - param.numpy()) / 1e-3, wanted, rtol=1e-3)
+
+
 def test_refusals():
     for make, word in (
         (lambda: MomentFormat("E3M2"), "format"),

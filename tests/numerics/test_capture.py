@@ -228,3 +228,21 @@ def test_the_command(tmp_path, capsys):
     assert "a pattern of some of 0.fc1, 0.fc2, 1" in capsys.readouterr().err
     assert cli.main(["recipes", "compare", str(path), "--recipes", "mxfp8,nvfp4"]) == 2
     assert "--recipes: got 'mxfp8,nvfp4', expected names with spaces between" in capsys.readouterr().err
+
+
+class Grouped(fk.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = fk.nn.Linear(HIDDEN, 32, device="cpu")
+        self.kernel = fk.tensor(np.ones((2, 32, 32), np.float32), requires_grad=True)
+
+    def forward(self, x):
+        sizes = fk.tensor(np.array([ROWS - 8, 8], np.int32))
+        return fk.nn.moe.grouped_dense(self.first(x), self.kernel, sizes, name="experts")
+
+
+def test_grouped_products_are_left_out_with_a_warning(caplog):
+    assert list(capture(Grouped(), batch("cpu"), loss).gemms) == ["first"]
+    assert [record.message for record in caplog.records] == [
+        "capture: layer experts is left out, since its numbers of rows stay on the device"
+    ]

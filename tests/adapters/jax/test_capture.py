@@ -190,6 +190,10 @@ def test_what_cannot_be_captured():
         fj.capture(forward, run, loss, variables={})
     with pytest.raises(ArgumentError, match="model: got a model that called no product"):
         fj.capture(lambda x: jnp.square(x).sum(), X)
+    with pytest.raises(ArgumentError, match=r"no GEMM but those of experts, .* m_splits as a list"):
+        fj.capture(
+            lambda x, w: fj.grouped_dense(x, w, jnp.array([32]), name="experts").sum(), (X, W3.T[None])
+        )
     with pytest.raises(ArgumentError, match="batch: got none, expected arrays of floating-point numbers"):
         fj.capture(lambda x: x.sum(), np.arange(3))
     with pytest.raises(UnsupportedError, match="out: got a GEMM without backward"):

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from fp8kit_jax import autocast, create_set, dense, grouped_dense, layernorm_dense, layernorm_mlp
+from fp8kit_jax import (
+    autocast,
+    create_set,
+    dense,
+    dropout_seed,
+    grouped_dense,
+    layernorm_dense,
+    layernorm_mlp,
+)
 from fp8kit_jax import nnx as of_nnx
 from fp8kit_jax.flax import DenseGeneral
 
+import fp8kit as fk
 from fp8kit import recipe
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3
@@ -163,3 +174,27 @@ def test_nnx_modules_by_the_names_that_they_were_given() -> None:
     np.testing.assert_array_equal(found, y)
     with pytest.raises(ArgumentError, match="a list"):
         of_nnx.name_layers([])
+
+
+def test_a_native_run_repeats_the_draws_of_a_key() -> None:
+    """The n-th layer that draws has the key folded with n."""
+    how, key = recipe.NVFP4BlockScaling(), jax.random.key(3)
+    x, *kernels = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in range(3))
+
+    def loss(kernels):
+        with autocast(True, how, rng=key):
+            return (dense(dense(x, kernels[0]), kernels[1]) ** 2).sum() / 2
+
+    layers = [fk.nn.Linear(64, 64, bias=False, device="cpu") for _ in kernels]
+    for layer, kernel in zip(layers, kernels, strict=True):
+        layer.weight.numpy()[...] = kernel.T
+    numbers = itertools.count(1)
+    with fk.draw_from(
+        lambda device: fk.tensor(dropout_seed(jax.random.fold_in(key, next(numbers))), device=device)
+    ):
+        with fk.autocast(recipe=how):
+            y = layers[1](layers[0](fk.tensor(x)))
+        y.backward(y.numpy())
+    for layer, found in zip(layers, jax.grad(loss)(kernels), strict=True):
+        np.testing.assert_array_equal(np.asarray(found).T, layer.weight.grad.numpy())
+    assert next(numbers) == 3

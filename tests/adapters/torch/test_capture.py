@@ -68,3 +68,25 @@ def test_refusals():
         te.capture("model", torch.randn(4, 16))
     with pytest.raises(ArgumentError, match="multiplied no parameter"):
         te.capture(torch.nn.Linear(16, 1), torch.randn(1, 16))
+
+
+class Experts(torch.nn.Module):
+    """A product, and those of groups whose sizes are on the device."""
+
+    def __init__(self, whole=True):
+        super().__init__()
+        self.first = te.Linear(16, 16, device="cpu") if whole else torch.nn.Identity()
+        self.experts = te.GroupedLinear(2, 16, 16, device="cpu", use_grouped_tensor=True)
+
+    def forward(self, x):
+        return self.experts(self.first(x), torch.tensor([3, 1])).square().sum()
+
+
+def test_groups_with_sizes_on_the_device_are_left_out_with_a_warning(caplog):
+    model = te.name_layers(Experts())
+    assert list(te.capture(model, torch.randn(4, 16)).gemms) == ["first"]
+    assert [record.message for record in caplog.records] == [
+        "capture: layer experts is left out, since its numbers of rows stay on the device"
+    ]
+    with pytest.raises(ArgumentError, match=r"no GEMM but those of experts, .* m_splits as a list"):
+        te.capture(te.name_layers(Experts(False)), torch.randn(4, 16))
