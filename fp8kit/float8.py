@@ -242,7 +242,7 @@ def _rng(rounding: str, rng: Any, random_signs: bool, where: arrays.Device) -> A
     if rng is None:
         return None
     if is_integer(rng):
-        raise FormatError("quantize", "rng", rng, f"int64 (seed, offset): rng=({rng}, 0)")
+        raise FormatError("quantize", "rng", rng, f"int64 (seed, offset): rng=({abs(rng)}, 0)")
     if isinstance(rng, tuple | list):
         numbers = [integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng]
         rng = np.array(numbers, np.int64)
