@@ -81,6 +81,27 @@ def band_of(clusters: int, rows: int, columns: int) -> int:
     return max(1, round(math.sqrt(clusters * columns / rows)))
 
 
+def compiled(
+    index: int, types: tuple[str, str, str], scales: str, promote: int, at: Tiling, groups: str
+) -> launch.Kernel:
+    """The kernel for the source's names of a's, b's and out's types, of its kinds of scales and of groups."""
+    left, right, out = types
+    return launch.kernel(
+        SOURCE,
+        "hopper_gemm",
+        index,
+        LEFT=left,
+        RIGHT=right,
+        T=out,
+        SCALES=scales,
+        PROMOTE=str(promote),
+        BM=str(at.rows),
+        BN=str(at.columns),
+        CLUSTER=str(at.cluster),
+        GROUPS=groups,
+    )
+
+
 @memoized("Hopper products by call")
 def _plan(
     index: int,
@@ -124,20 +145,7 @@ def _plan(
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
         *lines,
     )
-    kernel = launch.kernel(
-        SOURCE,
-        "hopper_gemm",
-        index,
-        LEFT=left,
-        RIGHT=right,
-        T=out,
-        SCALES=scales,
-        PROMOTE=str(promote),
-        BM=str(at.rows),
-        BN=str(at.columns),
-        CLUSTER=str(at.cluster),
-        GROUPS="none",
-    )
+    kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
     return Planned(kernel, clusters * at.cluster, maps, sizes)  # type: ignore[arg-type]
 

@@ -19,11 +19,11 @@ from fp8kit.backends.cuda.hopper_gemm import (
     JOB,
     LEAST_ARCH,
     SHARED,
-    SOURCE,
     THREADS,
     Planned,
     Tiling,
     band_of,
+    compiled,
     want_hopper,
 )
 from fp8kit.backends.cuda.own_gemm import PROMOTE
@@ -101,20 +101,7 @@ def _plan(
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
     )
-    kernel = launch.kernel(
-        SOURCE,
-        "hopper_gemm",
-        index,
-        LEFT=left,
-        RIGHT=right,
-        T=out,
-        SCALES=scales,
-        PROMOTE=str(promote),
-        BM=str(at.rows),
-        BN=str(at.columns),
-        CLUSTER="1",
-        GROUPS=along,
-    )
+    kernel = compiled(index, (left, right, out), scales, promote, at, along)
     step, b_step, b_group = int(tiles[0] == (1, 0)), 0, 0
     if by_rows:
         b_group = b_shape[1] if step else 1
