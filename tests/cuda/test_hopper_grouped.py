@@ -13,7 +13,7 @@ from fp8kit import arrays, formats
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch, register
+from fp8kit.backends.cuda import hopper_grouped, launch, register
 from fp8kit.backends.cuda.hopper_gemm import Tiling
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import SPECS, block_shapes
@@ -24,6 +24,7 @@ from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
 from fp8kit.testing.contract.grouped import modelled_groups
+from tests.support import hopper as support
 
 GPU = Device("cuda", 0)
 TENSOR, ROW, LINE, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
@@ -37,9 +38,7 @@ REST, N, K = 37, 520, 1040
 
 @pytest.fixture
 def hopper() -> None:
-    """Skips where there is no Hopper."""
-    if launch.capability(0) != hopper_gemm.CAPABILITY:
-        pytest.skip("the kernel is Hopper's")
+    support.want_hopper()
 
 
 def operand(
@@ -173,12 +172,7 @@ def test_a_captured_call_follows_the_sizes(hopper: None) -> None:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``_plan`` without a device; kernels stand for their defines."""
-    monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
-    monkeypatch.setattr(hopper_grouped, "tensor_map", lambda *arguments: repr(arguments).encode())
-    return hopper_grouped._plan.__wrapped__
+    return support.planned(hopper_grouped, monkeypatch)
 
 
 def plan(planned: Any, along: str, m: int, groups: int, kind: str, promote: int) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.arithmetic import DATA, PAIRS, codes, compare, values
 from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import Device
-from fp8kit.backends.cuda import launch
 from fp8kit.formats import Format
+from tests.support.hopper import want_hopper
 
 GPU = Device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -18,8 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if launch.capability(0) != (9, 0):
-        pytest.skip("the model is Hopper's")
+    want_hopper()
 
 
 @pytest.mark.parametrize("mode", ["fast", "split"])

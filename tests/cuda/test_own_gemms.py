@@ -24,6 +24,7 @@ from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
+from tests.support import hopper as support
 
 GPU = Device("cuda", 0)
 NAMES = tuple(OWN["mma_gemm.cu"])
@@ -36,8 +37,8 @@ PRODUCTS = [case for name in NAMES for case in cases(name)]
 def kernels(request: pytest.FixtureRequest) -> Any:
     """Every kernel, these products by our own: Hopper's, or the one that the parameter names."""
     own = getattr(request, "param", "hopper")
-    if own == "hopper" and launch.capability(0) != hopper_gemm.CAPABILITY:
-        pytest.skip("the kernel is Hopper's")
+    if own == "hopper":
+        support.want_hopper()
     with policy_context(SelectionPolicy(per_op={name: (f"impl:cuda.{own}_{name}",) for name in NAMES})):
         yield dispatch.kernels(GPU)
 
@@ -186,12 +187,7 @@ class Launched(SimpleNamespace):
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``_plan`` without a device; kernels stand for their defines."""
-    monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
-    monkeypatch.setattr(hopper_gemm, "tensor_map", lambda *arguments: repr(arguments).encode())
-    return hopper_gemm._plan.__wrapped__
+    return support.planned(hopper_gemm, monkeypatch)
 
 
 def plan(planned: Any, m: int, n: int, k: int, scales: str = "whole", promote: int = 0, **more: Any) -> Any:
