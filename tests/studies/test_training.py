@@ -37,9 +37,10 @@ def test_every_case_trains(name, text, size, yardsticks):
     assert len(found["losses"]) == size.steps
     assert found["diverged"] is None
     assert all(1 < loss < 8 for loss in found["losses"])
-    # the same weights and batches, and something else was computed: forward, or by the second update
+    # the same weights and batches, and something else was computed: forward, or by the second update, after
+    # which one loss alone can be the same by rounding
     assert found["losses"][0] == pytest.approx(base["losses"][0], rel=0.02)
-    assert found["losses"] != base["losses"]
+    assert (found["losses"], found["validation_loss"]) != (base["losses"], base["validation_loss"])
     assert (found["losses"][0] == base["losses"][0]) == (name in MOMENTS)
     assert found["settings"]["recipe"] == (None if name in MOMENTS else case.recipe(2).short_name())
 
