@@ -152,7 +152,8 @@ class WatchedProduct(Product):
         }
 
     def workspace(self, k: Any) -> int:
-        return max(super().workspace(k), *(own.workspace(k) for own in self.collectors.values()), 0)
+        others = [*self.collectors.values(), *([] if self.alone is None else [self.alone])]
+        return max(super().workspace(k), *(own.workspace(k) for own in others), 0)
 
     # --- what it does ---------------------------------------------------------------------------------------
 

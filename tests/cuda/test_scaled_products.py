@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import formats, quantized_product
+from fp8kit import formats, quantized_product, scaled_products
 from fp8kit.arrays import CPU, ArrayView, Device, as_view
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import block, cublaslt, launch
@@ -161,5 +161,5 @@ def test_when_the_product_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why in said
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     assert way(mx, mx.T) == ("gemm", "the FP8 products take no mx_1x32 @ mx_1x32")
-    monkeypatch.setattr(quantized_product, "_takes_scales", lambda where: True)
+    monkeypatch.setattr(scaled_products, "takes_scales", lambda where: True)
     assert "native, the block-scaled product (kernel block_gemm), on the codes, because this" in mx.explain()

@@ -220,6 +220,28 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
     return WORKSPACE + (0 if padded == rows * columns else 4 * padded)
 
 
+def scaled_workspace(
+    index: int,
+    sizes: tuple[int, int, int],
+    pair: tuple[Format, Format],
+    out: DType,
+    scaling: tuple[Scaling, Scaling],
+) -> int:
+    """Workspace of a product of codes by their blocks' scales, of ``sizes`` M, N, K; 0 where cuBLASLt has no
+    algorithm for it."""
+    m, n, _ = sizes
+    (rows, columns), k = (ceil_div(size, 16) * 16 for size in (m, n)), ceil_div(sizes[2], 32) * 32
+    types = (_code_type(own, scaling) for own in pair)
+    kind = out if (rows, columns) == (m, n) else float32
+    rest = k, k, columns, False, False, scaling, False, WORKSPACE, _ALIGNMENT, False
+    try:
+        if all(sizes):
+            _plan(index, rows, columns, k, "nt", *types, kind, *rest)
+    except BackendError:
+        return 0
+    return fp8_gemm_workspace(m, n)
+
+
 def _usable(workspace: ArrayView | None) -> int:
     """Bytes of a workspace that cuBLASLt gets: all it wants, or none."""
     return WORKSPACE if workspace is not None and workspace.shape[0] >= WORKSPACE else 0
