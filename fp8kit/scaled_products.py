@@ -1,5 +1,5 @@
-"""Products of codes whose blocks have scales in E8M0 or E4M3, by tensor cores that take both: which chips have
-them, and of which operands.
+"""Products of codes whose blocks have scales in E8M0 or E4M3, by tensor cores that take both: which chips
+have them, and of which operands.
 
 cuBLASLt multiplies E4M3 and E5M2 (not E5M2 twice) by MX's blocks of 32, and E2M1 by NVFP4's of 16 (its
 documentation, cublasLtMatmul and cublasLtMatmulMatrixScale_t). The tensor cores have MX's formats of 6 and 4
@@ -49,12 +49,14 @@ def gemm_refusal(gemm: Gemm) -> str:
     if gemm.compute != "quantized" or gemm.plain:
         return "they take codes on both sides"
     if gemm.emulated or not isinstance(gemm.how, bool):
-        return "its products or sums are to be emulated"
+        return "its products, or its sums, are to be emulated"
     return refusal(gemm.a.format, gemm.a.granularity, gemm.b.format, gemm.b.granularity)
 
 
 @lru_cache(maxsize=256)
 def _scaled(quantization: Quantization) -> Quantization | None:
+    if not all(isinstance(gemm.how, bool) for gemm in quantization.gemms.values()):
+        return None  # sums are a chip's, with the same bits on every device
     own = {
         name: replace(gemm, scaled=True)
         for name, gemm in quantization.gemms.items()

@@ -35,9 +35,9 @@ def layer_text(
     frozen: tuple[float, ...] = (),
     where: str = "cpu",
 ) -> str:
-    """The text of ``layer_spec`` on the device ``where``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
+    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
     ``cast``: of this product's weight cast instead. ``frozen``: delayed scaling's forward scales, which are
-    what they are from now on."""
+    what they are from now on. ``where``: the device that it is for."""
     fp8 = _fp8_of(recipe, layer, where) if recipe else None
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if frozen and fp8 is not None:

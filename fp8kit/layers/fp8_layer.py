@@ -380,7 +380,9 @@ class FP8Layer(Layer):
             fp8 = recipe.quantization
             self._fp8 = known = (recipe, fp8, scaled_products.scaled(fp8))
         _, fp8, scaled = known
-        if scaled is not fp8 and scaled_products.takes_scales(next(iter(self.weight_inputs().values())).device):
+        if scaled is not fp8 and scaled_products.takes_scales(
+            next(iter(self.weight_inputs().values())).device
+        ):
             return scaled
         return fp8
 

@@ -1,5 +1,5 @@
-"""Emulated products of which some GEMMs multiply codes and their tiles' scales instead of values: with a chip's
-sums (``product_modelled``), or in tensor cores that take both (``product_scaled``)."""
+"""Emulated products of which some GEMMs multiply codes and their tiles' scales instead of values: with a
+chip's sums (``product_modelled``), or in tensor cores that take both (``product_scaled``)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Products of MX's and NVFP4's codes in tensor cores that take the scales of their blocks
 (``fp8kit.scaled_products``): the casts of emulated products, their codes laid out for ``block_gemm``.
 
-Scales of tensors and of rows, and 1 / ``factor``, multiply float32 sums, as there. A GEMM that the engine does
-not take is emulated: the codes are decoded, and their values multiplied. Sizes are padded with zeros, so that
-there is no refusal for them in this file.
+Scales of tensors and of rows, and 1 / ``factor``, multiply float32 sums, as there. Any size is padded with
+zeros to what such products take. A GEMM that the engine does not take all the same is emulated: the codes are
+decoded, and their values multiplied.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PARTS = ("codes", "scales")  # of an operand
 
 
 class ScaledProduct(CodedProduct):
-    """``CodedProduct`` whose GEMMs on codes are those that are ``scaled``; scales are codes, too. ``refused``:
-    those among them that the engine does not take, known once ``workspace`` was asked."""
+    """``CodedProduct`` whose GEMMs on codes are those that are ``scaled``; scales are codes, too.
+    ``refused``: those among them that the engine does not take, known once ``workspace`` was asked."""
 
     kernels = (*CodedProduct.kernels, "block_operand", "block_gemm")
     scale_dtype = uint8
@@ -48,6 +48,9 @@ class ScaledProduct(CodedProduct):
         for name, gemm in gemms:
             if gemm.scaled and (why := scaled_products.gemm_refusal(gemm)):
                 raise unsupported(f"{name}.scaled", True, f"False: {why}")
+            if not isinstance(gemm.how, bool):
+                wanted = '"split" or "fast" beside a GEMM that is scaled'
+                raise unsupported(f"{name}.accumulation", gemm.accumulation, wanted)
 
     # --- what there is --------------------------------------------------------------------------------------
 
@@ -121,11 +124,11 @@ class ScaledProduct(CodedProduct):
         rows, contraction = codes.shape if along else codes.shape[::-1]
         tile = own.quantizer.tile
         shapes = block_shapes(rows, contraction, (1, tile[1]))
-        laid = [
+        q, q_scales = (
             self._scratch(ws, f"laid_{part}_{side}", shape) for part, shape in zip(PARTS, shapes, strict=True)
-        ]
-        ws.kernels.block_operand(codes, scales, *laid, tile, along, ws.stream)
-        return Coded(*laid, own.quantizer), inverse
+        )
+        ws.kernels.block_operand(codes, scales, q, q_scales, tile, along, ws.stream)
+        return Coded(q, q_scales, own.quantizer), inverse
 
     def _scratch(self, ws: WorkingSet, name: str, shape: tuple[int, ...]) -> ArrayView:
         """The first elements of a temporary, in this shape."""
@@ -153,7 +156,7 @@ class ScaledProduct(CodedProduct):
 
 def _say_refused(what: str, gemm: Gemm) -> None:
     slowness.say(
-        f"the device takes no product of {gemm.a.format} and {gemm.b.format} with scales of blocks for {what}",
+        f"the device takes no {gemm.a.format} by {gemm.b.format} with scales of blocks for {what}",
         "the operands' codes are decoded, and the values multiplied in high precision",
         "`fp8kit recipes list` shows how each recipe runs here",
     )

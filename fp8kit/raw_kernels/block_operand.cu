@@ -1,5 +1,5 @@
-// Codes of blocks of 32 or 16, as a cast left them, and the codes of their scales, laid out as cuBLASLt's products
-// read them (cuBLAS, "1D Block Scaling Factors Layout").
+// Codes of blocks of 32 or 16, as a cast left them, and the codes of their scales, laid out as cuBLASLt's
+// products read them (cuBLAS, "1D Block Scaling Factors Layout").
 //
 // functions: block_operand
 // variants: WIDTH=32,16

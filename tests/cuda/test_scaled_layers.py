@@ -1,13 +1,15 @@
 """Layers' products on codes of MXFP8 and NVFP4, on a chip that is simulated: nobody lent us one of compute
 capability 10.0. The CPU stands for it: ``block_gemm`` reads the bytes that cuBLASLt would be handed, by a
-transcription of NVIDIA's layout that is this file's own, and so does ``gemm``, of the emulated products, add in
-float64. So both are the same to the bit where the operands are."""
+transcription of NVIDIA's layout that is this file's own, and adds in float64. So does ``gemm``, which
+emulated products take: results are the same to the bit where the operands are."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fp8kit_jax as fj
@@ -20,20 +22,24 @@ import torch
 
 import fp8kit as fk
 from fp8kit import arrays, codec, scaled_products, slowness
-from fp8kit.arrays import CPU, Device
+from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import block, cublaslt, launch
+from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.reference import block as engine
+from fp8kit.backends.reference import gemm as products
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import RecipeError, UnsupportedError
-from fp8kit.formats import E4M3, E8M0, bfloat16, float32
+from fp8kit.formats import E4M3, E8M0, bfloat16, uint8
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_scaled import ScaledProduct
 from fp8kit.ops.products import product_class
 from fp8kit.recipe import DataRecipe
 from fp8kit.recipes import NAMED
-from fp8kit.testing import assert_same_bits
+from fp8kit.testing import assert_close, assert_same_bits, sum_slack
 from tests.support.cuda_libraries import Library
 
+GPU = Device("cuda", 0)
 M, K, N = 37, 50, 70  # of which no padding divides any
 NATIVE = tuple(
     name
@@ -50,11 +56,13 @@ def draw(seed: int, *shape: int) -> Any:
 
 
 class Call(NamedTuple):
-    """A product: its operands' values (rows, contraction), and whether they came as codes."""
+    """A product: its operands' values (rows, contraction), and whether they came as codes; ``given``: these,
+    and the bytes of their scales."""
 
     left: Any
     right: Any
     native: bool
+    given: Any = ()
 
 
 def values_of(codes: Any, fmt: Any, scales: Any, width: int) -> Any:
@@ -69,10 +77,11 @@ def values_of(codes: Any, fmt: Any, scales: Any, width: int) -> Any:
 
 
 class Chip:
-    """``there``: whether tensor cores take scales; ``takes``: whether cuBLASLt has an algorithm."""
+    """``there``: whether tensor cores take scales; ``takes``: whether cuBLASLt has an algorithm; ``exact``:
+    whether sums are float64's."""
 
     def __init__(self) -> None:
-        self.there, self.takes = True, True
+        self.there = self.takes = self.exact = True
         self.calls: list[Call] = []
 
     def scaled_gemm_workspace(
@@ -114,7 +123,11 @@ class Chip:
             assert values.shape[1] % 32 == 0
             assert not values[rows:].any()
             sides.append(values[:rows])
-        self._finish(Call(*sides, True), out, bias, addend)
+        copies = [(side.numpy().copy(), scales.numpy().copy()) for side, _, scales, _ in given]
+        self._finish(Call(*sides, True, copies), out, bias, addend)
+        if not self.exact:
+            tiles, rest = (a_tile, b_tile), (bias, addend, workspace, stream)
+            engine.block_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, *tiles, *rest)
 
     def gemm(
         self, a: Any, b: Any, out: Any, layout: str, bias: Any, addend: Any, workspace: Any, stream: int
@@ -123,6 +136,8 @@ class Chip:
         left, right = left.T if layout == "tn" else left, right if layout == "nt" else right.T
         pad = (0, 0), (0, -left.shape[1] % 32)  # as the chip's sums, which run over the padding
         self._finish(Call(np.pad(left, pad), np.pad(right, pad), False), out, bias, addend)
+        if not self.exact:
+            products.gemm(a, b, out, layout, bias, addend, workspace, stream)
 
 
 @pytest.fixture
@@ -222,6 +237,206 @@ def test_recipes(recipe: str, chip: Chip) -> None:
     for dtype in ("float32", "bfloat16"):
         calls = assert_native_is_emulated(chip, of_native, NAMED[recipe].recipe, dtype=dtype)
         assert [call.native for call in calls] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("gemms", "change"),
+    [
+        (["fprop"], {"backward_override": "dequantized"}),
+        (["fprop"], {"backward_override": "high_precision"}),
+        (["fprop", "dgrad"], {"wgrad": {"emulated": True}}),
+        (["fprop", "dgrad"], {"wgrad": {"plain": "a"}}),
+        ([], {"dgrad": {"accumulation": "hopper_fast"}}),  # no sums of tensor cores beside a chip's
+    ],
+    ids=str,
+)
+def test_some_products_are_native(gemms: list[str], change: dict[str, Any], chip: Chip) -> None:
+    """What other GEMMs read are values."""
+    how = NAMED["mxfp8"].recipe
+    if "backward_override" in change:
+        recipe: Any = replace(how, **change)
+    else:
+        (name, own), quantization = *change.items(), how.quantization
+        recipe = DataRecipe(
+            replace(quantization, **{name: replace(getattr(quantization, name), **own)}), "own"
+        )
+    scaled = scaled_products.scaled(recipe.quantization)
+    assert [name for name, gemm in scaled.gemms.items() if gemm.scaled] == gemms
+    calls = assert_native_is_emulated(chip, of_native, recipe)
+    assert sum(call.native for call in calls) == len(gemms)
+
+
+def test_segments_and_kept_weights(chip: Chip) -> None:
+    """The gradient of several segments is made in one product; a kept weight is cast once, in codes."""
+    parts = {"parameters_split": {"a": 17, "b": N - 17}}
+    assert len(assert_native_is_emulated(chip, of_native, NAMED["mxfp8"].recipe, **parts)) == 3
+
+    def kept(recipe: Any) -> list[Any]:
+        fk.manual_seed(0)
+        layer, made = fk.nn.Linear(K, N, device="cpu"), []
+        for first in (True, False):
+            x = fk.tensor(draw(first, M, K), device="cpu", requires_grad=True)
+            with fk.autocast(recipe=recipe):
+                y = layer(x, is_first_microbatch=first)
+            y.backward(fk.tensor(draw(2, M, N), device="cpu").view)
+            made += [y.numpy(), x.grad.numpy(), layer.weight.grad.numpy().copy()]
+        return made
+
+    assert len(assert_native_is_emulated(chip, kept, NAMED["mxfp8"].recipe)) == 6
+
+
+def test_float16(chip: Chip) -> None:
+    """Emulated sums are float32 before they are rounded to float16; these are rounded once."""
+    found = []
+    for chip.there in (False, True):
+        found.append(of_native(NAMED["mxfp8"].recipe, dtype="float16"))
+    for one, other in zip(*found, strict=True):
+        largest = np.abs(one.astype(np.float64)).max()
+        np.testing.assert_allclose(
+            other.astype(np.float64), one.astype(np.float64), 2.0**-10, 2.0**-10 * largest
+        )
+
+
+def test_the_bytes_that_it_is_handed(chip: Chip) -> None:
+    """Codes and scales of all six operands: those of ``fk.quantize`` along their contraction."""
+    y_shape, recipe = (M, N), NAMED["mxfp8"].recipe
+    of_native(recipe, bias=False)
+    fk.manual_seed(0)
+    w = fk.nn.Linear(K, N, device="cpu", bias=False).weight.numpy()
+    how = {"scaling": "mx_1x32", "scale_rule": recipe.quantization.x.scale_rule}
+
+    def cast(matrix: Any, along: int) -> Any:
+        made = fk.quantize(matrix, **how, along=along)
+        return made if along else made.T
+
+    x, g = draw(1, M, K), draw(2, *y_shape)
+    wanted = [(x, 1), (w, 1), (g, 1), (w, 0), (g, 0), (x, 0)]
+    given = [pair for call in chip.calls for pair in call.given]
+    for (codes, scales), (matrix, along) in zip(given, wanted, strict=True):
+        own = cast(matrix, along)
+        plain = np.ascontiguousarray(own.data)
+        np.testing.assert_array_equal(codes[: plain.shape[0], : plain.shape[1]], plain)
+        assert not codes[plain.shape[0] :].any()
+        assert not codes[:, plain.shape[1] :].any()
+        np.testing.assert_array_equal(scales, own.swizzled_scales())
+
+
+def test_sums_in_float32(chip: Chip) -> None:
+    """By the CPU engine from the same bytes: within the bound of two float32 sums of the emulated ones."""
+    chip.exact, found = False, []
+    for chip.there in (False, True):
+        chip.calls.clear()
+        found.append(of_native(NAMED["mxfp8"].recipe, bias=False))
+    for call, one, other in zip(chip.calls, *found, strict=True):
+        terms = np.abs(call.left) @ np.abs(call.right).T
+        slack = 2 * sum_slack(terms, call.left.shape[1])
+        assert_close("product", other, one.astype(np.float64), "float32", slack)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_does_not_take_is_emulated(chip: Chip, caplog: pytest.LogCaptureFixture) -> None:
+    """With the bits of an emulated product, and one word on each."""
+    chip.takes = False
+    for recipe in ("mxfp8", "nvfp4"):
+        slowness.forget()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fp8kit"):
+            for _ in range(2):
+                calls = assert_native_is_emulated(chip, of_native, NAMED[recipe].recipe)
+        assert [call.native for call in calls] == [False] * 3
+        said = [message for message in caplog.messages if "the device takes no E" in message]
+        assert len(said) == 3
+        for gemm, sizes in (("fprop", "(37, 50) by (50, 70)"), ("dgrad", "(37, 70) by (70, 50)")):
+            assert any(f"for {gemm}, {sizes}: the operands' codes are decoded" in message for message in said)
+    slowness.forget()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("mxfp4", "fprop.scaled: got True, expected False.*E4M3 and E5M2"),
+        ("mxfp6_e2m3", "E4M3 and E5M2"),
+        ("mxfp8_blackwell", "to be emulated"),
+        ("block", "not E8M0 or E4M3|MX's blocks of 32"),
+    ],
+)
+def test_recipes_that_no_such_product_has(recipe: str, words: str) -> None:
+    own = NAMED[recipe].recipe.quantization
+    assert scaled_products.scaled(own) is own
+    fprop = replace(own.fprop, scaled=True)
+    with pytest.raises(UnsupportedError, match=words):
+        product_class(replace(own, fprop=fprop))
+
+
+def test_elsewhere_products_are_those_of_before() -> None:
+    """No Blackwell: the recipe's own quantization, by identity, and the product's class."""
+    fp8 = NAMED["mxfp8"].recipe.quantization
+    assert scaled_products.for_device(fp8, CPU) is fp8
+    assert scaled_products.for_device(fp8, torch.device("cpu")) is fp8
+    assert not scaled_products.takes_scales("meta")
+    assert product_class(fp8) is EmulatedProduct
+    assert product_class(scaled_products.scaled(fp8)) is ScaledProduct
+    emulated = fp8.emulated()
+    assert scaled_products.scaled(emulated) is emulated
+    with pytest.raises(RecipeError, match="scaled"):
+        replace(fp8.fprop, scaled="yes")
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((9, 0), 90), ((10, 0), 100), ((12, 0), 120)])
+def test_one_question_decides(capability: Any, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "provider", lambda where: SimpleNamespace(arch=lambda device: arch))
+    assert scaled_products.takes_scales(GPU) == (capability >= scaled_products.CAPABILITY)
+
+
+# --- the engine's host code ---------------------------------------------------------------------------------
+
+
+def test_what_cublaslt_takes(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An algorithm is looked for when the layer is planned, for padded sizes; the plan is the call's own."""
+    monkeypatch.setattr(launch, "runtime", lambda: SimpleNamespace(getDevice=lambda: 0))
+    asked = (37, 70, 50, E4M3, E4M3, 32)
+    for capability, want in (((9, 0), 0), ((10, 0), block.gemm.fp8_gemm_workspace(37, 70))):
+        for kept in (block.gemm._plan, cublaslt.plan):
+            kept.cache_clear()
+        monkeypatch.setattr(launch, "capability", lambda index, capability=capability: capability)
+        assert block.scaled_gemm_workspace(*asked, bfloat16) == want
+    assert library.layouts == [(28, 64, 80, 64), (28, 64, 48, 64), (0, 80, 48, 80)]
+    made = library.created
+    view = partial(ArrayView, device=GPU)
+    a, b, out = (
+        view(at, shape, uint8) for at, shape in ((4096, (48, 64)), (8192, (80, 64)), (1 << 16, (37, 70)))
+    )
+    scales, space = view(256, (512,), uint8), view(1 << 20, (want,), uint8)
+    monkeypatch.setattr(block.gemm, "_finish", lambda *arguments: None)
+    tiles = ((1, 32), (1, 32))
+    out = view(1 << 16, (37, 70), bfloat16)
+    block.block_gemm(a, b, out, E4M3, E4M3, scales, scales, *tiles, None, None, space, 7)
+    assert library.created == made
+    library.refused = "matmul_algo_get_heuristic"
+    assert block.scaled_gemm_workspace(37, 70, 82, E4M3, E4M3, 32, bfloat16) == 0
+    assert block.scaled_gemm_workspace(0, 70, 82, E4M3, E4M3, 32, bfloat16) > 0
+
+
+def test_what_lays_operands_out_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: (source, name, defines))
+    monkeypatch.setattr(launch, "blocks", lambda jobs, threads, index: jobs)
+    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    view = partial(ArrayView, dtype=uint8, device=GPU)
+    codes, scales = view(1024, (50, 37)), view(2048, (2, 37))
+    q, q_scales = (
+        view(at, shape) for at, shape in zip((4096, 8192), block_shapes(37, 50, (1, 16)), strict=True)
+    )
+    block.block_operand(codes, scales, q, q_scales, (1, 16), 0, 7)
+    ((function, grid, threads, arguments, stream),) = launched
+    assert function == ("block_operand.cu", "block_operand", {"WIDTH": "16"})
+    assert (grid, threads, stream) == (48 * 32 // 16 + 512, 256, 7)
+    assert arguments == (1024, 2048, 4096, 8192, 50, 37, 48, 32, 512, 1, 0)
+    nothing = view(4096, (0, 32)), view(8192, (0,))
+    block.block_operand(view(1024, (0, 50)), view(2048, (0, 2)), *nothing, (1, 16), 1, 7)
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize("layer", LAYERS[:3])

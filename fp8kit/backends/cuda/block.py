@@ -96,13 +96,7 @@ def block_gemm(
 
 
 def scaled_gemm_workspace(
-    rows: int,
-    columns: int,
-    contraction: int,
-    a_format: Format,
-    b_format: Format,
-    width: int,
-    out: DType,
+    rows: int, columns: int, contraction: int, a_format: Format, b_format: Format, width: int, out: DType
 ) -> int:
     """See ``backends.protocol``. Of the current device: what cuBLASLt has an algorithm for."""
     index = launch.runtime().getDevice()

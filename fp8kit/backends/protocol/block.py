@@ -93,8 +93,8 @@ class Blocks(Protocol):
         out: DType,
     ) -> int:
         """Bytes of workspace for a product of codes with tiles (1, ``width``), 32 or 16, into (rows, columns)
-        of dtype ``out``, over a ``contraction`` before it is padded; 0 where the engine has no tensor cores for it, or does
-        not take it: layers then multiply values."""
+        of dtype ``out``, over a ``contraction`` before it is padded; 0 where the engine has no tensor cores
+        for it, or does not take it: layers then multiply values."""
 
     @kernel(writes="q q_scales", exact=True)
     def block_operand(

@@ -246,9 +246,7 @@ _GEMM = {
 }
 
 _CODES = {"{}x{}".format(*tile): {"tile": tile} for tile in ((1, 32), (32, 32), (1, 16), (16, 16))}
-_OPERAND = product(
-    "{tile}-along{along}-{case}", {"tile": _CODES, "along": (1, 0), "case": sized(_SHAPES)}
-)
+_OPERAND = product("{tile}-along{along}-{case}", {"tile": _CODES, "along": (1, 0), "case": sized(_SHAPES)})
 
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
