@@ -291,10 +291,8 @@ def test_float16(chip: Chip) -> None:
     for chip.there in (False, True):
         found.append(of_native(NAMED["mxfp8"].recipe, dtype="float16"))
     for one, other in zip(*found, strict=True):
-        largest = np.abs(one.astype(np.float64)).max()
-        np.testing.assert_allclose(
-            other.astype(np.float64), one.astype(np.float64), 2.0**-10, 2.0**-10 * largest
-        )
+        exact = one.astype(np.float64)
+        assert_close("float16", other, exact, "float16", 2.0**-11 * np.abs(exact).max())
 
 
 def test_the_bytes_that_it_is_handed(chip: Chip) -> None:
