@@ -250,6 +250,6 @@ _OPERAND = product("{tile}-along{along}-{case}", {"tile": _CODES, "along": (1, 0
 
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
-    KernelTest("block_operand", block_operand, block_operand_oracle, _OPERAND, {"m": 512, "n": 512}),
+    KernelTest("block_operand", block_operand, block_operand_oracle, _OPERAND),
     KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM), bits=modelled),
 )
