@@ -8,7 +8,6 @@ decoded, and their values multiplied.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,8 @@ from fp8kit import scaled_products, slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.blocks import tile_of
-from fp8kit.formats import DType, float32, uint8
+from fp8kit.buffers import free
+from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_coded import Coded, CodedProduct
 from fp8kit.ops.product_quantized import GEMMS, unsupported
@@ -36,6 +36,7 @@ class ScaledProduct(CodedProduct):
     def __init__(self, spec: ProductSpec, *how: Any) -> None:
         super().__init__(spec, *how)
         self.refused: set[str] = set()
+        self.readers = {operand: name for name in self.coding for operand in GEMMS[name]}
 
     @staticmethod
     def on_codes(gemm: Gemm) -> bool:
@@ -68,7 +69,7 @@ class ScaledProduct(CodedProduct):
             needed.append(int(size))
             if not size:
                 self.refused.add(name)
-                _say_refused(f"{name}, ({rows}, {contraction}) by ({contraction}, {columns})", gemm)
+                _say_refused(f"{name} of a weight {self.n} x {self.k}", gemm)
         return max(needed)
 
     def _sizes(self, gemm: str) -> tuple[int, int, int]:
@@ -88,22 +89,21 @@ class ScaledProduct(CodedProduct):
     def _laid(self, *gemms: str) -> dict[str, Meta]:
         """Where the operands of GEMMs are laid out, or decoded."""
         made: dict[str, Meta] = {}
-
-        def want(name: str, count: int, dtype: DType) -> None:
-            found = made.get(self._name(name), Meta((0,), dtype))
-            made[self._name(name)] = Meta((max(count, *found.shape),), dtype)
-
         for name in filter(self.coding.__contains__, gemms):
             (*rows, contraction), width = self._sizes(name), self.coding[name].a.tile[1]
+            if name in self.refused:
+                made |= {
+                    f"{name}_tiles": Meta((max(rows) * -(-contraction // width),), float32),
+                    "one": Meta((3,), float32),
+                }
             for side, count in zip("ab", rows, strict=True):
                 if name in self.refused:
-                    want(f"decoded_{side}", count * contraction, float32 if self.widened else self.dtype)
-                    want("tile_values", count * contraction, float32)
-                    want("one", 3, float32)
+                    values = float32 if self.widened else self.dtype
+                    made[f"{name}_values_{side}"] = Meta((count * contraction,), values)
                     continue
                 for part, shape in zip(PARTS, block_shapes(count, contraction, (1, width)), strict=True):
-                    want(f"laid_{part}_{side}", math.prod(shape), uint8)
-        return made
+                    made[f"{name}_{part}_{side}"] = Meta(shape, uint8)
+        return {self._name(name): meta for name, meta in made.items()}
 
     # --- products -------------------------------------------------------------------------------------------
 
@@ -111,28 +111,20 @@ class ScaledProduct(CodedProduct):
         if operand not in self.sides:
             return super()._operand(ws, operand, matrix)
         array, side = self.arrays[operand], "a" if self.sides[operand] else "b"
+        gemm = self.readers[operand]
         inverse, own = self._part(ws, array, "_inv"), self._how(array)
         codes, scales = self._part(ws, array, "_codes"), self._part(ws, array, "_scales")
-        if any(operand in GEMMS[gemm] for gemm in self.refused):
-            values = self._scratch(ws, f"decoded_{side}", codes.shape)
-            grid = self._scratch(ws, "tile_values", scales.shape)
+        if gemm in self.refused:
+            values = ws.scratch[self._name(f"{gemm}_values_{side}")].reshape(*codes.shape)
+            grid = ws.scratch[self._name(f"{gemm}_tiles")].slice(0, 0, scales.size).reshape(*scales.shape)
             self._decode_scales(ws, own.quantizer, scales, grid)
             how = own.quantizer.format, tile_of(own.quantizer, own.along)
             ws.kernels.dequantize(codes, values, grid, *how, ws.stream)
             return values, inverse
-        along = self._along(operand)
-        rows, contraction = codes.shape if along else codes.shape[::-1]
-        tile = own.quantizer.tile
-        shapes = block_shapes(rows, contraction, (1, tile[1]))
-        q, q_scales = (
-            self._scratch(ws, f"laid_{part}_{side}", shape) for part, shape in zip(PARTS, shapes, strict=True)
-        )
-        ws.kernels.block_operand(codes, scales, q, q_scales, tile, along, ws.stream)
+        q, q_scales = (ws.scratch[self._name(f"{gemm}_{part}_{side}")] for part in PARTS)
+        lies = own.quantizer.tile, self._along(operand)
+        ws.kernels.block_operand(codes, scales, q, q_scales, *lies, ws.stream)
         return Coded(q, q_scales, own.quantizer), inverse
-
-    def _scratch(self, ws: WorkingSet, name: str, shape: tuple[int, ...]) -> ArrayView:
-        """The first elements of a temporary, in this shape."""
-        return ws.scratch[self._name(name)].slice(0, 0, math.prod(shape)).reshape(*shape)
 
     def _gemm(
         self,
@@ -147,11 +139,13 @@ class ScaledProduct(CodedProduct):
     ) -> None:
         if gemm not in self.coding or gemm in self.refused:
             super()._gemm(ws, gemm, a, b, out, layout, bias, addend)
+            free(ws.scratch, *(self._name(f"{gemm}_{part}") for part in ("values_a", "values_b", "tiles")))
             return
         p, q = a.quantizer, b.quantizer
         tiles, space = ((1, p.tile[1]), (1, q.tile[1])), ws.scratch["workspace"]
         how = p.format, q.format, a.scales, b.scales, *tiles
         ws.kernels.block_gemm(a.codes, b.codes, out, *how, bias, addend, space, ws.stream)
+        free(ws.scratch, *(self._name(f"{gemm}_{part}_{side}") for part in PARTS for side in "ab"))
 
 
 def _say_refused(what: str, gemm: Gemm) -> None:

@@ -285,6 +285,19 @@ def test_segments_and_kept_weights(chip: Chip) -> None:
     assert len(assert_native_is_emulated(chip, kept, NAMED["mxfp8"].recipe)) == 6
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_recomputed_layers(takes: bool, chip: Chip) -> None:
+    """Forward's and backward's buffers in one pass: sizes of which now the one, now the other is larger."""
+    chip.takes = takes
+    for smooth in (None, "channel"):
+        options = {"checkpoint": True, "activation": "swiglu", "smooth_swiglu": smooth}
+        for recipe in ("mxfp8", "nvfp4"):
+            calls = assert_native_is_emulated(
+                chip, of_native, NAMED[recipe].recipe, "LayerNormMLP", **options
+            )
+            assert [call.native for call in calls] == [takes] * 7  # fc1 twice, fc2 once
+
+
 def test_float16(chip: Chip) -> None:
     """Emulated sums are float32 before they are rounded to float16; these are rounded once."""
     found = []
@@ -346,8 +359,9 @@ def test_what_the_engine_does_not_take_is_emulated(chip: Chip, caplog: pytest.Lo
         assert [call.native for call in calls] == [False] * 3
         said = [message for message in caplog.messages if "the device takes no E" in message]
         assert len(said) == 3
-        for gemm, sizes in (("fprop", "(37, 50) by (50, 70)"), ("dgrad", "(37, 70) by (70, 50)")):
-            assert any(f"for {gemm}, {sizes}: the operands' codes are decoded" in message for message in said)
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            words = f"for {gemm} of a weight 70 x 50: the operands' codes are decoded"
+            assert any(words in message for message in said)
     slowness.forget()
 
 
