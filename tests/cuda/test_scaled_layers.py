@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from fp8kit_jax.calls import default_device
 
 import fp8kit as fk
 from fp8kit import arrays, codec, scaled_products, slowness
@@ -400,6 +401,14 @@ def test_elsewhere_products_are_those_of_before() -> None:
 def test_one_question_decides(capability: Any, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "provider", lambda where: SimpleNamespace(arch=lambda device: arch))
     assert scaled_products.takes_scales(GPU) == (capability >= scaled_products.CAPABILITY)
+
+
+def test_a_program_of_jax_is_for_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.default_device(jax.devices("cpu")[-1]):
+        assert default_device() == CPU
+    gpu = SimpleNamespace(platform="gpu", local_hardware_id=3)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    assert default_device() == Device("cuda", 3)
 
 
 # --- the engine's host code ---------------------------------------------------------------------------------

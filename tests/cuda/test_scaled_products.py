@@ -15,7 +15,7 @@ import fp8kit as fk
 from fp8kit import formats, quantized_product, scaled_products
 from fp8kit.arrays import CPU, ArrayView, Device, as_view
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import block, cublaslt, launch
+from fp8kit.backends.cuda import block, cublaslt, launch, mma_gemm
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import E2M1, E4M3, E5M2, bfloat16
@@ -87,6 +87,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             product(tiles, pair)
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     with pytest.raises(CannotTake, match=r"compute capability 9\.0.*from 10\.0 on"):
+        product(((1, 32), (1, 32)), (E4M3, E4M3))
+    monkeypatch.setattr(block, "block_gemm", mma_gemm.block_gemm)
+    with pytest.raises(CannotTake, match=r"\(1, 32\), \(1, 32\)"):  # the next one is asked
         product(((1, 32), (1, 32)), (E4M3, E4M3))
 
 

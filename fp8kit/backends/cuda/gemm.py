@@ -9,6 +9,7 @@ instead of the first (``algorithms``).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fp8kit import formats
@@ -21,6 +22,8 @@ from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format, float32
 from fp8kit.lru import memoized
+
+log = logging.getLogger("fp8kit")
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
@@ -237,7 +240,8 @@ def scaled_workspace(
     try:
         if all(sizes):
             _plan(index, rows, columns, k, "nt", *types, kind, *rest)
-    except BackendError:
+    except BackendError as error:
+        log.info("%s", error)
         return 0
     return fp8_gemm_workspace(m, n)
 
