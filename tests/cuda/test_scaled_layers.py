@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from fp8kit_jax.calls import default_device
+from fp8kit_torch.availability import check_mxfp8_support
 
 import fp8kit as fk
 from fp8kit import arrays, codec, scaled_products, slowness
@@ -401,6 +402,13 @@ def test_elsewhere_products_are_those_of_before() -> None:
 def test_one_question_decides(capability: Any, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "provider", lambda where: SimpleNamespace(arch=lambda device: arch))
     assert scaled_products.takes_scales(GPU) == (capability >= scaled_products.CAPABILITY)
+
+
+def test_nobody_is_warned_of_emulation_there(chip: Chip) -> None:
+    assert check_mxfp8_support() == (True, "")
+    chip.there = False
+    with pytest.warns(UserWarning, match="emulated in high precision here"):
+        check_mxfp8_support()
 
 
 def test_a_program_of_jax_is_for_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
