@@ -35,6 +35,12 @@ _SUMS = {"cu_seqlens_q": "sums_q", "cu_seqlens_kv": "sums_kv"}
 NOTHING = -1e30
 
 
+def chunks_of(rank: Any, ranks: int, chunks: int) -> tuple[Any, ...]:
+    """The numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it may be
+    an array."""
+    return (rank,) if chunks == 1 else (rank, 2 * ranks - 1 - rank)
+
+
 @dataclass(frozen=True)
 class RingSpec:
     """``attention``: of the whole sequences, with layout "separate" and mask "no_mask", "causal", "padding"
@@ -76,15 +82,11 @@ class _Ring(NamedTuple):
     o: Meta
     lse: Meta
 
-    def owned(self, rank: int, chunks: int) -> tuple[int, ...]:
-        """Which chunks of a sequence a rank has."""
-        return (rank,) if chunks == 1 else (rank, 2 * self.ranks.size - 1 - rank)
-
     def blocks(self, spec: RingSpec, source: int) -> Iterator[tuple[int, int, int, int, _Block]]:
         """Of this rank's queries and the keys of the rank ``source``, what the mask leaves: the places of the
         two chunks on their ranks, their numbers in the sequence, and the kind of block."""
-        for i, row in enumerate(self.owned(self.ranks.rank, spec.chunks)):
-            for j, column in enumerate(self.owned(source, spec.chunks)):
+        for i, row in enumerate(chunks_of(self.ranks.rank, self.ranks.size, spec.chunks)):
+            for j, column in enumerate(chunks_of(source, self.ranks.size, spec.chunks)):
                 if not spec.attention.causal or column <= row:
                     yield i, j, row, column, self.diagonal if row == column else self.other
 
@@ -258,7 +260,7 @@ class RingAttention(Operation):
     def _places(self, plan: Plan, ws: WorkingSet, i: int) -> tuple[ArrayView, ArrayView]:
         """Lengths and starts of the sequences in this rank's chunk i of q."""
         ring = plan.extra
-        lengths = _row(ws.inputs["sums_q"], ring.owned(ring.ranks.rank, plan.spec.chunks)[i])
+        lengths = _row(ws.inputs["sums_q"], chunks_of(ring.ranks.rank, ring.ranks.size, plan.spec.chunks)[i])
         return lengths, ws.inputs["cu_seqlens_q_padded"]
 
     # --- backward -------------------------------------------------------------------------------------------
