@@ -68,9 +68,9 @@ def division(arguments: Mapping[str, Any]) -> Division | None:
     found = placed(arguments)
     if found is None:
         return None
-    if found.packed or ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"]) in _PADDING:
-        if any(arguments[name] is None for name in _SUMS):
-            return None  # which no call takes
+    padded = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"]) in _PADDING
+    if padded and any(arguments[name] is None for name in _SUMS):
+        return None  # which no call takes
     why = _refused(arguments, found)
     if why is None:
         return found
@@ -233,7 +233,7 @@ class _Call:
             parts = {side: part_of(a, 0, how.devices, tokens, how.balanced) for side, a in sums.items()}
             own = {name: a for side, part in parts.items() for name, a in part.sums(side).items()}
             longest = self._longest(how.devices if how.balanced else 1, tokens)
-        vanilla = {"softmax_type": "vanilla", "softmax_offset": None, "window_size": None}
+        vanilla = {"softmax_type": "vanilla", "softmax_offset": None}
         spec = self._resolve({**self.arguments, **named, **own, **longest, **vanilla})
         chunks = 2 if how.balanced and not how.packed and self.mask != "no_mask" else 1
         offset = self.offset

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from fp8kit.backends.dispatch import SelectionPolicy
 from fp8kit.backends.policy import get_policy
 from fp8kit.ops.attention_spec import AttentionSpec
-from fp8kit.ops.ring_attention import NOTHING
+from fp8kit.ops.ring_attention import NOTHING, off_diagonal
 from fp8kit_jax import manual, primitive
 from fp8kit_jax.program import Program
 from fp8kit_jax.split_sequences import SIDES, Sums, by_sequence, by_token, chunk_sums, part_of
@@ -177,7 +177,7 @@ def _blocks(how: Ring, step: int, q: Any, sums: Any) -> list[_Block]:
     """
     rank = jax.lax.axis_index(how.axis).astype(jnp.int32)
     source, spec = (rank - step) % how.devices, how.spec
-    free = replace(spec, mask="padding" if spec.padded else "no_mask")
+    free = off_diagonal(spec)
     hidden = source < rank if spec.causal and step else None
     if spec.packed:
         tokens = q.shape[0] // how.rows

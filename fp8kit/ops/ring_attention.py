@@ -25,7 +25,7 @@ from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import float32, int32
 from fp8kit.lru import memoized
 from fp8kit.ops.attention import attention
-from fp8kit.ops.attention_spec import ARGUMENTS, AttentionSpec
+from fp8kit.ops.attention_spec import ARGUMENTS, UNBOUNDED, AttentionSpec
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 _PARTS = ("q", "k", "v")
@@ -39,6 +39,12 @@ def chunks_of(rank: Any, ranks: int, chunks: int) -> tuple[Any, ...]:
     """The numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it may be
     an array."""
     return (rank,) if chunks == 1 else (rank, 2 * ranks - 1 - rank)
+
+
+def off_diagonal(spec: AttentionSpec) -> AttentionSpec:
+    """The attention of a chunk of queries over an earlier chunk of keys, or over any without a causal mask:
+    all see all, but for padding. ``spec``: that of a chunk over itself."""
+    return replace(spec, mask="padding" if spec.padded else "no_mask", window_size=UNBOUNDED)
 
 
 @dataclass(frozen=True)
@@ -153,10 +159,9 @@ class RingAttention(Operation):
     def plan(self, spec: RingSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, chunk = self.infer(spec, metas, needs), self._of_chunk(spec, metas)
         whole = spec.attention
-        free = replace(whole, mask="padding" if whole.padded else "no_mask")
         diagonal, other = (
             _Block(kind, attention.plan(each, chunk, frozenset(_PARTS), kernels))
-            for kind, each in (("diagonal", whole), ("other", free))
+            for kind, each in (("diagonal", whole), ("other", off_diagonal(whole)))
         )
         o, lse = diagonal.plan.signature.outputs["o"], diagonal.plan.signature.saved["lse"]
         ring = _Ring(collectives.named(spec.group), diagonal, other, o, lse)

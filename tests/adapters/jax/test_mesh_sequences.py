@@ -1,8 +1,9 @@
 """Attention over sequences that are split along a mesh axis: one device's results and gradients, under jit
-and in a shard_map.
+and in a shard_map, with gathered keys and by a ring.
 
 Scores of a query are one device's; softmax over more keys than a chunk sees adds exp(-inf) = 0, in another
-order of sums: of s terms each, (s + d) roundings.
+order of sums: of s terms each, (s + d) roundings. A ring sums some keys' terms first, and rounds each merged
+sum a few times more: fewer than the roundings of the sums that it spares.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ B, S, HEADS, GROUPS, D = 2, 32, 4, 2, 16
 BOUND = (S + D) * ROUNDOFF
 RESOURCE = fj.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
 SPEC = P("dp", "cp", "tp", None)
+FORMS = ("bshd", "sbhd")
 CASES = {
     "no_mask": {"attn_mask_type": "no_mask"},
     "causal": {"attn_mask_type": "causal"},
@@ -52,9 +54,9 @@ def mesh_of(kind, **axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-def swap(a, back=False):
+def swap(a, back=False, devices=2, at=1):
     function = inverse_reorder_causal_load_balancing if back else reorder_causal_load_balancing
-    return function(a, ReorderStrategy.DualChunkSwap, 2, 1)
+    return function(a, ReorderStrategy.DualChunkSwap, devices, at)
 
 
 def value_and_gradients(attend, layers, weight):
@@ -67,19 +69,26 @@ def value_and_gradients(attend, layers, weight):
 
 
 @combinations(
-    {"case": CASES.keys(), "way": ("auto", "explicit", "shard_map")},
+    {"case": CASES.keys(), "way": ("auto", "explicit", "shard_map"), "strategy": ("ALL_GATHER", "RING")},
     usual=[
-        "balanced-auto",
-        "balanced-shard_map",
-        "no_mask-explicit",
-        "causal-auto",
-        "offset-auto",
-        "padding-auto",
-        "padding_balanced-auto",
+        "balanced-auto-ALL_GATHER",
+        "balanced-shard_map-ALL_GATHER",
+        "no_mask-explicit-ALL_GATHER",
+        "causal-auto-ALL_GATHER",
+        "offset-auto-ALL_GATHER",
+        "padding-auto-ALL_GATHER",
+        "padding_balanced-auto-ALL_GATHER",
+        "balanced-auto-RING",
+        "causal-explicit-RING",
+        "offset-auto-RING",
+        "padding_causal-auto-RING",
+        "padding_balanced-shard_map-RING",
     ],
 )
-def test_split_sequences(case, way):
+def test_split_sequences(case, way, strategy):
     options = CASES[case]
+    if case == "window" and strategy == "RING":
+        return  # test_what_is_not_split
     layers, weight = [draw(0, HEADS), draw(1, GROUPS), draw(2, GROUPS)], draw(3, HEADS)
     beside = [jnp.linspace(-1.0, 1.0, HEADS)] if case == "offset" else []
     lengths = [19, 19 if way == "shard_map" else 7]
@@ -93,7 +102,8 @@ def test_split_sequences(case, way):
 
     wanted = value_and_gradients(attend, layers + beside, weight)
     balanced = case.endswith("balanced")
-    split = functools.partial(attend, context_parallel_causal_load_balanced=balanced)
+    how = {"context_parallel_causal_load_balanced": balanced, "context_parallel_strategy": strategy}
+    split = functools.partial(attend, **how)
     mesh = mesh_of(AxisType.Explicit if way == "explicit" else AxisType.Auto, dp=2, cp=2, tp=2)
     if balanced:
         layers, weight = [swap(a) for a in layers], swap(weight)
@@ -111,6 +121,33 @@ def test_split_sequences(case, way):
         assert relative_error(np.asarray(own), np.asarray(want)) <= BOUND, (case, way)
 
 
+@combinations(
+    {"devices": (2, 3, 4, 8), "case": ("no_mask", "causal", "balanced", "padding_balanced"), "form": FORMS},
+    usual=["4-balanced-sbhd", "4-padding_balanced-bshd", "3-causal-sbhd", "2-no_mask-sbhd"],
+)
+def test_rings_of_more_devices(devices, case, form):
+    """In either format, of features of values that are not those of keys; 48 tokens."""
+    at, rng = form.index("s"), np.random.default_rng(0)
+    shape = (48, B) if at == 0 else (B, 48)
+    sizes = (HEADS, D), (GROUPS, D), (GROUPS, 8), (HEADS, 8)
+    *layers, weight = (jnp.asarray(rng.standard_normal((*shape, *size)), jnp.float32) for size in sizes)
+    options = {n: a for n, a in CASES[case].items() if not n.startswith("context")} | {"qkv_format": form}
+    if "padding" in case:
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), jnp.asarray([0, 29, 34], jnp.int32))
+    attend = functools.partial(fj.dot_product_attention, **options)
+    wanted = value_and_gradients(attend, layers, weight)
+    balanced = case.endswith("balanced")
+    if balanced:
+        layers, weight = [swap(a, False, devices, at) for a in layers], swap(weight, False, devices, at)
+    split = {"context_parallel_axis": "cp", "context_parallel_causal_load_balanced": balanced}
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=devices)):
+        ring = functools.partial(attend, context_parallel_strategy="RING", **split)
+        got = value_and_gradients(ring, layers, weight)
+    for own, want in zip(got, wanted, strict=True):
+        own = swap(np.asarray(own), True, devices, at) if balanced else own
+        assert relative_error(np.asarray(own), np.asarray(want)) <= (48 + D) * ROUNDOFF
+
+
 def test_a_device_computes_its_queries_alone():
     """Of scores each of two devices makes half."""
     layers = [draw(i, HEADS) for i in range(3)]
@@ -123,7 +160,23 @@ def test_a_device_computes_its_queries_alone():
     assert f"f32[{B},{S // 2},{HEADS},{D}]" in text
 
 
-def test_transformer_engines_names():
+def test_a_ring_keeps_no_more_than_its_own():
+    """Backward reads what a device has of queries, keys, values and outputs; nothing is gathered."""
+    layers = [draw(i, HEADS) for i in range(3)]
+    how = {"context_parallel_axis": "cp", "context_parallel_strategy": "RING", "attn_mask_type": "no_mask"}
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=4)):
+        step = functools.partial(fj.dot_product_attention, **how)
+        text = jax.jit(jax.grad(lambda *own: step(*own).sum(), (0, 1, 2))).lower(*layers).as_text()
+        _, back = jax.eval_shape(lambda *own: jax.vjp(step, *own), *layers)
+    assert "all_gather" not in text
+    # of keys and values thrice in each direction, of their gradients four times
+    assert text.count("collective_permute") == 2 * (3 + 3 + 4)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(back))
+    assert kept == 4 * B * S * HEADS * D + B * S * HEADS  # q, k, v, o and the rows' log-sum-exp
+
+
+@pytest.mark.parametrize("strategy", te.CPStrategy)
+def test_transformer_engines_names(strategy):
     layers = [draw(i, HEADS) for i in range(3)]
     kinds = te.AttnBiasType.NO_BIAS, te.AttnMaskType.CAUSAL_MASK, te.QKVLayout.BSHD_BSHD_BSHD
 
@@ -138,7 +191,7 @@ def test_transformer_engines_names():
                 own,
                 context_parallel_axis="cp",
                 context_parallel_causal_load_balanced=True,
-                context_parallel_strategy=te.CPStrategy.ALL_GATHER,
+                context_parallel_strategy=strategy,
             )
         )(*(swap(a) for a in layers))
     assert relative_error(np.asarray(swap(got, back=True)), np.asarray(wanted)) <= BOUND
@@ -149,15 +202,19 @@ REFUSED = {
     "dropout": ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "dropout_rate: got 0.5"),
     "bias": ({"bias": jnp.zeros((1, 1, S, S))}, "bias: got given"),
     "axis": ({"context_parallel_axis": "other"}, "context_parallel_axis: got 'other'"),
+    "window": ({"window_size": (4, 0), "context_parallel_strategy": "RING"}, "window_size: got .4, 0."),
+    "strategy": ({"context_parallel_strategy": "P2P"}, "context_parallel_strategy: got 'P2P'"),
+    "stripes": ({"stripe_size": 2}, "stripe_size: got 2, expected None without 'thd'"),
+    "lengths": ({"key": jnp.zeros((B, 64, HEADS, D))}, "key: got 32 queries and 64 keys"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_split(name):
     options, text = REFUSED[name]
-    layers = [draw(i, HEADS) for i in range(3)]
+    layers = {name: draw(i, HEADS) for i, name in enumerate(("query", "key", "value"))}
     with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)), pytest.raises(Fp8kitError, match=text):
-        fj.dot_product_attention(*layers, **{"context_parallel_axis": "cp"} | options)
+        fj.dot_product_attention(**layers | {"context_parallel_axis": "cp"} | options)
 
 
 def test_quantised_operands_are_not_split():
