@@ -295,10 +295,11 @@ def _changed_stripes(x: Any, how: Division, back: bool = False) -> Any:
     ``back``."""
     rows, tokens, *rest = x.shape
     count, share = tokens // how.stripe, how.stripe // how.devices
-    lead = (rows, count, how.devices, share) if back else (rows, count, share, how.devices)
-    source, target = (2, 3) if back else (3, 2)
-    moved = jax.lax.all_to_all(x.reshape(*lead, *rest), how.axis, source, target)
-    return moved.reshape(x.shape)
+    if back:
+        x = x.reshape(rows, count, how.devices, share, *rest).swapaxes(2, 3)
+    x = x.reshape(rows, count, share, how.devices, *rest)
+    x = jax.lax.all_to_all(x, how.axis, 3, 3)
+    return (x if back else x.swapaxes(2, 3)).reshape(rows, tokens, *rest)
 
 
 def _refused(arguments: Mapping[str, Any], how: Division) -> tuple[str, Any, str] | None:
