@@ -60,11 +60,11 @@ def swap(a, back=False, devices=2, at=1):
 
 
 def value_and_gradients(attend, layers, weight):
-    def loss(*layers):
+    def loss(layers, weight):
         o = attend(*layers)
         return (o * weight).sum(), o
 
-    (_, o), grads = jax.jit(jax.value_and_grad(loss, tuple(range(len(layers))), has_aux=True))(*layers)
+    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(layers, weight)
     return [o, *grads]
 
 
