@@ -37,11 +37,10 @@ def rings(rank):
     from jax.sharding import PartitionSpec as P
 
     from fp8kit.testing.compare import relative_error
-    from tests.adapters.jax.test_mesh_packed import CASES, HEADS, PLACES, D, T, draw, striped
-    from tests.adapters.jax.test_mesh_sequences import value_and_gradients
+    from tests.support.split_sequences import HEADS, PLACES, D, T, draw, striped, value_and_gradients
 
     def attend(*layers, **more):
-        return fj.dot_product_attention(*layers, **CASES["causal"] | PLACES | more)
+        return fj.dot_product_attention(*layers, **{"attn_mask_type": "padding_causal"} | PLACES | more)
 
     arrays = [draw(seed, T, HEADS, D) for seed in range(4)]
     wanted = [striped(np.asarray(a), 4, 4) for a in value_and_gradients(attend, arrays[:3], arrays[3])]

@@ -22,18 +22,21 @@ from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing.compare import ROUNDOFF, relative_error
-from tests.adapters.jax.test_mesh_sequences import mesh_of, value_and_gradients
 from tests.support.combinations import combinations
+from tests.support.split_sequences import (
+    GROUPS,
+    HEADS,
+    PACKED_BOUND,
+    PLACES,
+    SUMS,
+    D,
+    T,
+    draw,
+    mesh_of,
+    striped,
+    value_and_gradients,
+)
 
-T, HEADS, GROUPS, D = 64, 4, 2, 16
-LONGEST = 27
-# sequences of 1 to 27 tokens, one of none, gaps behind some and behind the last
-SUMS = np.int32([0, 1, 12, 12, 39, 44, 55])
-STARTS = np.int32([0, 1, 14, 14, 41, 46, 64])
-BOUND = (LONGEST + D) * ROUNDOFF  # as in test_mesh_sequences
-PLACES = {"cu_seqlens_q": SUMS, "cu_seqlens_q_padded": STARTS}
-PLACES |= {name.replace("_q", "_kv"): sums for name, sums in PLACES.items()}
-PLACES |= {"max_seqlen_q": LONGEST, "max_seqlen_kv": LONGEST, "qkv_format": "thd"}
 # stripe: None is the natural order
 ORDERS = {"natural": None, "striped": 1, "stripes": 4}
 CASES = {
@@ -42,17 +45,6 @@ CASES = {
     "window": {"attn_mask_type": "padding_causal", "window_size": (5, 0)},
     "offset": {"attn_mask_type": "padding_causal", "softmax_type": "learnable"},
 }
-
-
-def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-def striped(a, devices, stripe, at=0, back=False):
-    if stripe is None:
-        return a
-    function = inverse_reorder_causal_load_balancing if back else reorder_causal_load_balancing
-    return function(a, ReorderStrategy.Striped, devices, at, stripe)
 
 
 def compare(case, order, strategy, devices, mesh=None, manual=False):
@@ -84,7 +76,7 @@ def compare(case, order, strategy, devices, mesh=None, manual=False):
     for own, want in zip(got, wanted, strict=True):
         own = np.asarray(own)
         own = striped(own, devices, stripe, back=True) if own.ndim > 1 else own
-        assert relative_error(np.asarray(own), np.asarray(want)) <= BOUND, (case, order, strategy)
+        assert relative_error(np.asarray(own), np.asarray(want)) <= PACKED_BOUND, (case, order, strategy)
 
 
 @combinations(
@@ -200,15 +192,17 @@ def test_rows_as_transformer_engine_has_them(strategy, stripe, ids):
         assert relative_error(np.asarray(own), np.asarray(want)) <= (S + D) * ROUNDOFF
 
 
-def test_rows_in_a_shard_map():
+@pytest.mark.parametrize("layout", ["thd_thd_thd", "bshd_bshd_bshd"])
+def test_rows_in_a_shard_map(layout):
     """A device has its part of the ids too."""
-    whole, layers = segment_ids(), [draw(i, B, S, HEADS, D) for i in range(3)]
+    layers, thd = [draw(i, B, S, HEADS, D) for i in range(3)], layout.startswith("t")
+    ids = segment_ids() if thd else jnp.int32(jnp.arange(S) < jnp.array([[32], [19], [7], [0]]))
     module = modules.DotProductAttention(
         D,
         HEADS,
         attn_mask_type="padding_causal",
-        qkv_layout="thd_thd_thd",
-        max_segments_per_seq=4,
+        qkv_layout=layout,
+        max_segments_per_seq=4 if thd else 1,
         context_parallel_strategy="RING",
     )
 
@@ -216,13 +210,16 @@ def test_rows_in_a_shard_map():
         made = module.clone(**more)
         return made.apply({}, *layers, fj.SequenceDescriptor.from_segment_ids_and_pos(ids))
 
-    wanted = attend(whole, *layers)
+    def moved(a, function=reorder_causal_load_balancing):
+        return function(a, ReorderStrategy.Striped if thd else ReorderStrategy.DualChunkSwap, 4, 1)
+
+    wanted = attend(ids, *layers)
     split = functools.partial(attend, context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
     with jax.set_mesh(mesh_of(AxisType.Auto, cp=4)):
         rows = P(None, "cp")
         run = jax.jit(jax.shard_map(split, in_specs=(rows,) * 4, out_specs=rows))
-        got = run(*(striped(a, 4, 1, 1) for a in (whole, *layers)))
-    got = striped(np.asarray(got), 4, 1, 1, back=True)
+        got = run(*map(moved, (ids, *layers)))
+    got = moved(np.asarray(got), inverse_reorder_causal_load_balancing)
     assert relative_error(np.asarray(got), np.asarray(wanted)) <= (S + D) * ROUNDOFF
 
 

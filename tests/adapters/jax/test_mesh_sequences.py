@@ -28,6 +28,7 @@ from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import Float8CurrentScaling
 from fp8kit.testing.compare import ROUNDOFF, relative_error
 from tests.support.combinations import combinations
+from tests.support.split_sequences import mesh_of, value_and_gradients
 
 B, S, HEADS, GROUPS, D = 2, 32, 4, 2, 16
 BOUND = (S + D) * ROUNDOFF
@@ -50,22 +51,9 @@ def draw(seed, heads):
     return jax.device_put(np.random.default_rng(seed).standard_normal((B, S, heads, D)).astype(np.float32))
 
 
-def mesh_of(kind, **axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
 def swap(a, back=False, devices=2, at=1):
     function = inverse_reorder_causal_load_balancing if back else reorder_causal_load_balancing
     return function(a, ReorderStrategy.DualChunkSwap, devices, at)
-
-
-def value_and_gradients(attend, layers, weight):
-    def loss(layers, weight):
-        o = attend(*layers)
-        return (o * weight).sum(), o
-
-    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(layers, weight)
-    return [o, *grads]
 
 
 @combinations(

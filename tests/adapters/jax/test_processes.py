@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.adapters.jax.processes import CASES, HEARTBEAT, STEPS
-from tests.adapters.jax.test_mesh_packed import BOUND
 from tests.support.meshes import train
 from tests.support.processes import start
+from tests.support.split_sequences import PACKED_BOUND
 
 pytestmark = pytest.mark.programs
 TOTAL = 1e-3  # of the losses, whose sums over devices are in another order
@@ -47,7 +47,7 @@ def test_keys_and_values_go_round_processes():
     assert [code for _, code in ended] == [0, 0], ended[0][0][1][-2000:]
     for (out, _), _ in ended:
         errors = [json.loads(line) for line in out.splitlines()[-2:]]
-        assert max(errors) <= BOUND, errors
+        assert max(errors) <= PACKED_BOUND, errors
 
 
 def test_a_killed_process_ends_the_other():
