@@ -175,7 +175,7 @@ def _sequences(
             found[side] = jnp.diff(arrays[name])
             continue
         rows, most = layer.shape[0], int(arguments[f"max_seqlen_{side}"])
-        check_sums(_OP, arrays, name, rows * length, most)
+        check_sums(_OP, arrays, name, rows * length, most or None)
         starts = arrays.get(f"{name}_padded", arrays[name])
         found[side] = packed_sequences(arrays[name], starts, rows, length)
     return found
@@ -229,10 +229,11 @@ class _Call:
             sums = {side: maps.running(jnp, lengths) for side, lengths in self.sides.items()}
             own, longest = {f"cu_seqlens_{side}": a for side, a in sums.items()}, {}
         else:
-            sums, tokens = self.sides, layers[0].shape[0] // rows
-            parts = {side: part_of(a, 0, how.devices, tokens, how.balanced) for side, a in sums.items()}
-            own = {name: a for side, part in parts.items() for name, a in part.sums(side).items()}
-            longest = self._longest(how.devices if how.balanced else 1, tokens)
+            sums, own, longest = self.sides, {}, {}
+            for (side, a), layer in zip(sums.items(), layers, strict=False):
+                tokens = layer.shape[0] // rows
+                own |= part_of(a, 0, how.devices, tokens, how.balanced).sums(side)
+                longest |= self._longest(side, how.devices if how.balanced else 1, tokens)
         vanilla = {"softmax_type": "vanilla", "softmax_offset": None}
         spec = self._resolve({**self.arguments, **named, **own, **longest, **vanilla})
         chunks = 2 if how.balanced and not how.packed and self.mask != "no_mask" else 1
@@ -242,10 +243,10 @@ class _Call:
         options = chunks, rows, how.packed and how.balanced, self.gathered
         return ring_attention(spec, how.axis, layers, offset, sums, *options)
 
-    def _longest(self, share: int, tokens: int) -> dict[str, int]:
+    def _longest(self, side: str, share: int, tokens: int) -> dict[str, int]:
         """At most so many tokens of a sequence are among a device's ``tokens`` of a row, one of ``share``."""
-        names = [f"max_seqlen_{side}" for side in SIDES]
-        return {name: min(-(-int(self.arguments[name]) // share), tokens) for name in names}
+        name = f"max_seqlen_{side}"
+        return {name: min(-(-int(self.arguments[name]) // share), tokens)}
 
     def _over_gathered(self, layers: tuple[Any, Any, Any]) -> Any:
         """The device's queries over all keys and values."""
@@ -284,7 +285,7 @@ class _Call:
         flat = [a.reshape(-1, *a.shape[2:]) for a in (query, *both)]
         own = self.arguments | dict(zip(("query", "key", "value"), flat, strict=True))
         own |= part.sums("q") | whole_sums(seen, "kv", both[0].shape[1])
-        own["max_seqlen_q"] = self._longest(1, tokens)["max_seqlen_q"]
+        own |= self._longest("q", 1, tokens)
         own["attn_mask_type"] = "padding_causal_bottom_right" if self.causal else "padding"
         o = self._attend(own)
         return o.reshape(rows, tokens, *o.shape[1:])

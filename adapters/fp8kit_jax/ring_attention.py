@@ -108,7 +108,7 @@ def _forward(how: Ring, q: Any, k: Any, v: Any, offset: Any, sums: Any) -> tuple
     total = manual.zeros(q.shape[:-1], jnp.float32, q) + (NOTHING if offset is None else offset)
     total = jnp.maximum(total, NOTHING)
     for step, (key, value) in enumerate(_coming(how, (k, v))):
-        for block in _blocks(how, step, q, sums):
+        for block in _blocks(how, step, (q, k), sums):
             own, both = _half(how, q, block.queries), _halves(how, (key, value), block.keys)
             found = _run(how, block, {"q": own, "k": both[0], "v": both[1]})
             lse = _by_rows(how, block, found["lse"], own)
@@ -135,7 +135,7 @@ def _ring_backward(how: Ring, kept: Any, do: Any) -> tuple[Any, ...]:
     dq, dkv, parts = manual.zeros(q.shape, jnp.float32, q), _zeros(k, v), []
     for step, (key, value) in enumerate(_coming(how, (k, v))):
         dkv = _zeros(k, v) if how.gathered else dkv
-        for block in _blocks(how, step, q, sums):
+        for block in _blocks(how, step, (q, k), sums):
             own, dout, out, lse = _halves(how, (q, do, o, total), block.queries)
             both = _halves(how, (key, value), block.keys)
             lse = _by_sequences(how, block, jnp.where(lse <= NOTHING, -jnp.inf, lse))
@@ -168,8 +168,9 @@ def _offset_gradient(offset: Any, total: Any, o: Any, do: Any) -> Any:
 # --- blocks -------------------------------------------------------------------------------------------------
 
 
-def _blocks(how: Ring, step: int, q: Any, sums: Any) -> list[_Block]:
+def _blocks(how: Ring, step: int, sides: Layers, sums: Any) -> list[_Block]:
     """What the device's queries see of the keys that come in a step, those of the device so many before it.
+    ``sides``: a device's queries, and keys.
 
     Of two chunks each, r and 2 n - 1 - r, the second half of the queries sees the first half of all other
     devices' keys; beside that the first half sees it too, or, of a later device, the second half sees the
@@ -180,22 +181,23 @@ def _blocks(how: Ring, step: int, q: Any, sums: Any) -> list[_Block]:
     free = off_diagonal(spec)
     hidden = source < rank if spec.causal and step else None
     if spec.packed:
-        tokens = q.shape[0] // how.rows
         own, other = (
-            part_of(sums[side], device, how.devices, tokens, how.striped)
-            for side, device in zip(SIDES, (rank, source), strict=True)
+            part_of(sums[side], device, how.devices, a.shape[0] // how.rows, how.striped)
+            for side, device, a in zip(SIDES, (rank, source), sides, strict=True)
         )
         if how.striped and spec.causal:  # the diagonal starts at the first key that is not later
             own = own.without_first(other.places > own.places)
         kind = spec if how.striped or not step else free
         return [_Block(kind, own.sums("q") | other.sums("kv"), seen=None if how.striped else hidden)]
 
-    length = q.shape[how.at] * how.devices
+    lengths = [a.shape[how.at] * how.devices for a in sides]
 
     def block(spec: AttentionSpec, queries: Any = None, keys: Any = None, seen: Any = None) -> _Block:
         here = {
             f"cu_seqlens_{side}": chunk_sums(sums[side], length, how.chunks, device, how.devices, half)
-            for side, device, half in zip(SIDES, (rank, source), (queries, keys), strict=True)
+            for side, length, device, half in zip(
+                SIDES, lengths, (rank, source), (queries, keys), strict=True
+            )
             if side in sums
         }
         return _Block(spec, here, queries, keys, seen)

@@ -111,6 +111,27 @@ def test_packed_sequences_on_axes_of_other_kinds(way, order, strategy):
     compare("offset", order, strategy, 2, mesh_of(kind, cp=2), way == "shard_map")
 
 
+@pytest.mark.parametrize(
+    ("order", "strategy"), [("natural", "RING"), ("stripes", "RING"), ("natural", "DEFAULT")]
+)
+def test_other_sequences_of_keys(order, strategy):
+    """With a padding mask those of keys are of other lengths, and begin elsewhere, among more tokens."""
+    keys = np.int32([0, 9, 12, 20, 20, 50, 90])
+    places = PLACES | {"cu_seqlens_kv": keys, "cu_seqlens_kv_padded": keys, "max_seqlen_kv": 40}
+    layers = [draw(0, T, HEADS, D), draw(1, 96, GROUPS, D), draw(2, 96, GROUPS, D)]
+    weight, stripe = draw(3, T, HEADS, D), ORDERS[order]
+    attend = functools.partial(fj.dot_product_attention, attn_mask_type="padding", **places)
+    wanted = value_and_gradients(attend, layers, weight)
+    split = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+    split |= {"context_parallel_causal_load_balanced": stripe is not None, "stripe_size": stripe}
+    moved = [striped(a, 2, stripe) for a in (*layers, weight)]
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
+        got = value_and_gradients(functools.partial(attend, **split), moved[:3], moved[3])
+    for own, want in zip(got, wanted, strict=True):
+        own = striped(np.asarray(own), 2, stripe, back=True)
+        assert relative_error(np.asarray(own), np.asarray(want)) <= (40 + D) * ROUNDOFF
+
+
 # --- rows of several sequences ------------------------------------------------------------------------------
 
 B, S = 4, 32

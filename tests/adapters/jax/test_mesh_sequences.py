@@ -149,6 +149,44 @@ def test_a_device_computes_its_queries_alone():
     assert f"f32[{B},{S // 2},{HEADS},{D}]" in text
 
 
+@pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+def test_other_numbers_of_keys(strategy):
+    """Of padded sequences, two chunks of them on each device."""
+    rng = np.random.default_rng(0)
+    sizes = (S, HEADS), (48, GROUPS), (48, GROUPS), (S, HEADS)
+    *layers, weight = (jnp.asarray(rng.standard_normal((B, *size, D)), jnp.float32) for size in sizes)
+    sums = {"cu_seqlens_q": jnp.array([0, 32, 51], jnp.int32)}
+    sums["cu_seqlens_kv"] = jnp.array([0, 21, 62], jnp.int32)
+    attend = functools.partial(fj.dot_product_attention, attn_mask_type="padding", **sums)
+    wanted = value_and_gradients(attend, layers, weight)
+    split = {"context_parallel_axis": "cp", "context_parallel_causal_load_balanced": True}
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
+        own = functools.partial(attend, context_parallel_strategy=strategy, **split)
+        got = value_and_gradients(own, [swap(a) for a in layers], swap(weight))
+    for a, want in zip(got, wanted, strict=True):
+        assert relative_error(np.asarray(swap(a, back=True)), np.asarray(want)) <= (48 + D) * ROUNDOFF
+
+
+def test_a_ring_of_bfloat16():
+    """Each device's part of an output is rounded, and their weighted sum: half a unit each, of what is no
+    larger than the values. Gradients are sums of four devices' parts, rounded like their sum: five halves of
+    a unit, and as much again for the rowsum(do * o) of rounded outputs."""
+    arrays = [draw(i, HEADS).astype(jnp.bfloat16) for i in range(4)]
+    wide = [a.astype(jnp.float32) for a in arrays]
+    wanted = value_and_gradients(fj.dot_product_attention, wide[:3], wide[3])
+    how = {"context_parallel_axis": "cp", "context_parallel_causal_load_balanced": True}
+    how["context_parallel_strategy"] = "RING"
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=4)):
+        moved = [swap(a, devices=4) for a in arrays]
+        got = value_and_gradients(functools.partial(fj.dot_product_attention, **how), moved[:3], moved[3])
+    assert all(a.dtype == jnp.bfloat16 for a in got)
+    got = [np.asarray(swap(a, True, 4), np.float32) for a in got]
+    unit = 2.0**-8
+    assert np.abs(got[0] - wanted[0]).max() <= unit * np.abs(wide[2]).max()
+    for own, want in zip(got[1:], wanted[1:], strict=True):
+        assert np.abs(own - want).max() <= 5 * unit * np.abs(want).max()
+
+
 def test_a_ring_keeps_no_more_than_its_own():
     """Backward reads what a device has of queries, keys, values and outputs; nothing is gathered."""
     layers = [draw(i, HEADS) for i in range(3)]
