@@ -369,14 +369,10 @@ def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, A
 
 
 def _mesh() -> Any:
-    """The mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``."""
-    found = jax.sharding.get_abstract_mesh()
-    if not found.empty:
-        return found
-    from fp8kit_jax.te_compat.sharding import _mesh as of_block
+    """The mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``, with its devices."""
+    from fp8kit_jax.te_compat.sharding import _mesh as in_force
 
-    mesh = of_block()
-    return mesh if mesh.empty else mesh.abstract_mesh
+    return in_force()
 
 
 __all__ = ["Division", "attend_split", "division", "placed"]

@@ -187,6 +187,17 @@ def test_a_ring_of_bfloat16():
         assert np.abs(own - want).max() <= 5 * unit * np.abs(want).max()
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+def test_the_mesh_of_a_block(strategy):
+    """``with mesh:``, which JAX is giving up and programs still have, of arrays that are not placed."""
+    layers = [draw(i, HEADS) for i in range(3)]
+    how = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+    with mesh_of(AxisType.Auto, cp=2):
+        got = jax.jit(functools.partial(fj.dot_product_attention, **how))(*layers)
+    assert relative_error(np.asarray(got), np.asarray(fj.dot_product_attention(*layers))) <= BOUND
+
+
 def test_a_ring_keeps_no_more_than_its_own():
     """Backward reads what a device has of queries, keys, values and outputs; nothing is gathered."""
     layers = [draw(i, HEADS) for i in range(3)]
