@@ -13,6 +13,7 @@ so that each has every n-th token, and their outputs change back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 from fp8kit.arguments import check, shown
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.layers import context_maps as maps
+from fp8kit.ops.attention import attention
 from fp8kit.ops.ring_attention import chunks_of
-from fp8kit_jax.arguments import as_array, check_sums
+from fp8kit_jax.arguments import as_array, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
 from fp8kit_jax.ring_attention import ring_attention
 from fp8kit_jax.scopes import mesh_resource
@@ -234,13 +236,16 @@ class _Call:
                 tokens = layer.shape[0] // rows
                 own |= part_of(a, 0, how.devices, tokens, how.balanced).sums(side)
                 longest |= self._longest(side, how.devices if how.balanced else 1, tokens)
-        vanilla = {"softmax_type": "vanilla", "softmax_offset": None}
-        spec = self._resolve({**self.arguments, **named, **own, **longest, **vanilla})
+        spec = self._resolve({**self.arguments, **named, **own, **longest})
+        inputs = dict(zip("qkv", layers, strict=True)) | own | {"softmax_offset": self.offset}
+        metas = {name: meta_of(_OP, name, a) for name, a in inputs.items() if a is not None}
+        attention.infer(spec, metas, frozenset())  # which refuses what does not fit
         chunks = 2 if how.balanced and not how.packed and self.mask != "no_mask" else 1
         offset = self.offset
-        if offset is None and self.arguments["softmax_type"] != "vanilla":
+        if spec.softmax_type == "off-by-one":
             offset = jnp.zeros(spec.num_heads, jnp.float32)
         options = chunks, rows, how.packed and how.balanced, self.gathered
+        spec = replace(spec, softmax_type="vanilla")
         return ring_attention(spec, how.axis, layers, offset, sums, *options)
 
     def _longest(self, side: str, share: int, tokens: int) -> dict[str, int]:

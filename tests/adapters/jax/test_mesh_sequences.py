@@ -44,6 +44,7 @@ CASES = {
     "padding_causal": {"attn_mask_type": "padding_causal"},
     "padding_balanced": {"attn_mask_type": "padding_causal", "context_parallel_causal_load_balanced": True},
     "offset": {"attn_mask_type": "causal", "softmax_type": "learnable"},
+    "off_by_one": {"attn_mask_type": "causal", "softmax_type": "off_by_one"},
 }
 
 
@@ -69,6 +70,7 @@ def swap(a, back=False, devices=2, at=1):
         "balanced-auto-RING",
         "causal-explicit-RING",
         "offset-auto-RING",
+        "off_by_one-auto-RING",
         "padding_causal-auto-RING",
         "padding_balanced-shard_map-RING",
     ],
@@ -235,12 +237,20 @@ def test_transformer_engines_names(strategy):
     assert relative_error(np.asarray(swap(got, back=True)), np.asarray(wanted)) <= BOUND
 
 
+RING = {"context_parallel_strategy": "RING"}
 REFUSED = {
     "mask": ({"attn_mask_type": "arbitrary"}, "attn_mask_type: got 'arbitrary'"),
     "dropout": ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "dropout_rate: got 0.5"),
     "bias": ({"bias": jnp.zeros((1, 1, S, S))}, "bias: got given"),
     "axis": ({"context_parallel_axis": "other"}, "context_parallel_axis: got 'other'"),
-    "window": ({"window_size": (4, 0), "context_parallel_strategy": "RING"}, "window_size: got .4, 0."),
+    "window": ({"window_size": (4, 0)} | RING, "window_size: got .4, 0."),
+    "offset": ({"softmax_type": "learnable"} | RING, "softmax_offset: missing"),
+    "offset_dtype": (
+        {"softmax_type": "learnable", "softmax_offset": jnp.zeros(HEADS, jnp.bfloat16)} | RING,
+        "softmax_offset: got bfloat16",
+    ),
+    "offset_unused": ({"softmax_offset": jnp.zeros(HEADS)} | RING, "softmax_offset: got"),
+    "groups": ({"key": jnp.zeros((B, S, 3, D))} | RING, "key: got"),
     "strategy": ({"context_parallel_strategy": "P2P"}, "context_parallel_strategy: got 'P2P'"),
     "stripes": ({"stripe_size": 2}, "stripe_size: got 2, expected None without 'thd'"),
     "lengths": ({"key": jnp.zeros((B, 64, HEADS, D))}, "key: got 32 queries and 64 keys"),
