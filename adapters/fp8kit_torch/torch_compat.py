@@ -152,6 +152,17 @@ def global_hooks() -> bool:
 library_of_op: Callable[..., Any] = _required(torch._library.custom_ops, "get_library_allowing_overwrite")
 
 
+_BelowAutograd: Any = _required(torch._C, "_AutoDispatchBelowAutograd")
+_after_autograd: Any = _required(torch._C, "_after_autograd_keyset")
+
+
+def below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
+    """What an op's function for autograd leaves to what comes after it. ``keyset``: as that one was called
+    with."""
+    with _BelowAutograd():
+        return op.redispatch(keyset & _after_autograd, *args)
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 # For a subclass that decides by ``__torch_dispatch__`` alone.
