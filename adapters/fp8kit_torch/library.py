@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import Device
 from fp8kit.autocast import current, touch_forward
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import (
     SelectionPolicy,
     get_policy,
-    policy_context,
     policy_from_text,
     process_policy,
     traced_policy,
@@ -74,7 +72,7 @@ class StaticCall:
         start = FORWARD_SLOTS * gemm
         self.forward = {operand: start + slot for operand, slot in forward_slots(gemms).items()}
         self.backward = backward_slots(gemms)
-        self.rule: Any = decode(rule) if rule else None
+        self.rule = _rule(rule) if rule else None
         self.scales = tuple(f"{operand}_scale" for operand in self.forward)
         self._bound: dict[Any, TorchOp] = {}  # by what tells the tensors apart
         self._bindings: dict[Any, StateBinding] = {}  # by where the state lies
@@ -104,7 +102,7 @@ class StaticCall:
     def _bind(self, key: Any, device: torch.device, kinds: Callable[[], Sequence[Any]]) -> TorchOp:
         """Looked up here first: a compiled model calls with the same few shapes, and to bind takes as long as
         to launch."""
-        kernels = self._kernels(place_of(device))
+        kernels = dispatch.kernels(place_of(device), self.policy)  # backward has another thread's in force
         found = self._bound.get(key)
         if found is None or found.kernels is not kernels:
             if len(self._bound) >= _SHAPES:
@@ -127,13 +125,6 @@ class StaticCall:
                 self._bindings.clear()
             self._bindings[key] = found
         return found
-
-    def _kernels(self, place: Device) -> Any:
-        """The kernels of the call's own policy: backward has another thread's in force."""
-        if get_policy() is self.policy:
-            return dispatch.kernels(place)
-        with policy_context(self.policy):
-            return dispatch.kernels(place)
 
 
 _SHAPES, _STATES = 64, 1024  # bound operations, and bindings, that a call keeps
@@ -214,8 +205,14 @@ class TorchOps(NamedTuple):
     recorded: tuple[Any, Any]
 
 
-def _contiguous(tensors: Sequence[Any]) -> list[Any]:
-    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+def _contiguous(tensors: Any) -> Any:
+    """The tensors of a list, contiguous; the list itself where they all are."""
+    return tensors if all(map(Tensor.is_contiguous, tensors)) else [t.contiguous() for t in tensors]
+
+
+def _arrived(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Cotangents, contiguous."""
+    return [g if g is None or g.is_contiguous() else g.contiguous() for g in grads]
 
 
 def _blank(metas: Iterable[Meta], like: Tensor) -> list[Tensor]:
@@ -293,7 +290,7 @@ def _backward(
         binding = found.binding(state[0], filled[-1], True)
     count = op.kept_count
     into = dict(zip(op.grads, filled, strict=False))
-    op.call_backward(_contiguous(kept[:count]), list(kept[count:]), _contiguous(cotangents), binding, into)
+    op.call_backward(_contiguous(kept[:count]), list(kept[count:]), _arrived(cotangents), binding, into)
 
 
 def _filled(inputs: Sequence[Tensor], state: Sequence[Tensor], history: Tensor | None, call: str) -> Any:
@@ -339,7 +336,7 @@ class _Traced(torch.autograd.Function):
     @once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found, signature, kept = call_by(ctx.call), ctx.signature, list(ctx.saved_tensors)
-        arrived = _contiguous(grads)
+        arrived = _arrived(grads)
         if arrived[0] is None:
             meta = next(iter(_outputs(signature).values()))
             some = next((g for g in arrived if g is not None), kept[0])
@@ -413,24 +410,25 @@ def _parsed(shapes: Sequence[int], dtypes: str, device: torch.device) -> list[Te
 # --- FP8 state ----------------------------------------------------------------------------------------------
 
 
-def note(handle: Tensor, rule: AmaxHistory, when: int) -> None:
+def note(handle: Tensor, rule: _Rule | None, when: int) -> None:
     """Have the state of that handle, which recorded amaxes, updated by its ``rule``, see ``FORWARD`` and
     ``BACKWARD``."""
     if when == NEITHER:
         return
+    assert rule is not None
     own = states.named(int(handle))
     if own is None:
         raise ArgumentError("record_", "handle", int(handle), "a state of a module that is alive")
     if when == BACKWARD:
-        states.finish_backward([(rule, own, None)])
-    elif (scope := current()) is not None:
-        touch_forward(own, scope.recipe if scope.recipe.history == rule else _rule(rule), True)
+        states.finish_backward(((rule.history, own, None),))
+    elif current() is not None:
+        touch_forward(own, rule, True)  # type: ignore[arg-type]
 
 
 def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
     row = history[0]
     torch.fmax(row, amaxes, out=row)
-    note(handle, decode(recipe) if recipe else None, when)
+    note(handle, _rule(recipe) if recipe else None, when)
 
 
 # record_(history, amaxes, handle, recipe, when): history[0] = max(history[0], amaxes), NaN ignored; and the
@@ -441,15 +439,15 @@ record_: Any = op_of("record_", _record, _nothing, ("history",), (torch.Tag.cuda
 
 
 class _Rule(NamedTuple):
-    """What updates the state of a layer whose recipe is not that of the autocast (``Recipe.for_layer``)."""
+    """What updates a state, as a recipe has it."""
 
     history: AmaxHistory
 
 
 @lru_cache(maxsize=256)
-def _rule(history: AmaxHistory) -> _Rule:
-    """The same object for the same rule."""
-    return _Rule(history)
+def _rule(history: str) -> _Rule:
+    """The same object for the same text of an ``AmaxHistory``."""
+    return _Rule(decode(history))
 
 
 class _Parts(NamedTuple):
