@@ -250,6 +250,12 @@ all_gather_single: Any = _communication("all_gather_single", "all_gather_into_te
 reduce_scatter_single: Any = _communication("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+# The process groups of this process, empty without any: the public question takes two calls of Python.
+GROUPS: Any = {}
+if torch.distributed.is_available():
+    GROUPS = _required(torch.distributed.distributed_c10d, "_pg_map")
+
+
 def store_of(group: Any) -> Any:
     """The key-value store that a group's processes met by."""
     known = torch.distributed.distributed_c10d
