@@ -23,7 +23,7 @@ MOST = {("Linear", "delayed"): 368, ("Linear", "current"): 318, ("LayerNormMLP",
 
 
 def counted(step, monkeypatch):
-    """(files of the Python functions that a step calls, number of calls of all functions, kernels launched)."""
+    """(files of the Python functions that a step calls, number of all calls, kernels launched)."""
     for _ in range(3):
         step()
     kernels, files, calls, launched = dispatch.kernels(arrays.CPU), [], [], []
