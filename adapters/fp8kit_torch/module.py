@@ -376,7 +376,13 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
         for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
         amaxes go nowhere."""
-        found, forward = self._bound(recipe, record), self.fp8_meta["scaling_fwd"]
+        known = self._binding
+        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
+        if same and record:
+            history: Any = recipe.history
+            same = self.fp8_meta["scaling_fwd"].amax_history.shape[0] == history.length
+        found: StateBinding = known[2] if same else self._bind(recipe, record)
+        forward = self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None
             slots, scale = forward_slots(self.gemms), forward.scale
@@ -394,20 +400,11 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
-    def _bound(self, recipe: Recipe, record: bool) -> StateBinding:
+    def _bind(self, recipe: Recipe, record: bool) -> StateBinding:
         """The state's addresses by the operation's names. Where amaxes are to be recorded, the history gets
         the recipe's length."""
-        known = self._binding
         history: Any = recipe.history
-        length = history.length
-        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
-        if (
-            known is not None
-            and same
-            and (not record or self.fp8_meta["scaling_fwd"].amax_history.shape[0] == length)
-        ):
-            return known[2]
-        self.prepare(length, record)
+        self.prepare(history.length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         front, back = forward_slots(self.gemms), backward_slots(self.gemms)
         scales = slot_addresses(front, forward.scale, "scale")
