@@ -35,7 +35,7 @@ def convert(
 ) -> nn.Module:
     """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
     LayerNorm over one dimension, with or without bias, every RMSNorm, with * weight or * (1 + weight), and
-    the gated experts of transformers' models (Mixtral, Qwen-MoE, DeepSeek), as grouped products.
+    the experts of transformers' models, as grouped products ("Mixture of experts" in docs/ says which).
 
     * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A
       language model's head, for one.
