@@ -18,6 +18,7 @@ from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED, named
+from fp8kit.testing.compare import relative_error
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 MX = recipe.MXFP8BlockScaling()
@@ -250,6 +251,27 @@ def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -
     results(make("a"), recipe.DataRecipe(Quantization(one, Gemm(cast, cast), Gemm(cast, cast)), "one"))
     (said,) = caplog.messages
     assert "because of weight of fprop, which is not cast while the other is: operands" in said
+
+
+@pytest.mark.parametrize(
+    "kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling]
+)
+def test_e5m2_for_all_operands_is_emulated(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No tensor core multiplies E5M2 by E5M2: the values of the codes are multiplied."""
+    slowness.forget()
+    products._say_emulated.cache_clear()
+    layer, how = make("a"), kind(fp8_format=recipe.Format.E5M2)
+    y = results(layer, how)[0]
+    own = how.quantization
+    cast = []
+    for values, side in ((X, own.x), (layer.weight.numpy(), own.w)):
+        scale = 1.0 if how.delayed() else None  # in the first step
+        scaling = {} if how.delayed() else {"scaling": side.granularity, "scale_rule": side.scale_rule}
+        cast.append(fk.quantize(values, fk.E5M2, scale, **scaling).dequantize().astype(np.float64))
+    expected = cast[0] @ cast[1].T + layer.bias.numpy()
+    assert relative_error(y, expected) < 64 * 2.0**-23  # sums of 64 in float32
+    (said,) = caplog.messages
+    assert "E5M2 for both" in said
 
 
 class _Share:
