@@ -18,10 +18,10 @@ a RecipeError, and every field that is accepted has its effect. No environment v
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fp8kit import formats
 from fp8kit.attention_quantization import AttentionQuantization, attention_of, check_fields
@@ -204,7 +204,7 @@ class _ScaledNow(Recipe):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, QParams(power_2_scale=power_2))
             self._want(QParams, name)
-            if of_fp4 := [flag for flag in QParams.OF_FP4 if getattr(getattr(self, name), flag)]:
+            if of_fp4 := [flag for flag in _OF_FP4 if getattr(getattr(self, name), flag)]:
                 raise self._refuse(name, f"{of_fp4[0]}=False: that is of FP4 ({_OF_FP4[of_fp4[0]]})")
             if power_2 and not getattr(self, name).power_2_scale:
                 raise self._refuse(name, f"power_2_scale=True, because {why}={getattr(self, why)}")
@@ -514,11 +514,13 @@ class NVFP4BlockScaling(_BlockRecipe):
             if getattr(self, name) is not wanted:
                 raise RecipeError(type(self).__name__, name, repr(getattr(self, name)), str(wanted))
 
-    follows: ClassVar[Mapping[str, str]] = {
-        "fp4_quant_fwd_inp": "disable_rht",
-        "fp4_quant_fwd_weight": "disable_2d_quantization",
-        "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
-    }
+    follows = MappingProxyType(
+        {  # without an annotation, which would make it a field
+            "fp4_quant_fwd_inp": "disable_rht",
+            "fp4_quant_fwd_weight": "disable_2d_quantization",
+            "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
+        }
+    )
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:

@@ -139,6 +139,9 @@ class MMParams(Strict):
         return self.accumulation or ("split" if self.use_split_accumulator else "fast")
 
 
+_OF_FP4 = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
+
+
 @dataclass(frozen=True)
 class QParams(Strict):
     """How one operand is quantised under current and block scaling.
@@ -155,14 +158,8 @@ class QParams(Strict):
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
-    OF_FP4: ClassVar[tuple[str, ...]] = (
-        "random_hadamard_transform",
-        "stochastic_rounding",
-        "fp4_2d_quantization",
-    )
-
     def __post_init__(self) -> None:
-        self._want(bool, "power_2_scale", *self.OF_FP4)
+        self._want(bool, "power_2_scale", *_OF_FP4)
         epsilon = self.amax_epsilon
         if (
             isinstance(epsilon, bool)

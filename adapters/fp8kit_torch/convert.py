@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fp8kit.arguments import function
+from fp8kit.arguments import function, named_well
 from fp8kit.errors import ArgumentError
 from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
@@ -30,6 +30,7 @@ _PAST_PARTS = (
 _ALLOWED = "_fp8kit_plain"  # where such a layer keeps the attribute's value meanwhile
 
 
+@named_well
 def convert(
     model: nn.Module, filter_fn: Filter | None = None, *, linear_classes: Sequence[type[nn.Linear]] = ()
 ) -> nn.Module:
