@@ -349,6 +349,8 @@ class autocast(_Named):
             _INNERMOST.set(None)
         else:
             _left(own)
+        if own.value.recipe.by_layer and own.above is None and kind is None:
+            own.value.recipe.ended()
         if not own.touched:
             return
         left = [*own.touched.values()]

@@ -191,6 +191,9 @@ class Recipe(Strict):
         where it has no name; None for high precision. The same object for the same layer."""
         return self
 
+    def ended(self) -> None:
+        """Called when an outermost autocast by a recipe that is ``by_layer`` ended without an exception."""
+
     @property
     def quantization(self) -> Quantization:
         """How the operands of a layer's GEMMs become FP8. The same object for equal recipes: layers know by

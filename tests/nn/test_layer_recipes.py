@@ -53,7 +53,11 @@ def test_the_first_rule_that_fits_counts() -> None:
 
 
 def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = [(MX, None), (recipe.PerLayer(MX), None), (recipe.PerLayer(MX, (("unnamed*", None),)), "a")]
+    quiet = [
+        (MX, None),
+        (recipe.PerLayer(MX), None),
+        (recipe.PerLayer(MX, (("unnamed*", None),)), "unnamed_a"),
+    ]
     quiet.append((recipe.PerLayer(MX, (("unnamed*", None), ("*", None))), None))
     for how, name in quiet:
         results(make(name), how)
@@ -63,6 +67,20 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
         results(make(), how)
     (said,) = caplog.messages
     assert said.startswith("Linear has no name, so no rule of PerLayer fits it (per_layer(")
+
+
+def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer, rules = make("model.layers.0.fc1"), [("layers.0.*", None), ("layers.1.*", None)]
+    results(layer, recipe.PerLayer(MX, (*rules, ("model.*", None))))  # one fits
+    assert not caplog.messages
+    how = recipe.PerLayer(MX, tuple(rules))
+    for each in (how, how, recipe.PerLayer(MX, tuple(rules))):
+        results(layer, each)
+    (said,) = caplog.messages
+    assert said == (
+        "no rule of PerLayer fits a layer that ran (per_layer(mxfp8(E4M3), 2 rules)): "
+        "the rules are for 'layers.0.*', 'layers.1.*', the layers are called 'model.layers.0.fc1'"
+    )
 
 
 def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
