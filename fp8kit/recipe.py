@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fp8kit import formats
@@ -30,9 +29,9 @@ from fp8kit.quantization import AmaxCompute, AmaxHistory, Gemm, Quantization, Qu
 from fp8kit.recipe_fields import Format as Format
 from fp8kit.recipe_fields import FormatLimits as FormatLimits
 from fp8kit.recipe_fields import MMParams as MMParams
+from fp8kit.recipe_fields import OperandsOfFP4, recipe_class
 from fp8kit.recipe_fields import QParams as QParams
 from fp8kit.recipe_fields import Recipe as Recipe
-from fp8kit.recipe_fields import recipe_class
 
 if TYPE_CHECKING:
     from fp8kit.layer_recipes import CustomRecipe as CustomRecipe
@@ -450,7 +449,7 @@ class MXFP8BlockScaling(_BlockRecipe):
 
 
 @recipe_class
-class NVFP4BlockScaling(_BlockRecipe):
+class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
     """FP4 with two levels of scales: E4M3 for each block of 16 elements along the contraction, and float32
     for the tensor (NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; Transformer
     Engine's NVFP4BlockScaling) ::
@@ -513,32 +512,6 @@ class NVFP4BlockScaling(_BlockRecipe):
         for name, wanted in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):
             if getattr(self, name) is not wanted:
                 raise RecipeError(type(self).__name__, name, repr(getattr(self, name)), str(wanted))
-
-    follows = MappingProxyType(
-        {  # without an annotation, which would make it a field
-            "fp4_quant_fwd_inp": "disable_rht",
-            "fp4_quant_fwd_weight": "disable_2d_quantization",
-            "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
-        }
-    )
-
-    @property
-    def fp4_quant_fwd_inp(self) -> QParams:
-        """Of the input."""
-        return QParams(random_hadamard_transform=not self.disable_rht)
-
-    @property
-    def fp4_quant_fwd_weight(self) -> QParams:
-        """Of the weight."""
-        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
-
-    @property
-    def fp4_quant_bwd_grad(self) -> QParams:
-        """Of the output gradient."""
-        return QParams(
-            random_hadamard_transform=not self.disable_rht,
-            stochastic_rounding=not self.disable_stochastic_rounding,
-        )
 
     @classmethod
     def nvfp4(cls) -> bool:

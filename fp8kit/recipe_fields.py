@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from fp8kit import formats
@@ -321,3 +322,37 @@ class Recipe(Strict):
             raise self._refuse("fp8_format", "Format.HYBRID, Format.E4M3 or Format.E5M2: E2M1 has 4 bits")
         check_fields(self, no_attention)
         self._want_override()
+
+
+class OperandsOfFP4(Recipe):
+    """What the flags of ``NVFP4BlockScaling`` mean for each operand, by Transformer Engine's names."""
+
+    disable_rht: bool
+    disable_stochastic_rounding: bool
+    disable_2d_quantization: bool
+
+    follows = MappingProxyType(
+        {
+            "fp4_quant_fwd_inp": "disable_rht",
+            "fp4_quant_fwd_weight": "disable_2d_quantization",
+            "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
+        }
+    )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """Of the input."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """Of the weight."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """Of the output gradient."""
+        return QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
+        )

@@ -24,7 +24,8 @@ class ExpertKind:
     """y = W2 a(W1 x + b1) + b2 of each expert. ``weights``: the names of W1 and W2; ``layout``: "oi", W1 is
     (E, N, K), or "io", (E, K, N); ``activation`` and ``params``: a, by ``backends.activation``;
     ``interleaved``: the gate's are every second of W1's outputs, from the first on. ``in_groups``:
-    ``forward`` takes as many rows for each expert, one expert's after the other's, and no routing."""
+    ``forward`` takes as many rows for each expert, one expert's after the other's, and no routing.
+    ``routing``: what ``forward`` calls the chosen experts and their weights."""
 
     weights: tuple[str, str]
     layout: str
@@ -33,6 +34,7 @@ class ExpertKind:
     params: tuple[float, ...] = ()
     interleaved: bool = False
     in_groups: bool = False
+    routing: tuple[str, ...] = ()
 
     @property
     def gated(self) -> bool:
@@ -82,8 +84,8 @@ def kind_of(module: nn.Module) -> ExpertKind | str | None:
         return "experts whose forward was replaced, or that have buffers"
     if own[0].is_meta:
         return "on the meta device: what its forward computes is not known"
-    takes = inspect.signature(type(module).forward).parameters
-    found = replace(found, in_groups=len(takes) == 2)  # self and the rows
+    takes = tuple(inspect.signature(type(module).forward).parameters)
+    found = replace(found, in_groups=len(takes) == 2, routing=takes[2:4])  # after self and the rows
     return _computed(module, found)
 
 

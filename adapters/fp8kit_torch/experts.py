@@ -63,10 +63,15 @@ class ConvertedExperts(Converted, _Bare):
             self.register_parameter(name, own)
         self.name, self.kind = "", kind
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``hidden_states``: (tokens, H); ``top_k_index``: integers (tokens, k), experts, those out of [0, E)
-        none; ``top_k_weights``: floating (tokens, k). Returns (tokens, H)."""
-        return self._experts(hidden_states, top_k_index, top_k_weights)
+    def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+        """``hidden_states``: (tokens, H). ``routing``, or by the plain module's names for them: integers
+        (tokens, k), experts, those out of [0, E) none; floating (tokens, k), their weights. Returns
+        (tokens, H)."""
+        given = (*routing, *(named.pop(name) for name in self.kind.routing[len(routing) :] if name in named))
+        if named or len(given) != 2:
+            wanted = f"hidden_states, {', '.join(self.kind.routing)}"
+            raise TypeError(f"{type(self).__name__}.forward() takes {wanted}")
+        return self._experts(hidden_states, *given)
 
     def _experts(self, x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
         kind = self.kind

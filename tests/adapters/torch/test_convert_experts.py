@@ -138,6 +138,16 @@ def test_the_limits_of_gates_are_kept(name):
     assert relative_error(bits(plain(x, index, weights)), bits(ours(x, index, weights))) > 0.01
 
 
+def test_the_routing_may_come_by_the_plain_modules_names():
+    ours = converted("GptOss")[1]
+    x, index, weights = routing()
+    y = ours(x, router_indices=index, routing_weights=weights)
+    assert_same_bits("y", bits(y), bits(ours(x, index, weights)))
+    for wrong in ((x, index), (x, index, weights, x)):
+        with pytest.raises(TypeError, match="takes hidden_states, router_indices, routing_weights"):
+            ours(*wrong)
+
+
 def test_experts_without_a_gate_are_converted():
     plain, ours = converted("NemotronH")
     assert ours.kind.activation == "srelu"
