@@ -11,11 +11,14 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, meant
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
 
@@ -134,14 +137,52 @@ def path(operation: str, value: Any) -> str:
     raise CheckpointError(operation, "path", shown(value), f"a path: {operation}(path, module)")
 
 
+@cache
+def _names_of(function: Any) -> tuple[str, ...]:
+    """The arguments that may be given by name; () where any may."""
+    known = inspect.signature(function).parameters.values()
+    any_name = any(p.kind is p.VAR_KEYWORD for p in known)
+    return (
+        ()
+        if any_name
+        else tuple(p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    )
+
+
+def _want_names(said: str, function: Any, named: Iterable[str]) -> None:
+    known = _names_of(function)
+    for name in named:
+        if known and name not in known:
+            near = meant(name, [each for each in known if each != "self"])
+            raise TypeError(f"{said}() got an unexpected keyword argument {name!r}{near}")
+
+
 def want_known(cls: type, named: Iterable[str]) -> None:
     """TypeError for a name that the constructor of ``cls`` does not have, with the one that was meant."""
     if named:
-        known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        variable = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        for name in () if variable else set(named) - set(known):
-            wrong = f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{wrong}{meant(name, list(known)[1:])}")
+        _want_names(f"{cls.__name__}.__init__", cls.__init__, named)  # type: ignore[misc]
+
+
+class NamedWell:
+    """Base of classes whose constructors say of an unknown name which one was meant. A base, so that what
+    ``inspect`` finds is ``__init__``."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """TypeError for a name that the constructor does not have."""
+        want_known(cls, named)
+        return super().__new__(cls)
+
+
+def named_well(function: _Function) -> _Function:
+    """The function, which says of a keyword argument that it does not have which one was meant."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if named:
+            _want_names(function.__name__, function, named)
+        return function(*arguments, **named)
+
+    return call  # type: ignore[return-value]
 
 
 # --- rules: checks of arguments by their names --------------------------------------------------------------

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import shown, want_known
 from fp8kit.collectives import Collectives
 from fp8kit.errors import Fp8kitError, RecipeError
 from fp8kit.recipe import DelayedScaling, Recipe
@@ -252,7 +252,20 @@ def commit_touched() -> None:
             frontend.commit_forward(recipe, list(states.values()))
 
 
-class autocast(ContextDecorator):
+# arguments of this class and of the frontends'
+_NAMES = frozenset(("enabled", "calibrating", "recipe", "amax_reduction_group"))
+
+
+class _Named(ContextDecorator):
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """TypeError for a name that the constructor does not have, with the one that was meant."""
+        for name in named:
+            if name not in _NAMES:  # want_known takes a few calls
+                want_known(cls, named)
+        return super().__new__(cls)
+
+
+class autocast(_Named):
     """Context manager and decorator: modules within compute in FP8.
 
     * ``enabled``: False switches FP8 off, also inside another autocast.
@@ -336,6 +349,8 @@ class autocast(ContextDecorator):
             _INNERMOST.set(None)
         else:
             _left(own)
+        if own.value.recipe.by_layer and own.above is None and kind is None:
+            own.value.recipe.ended()
         if not own.touched:
             return
         left = [*own.touched.values()]

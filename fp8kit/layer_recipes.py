@@ -146,7 +146,7 @@ class PerLayer(Recipe):
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
     Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
     ``name``. A layer without a name, which no rule fits, is warned of on the logger "fp8kit", once for each
-    recipe. Raises RecipeError.
+    recipe, and so is, when the first autocast ends, that no rule fits any layer that ran. Raises RecipeError.
     """
 
     default: Recipe
@@ -227,7 +227,23 @@ class PerLayer(Recipe):
         found = self._found(name)
         if self.rules and not name and not any(fnmatchcase("", pattern) for pattern, _ in self.rules):
             _say_unnamed(self, kind or "a layer", "no rule of PerLayer fits it", self)
+        if name and self.rules:
+            self.__dict__.setdefault("asked", {}).setdefault(name)
         return None if found is None else found.for_layer(kind, name)
+
+    def ended(self) -> None:
+        asked = self.__dict__.get("asked")
+        if asked and not self.__dict__.get("looked") and not _UNFIT.get(self):
+            self.__dict__["looked"] = True
+            if not any(fnmatchcase(name, pattern) for name in asked for pattern, _ in self.rules):
+                _UNFIT.put(self, True)
+                log.warning(
+                    "no rule of PerLayer fits a layer that ran (%s): the rules are for %s, "
+                    "the layers are called %s",
+                    self.short_name(),
+                    _some([pattern for pattern, _ in self.rules]),
+                    _some(list(asked)),
+                )
 
     def attention_for(self, name: str) -> AttentionQuantization | None:
         found = self._found(name)
@@ -244,6 +260,16 @@ class PerLayer(Recipe):
     def short_name(self) -> str:
         """For example ``per_layer(mxfp8(E4M3), 2 rules)``."""
         return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
+
+
+# recipes whose rules were told to fit no layer
+_UNFIT: LRU[Recipe, bool] = LRU(256)
+
+
+def _some(names: list[str]) -> str:
+    """The first ones, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 # recipes, or functions, whose layers without names were warned of

@@ -29,9 +29,9 @@ from fp8kit.quantization import AmaxCompute, AmaxHistory, Gemm, Quantization, Qu
 from fp8kit.recipe_fields import Format as Format
 from fp8kit.recipe_fields import FormatLimits as FormatLimits
 from fp8kit.recipe_fields import MMParams as MMParams
+from fp8kit.recipe_fields import OperandsOfFP4, recipe_class
 from fp8kit.recipe_fields import QParams as QParams
 from fp8kit.recipe_fields import Recipe as Recipe
-from fp8kit.recipe_fields import recipe_class
 
 if TYPE_CHECKING:
     from fp8kit.layer_recipes import CustomRecipe as CustomRecipe
@@ -52,6 +52,11 @@ _NO_BLOCK_ATTENTION = (
 )
 _SCOPES = ("none", "weights", "activations", "all")
 _NO_MHA = "the projections' operands have scales of small blocks, which attention's FP8 values do not have"
+_OF_FP4 = {  # what says it in the place of QParams
+    "random_hadamard_transform": "NVFP4BlockScaling(disable_rht=False)",
+    "stochastic_rounding": "NVFP4BlockScaling(disable_stochastic_rounding=False)",
+    "fp4_2d_quantization": "NVFP4BlockScaling(disable_2d_quantization=False)",
+}
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
@@ -86,7 +91,8 @@ class DelayedScaling(Recipe):
 
     * ``margin``: int from 0 to 18, powers of two kept free below the format's largest value; with 19 E4M3
       would round even that to 0.
-    * ``fp8_format``: Format.HYBRID or Format.E4M3.
+    * ``fp8_format``: Format.HYBRID, Format.E4M3 or Format.E5M2. Products of two operands in E5M2 are
+      emulated, since no tensor core takes them; Transformer Engine refuses them.
     * ``amax_history_len``: int >= 1, steps.
     * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32
       ``(H, n) -> (n,)``.
@@ -197,6 +203,8 @@ class _ScaledNow(Recipe):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, QParams(power_2_scale=power_2))
             self._want(QParams, name)
+            if of_fp4 := [flag for flag in _OF_FP4 if getattr(getattr(self, name), flag)]:
+                raise self._refuse(name, f"{of_fp4[0]}=False: that is of FP4 ({_OF_FP4[of_fp4[0]]})")
             if power_2 and not getattr(self, name).power_2_scale:
                 raise self._refuse(name, f"power_2_scale=True, because {why}={getattr(self, why)}")
         self._want(MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
@@ -222,7 +230,7 @@ class Float8CurrentScaling(_ScaledNow):
         scale_inv = 1 / scale
 
     * ``use_power_2_scales``: bool, default of ``power_2_scale`` for all three operands.
-    * ``fp8_format``: Format.HYBRID or Format.E4M3.
+    * ``fp8_format``: as in ``DelayedScaling``.
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=use_power_2_scales)``.
     * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; by default the
@@ -292,7 +300,7 @@ class Float8BlockScaling(_ScaledNow):
     x 128, whose transpose is exact.
 
     * ``use_f32_scales``: bool; the default of ``power_2_scale`` for all three operands is its opposite.
-    * ``fp8_format``: Format.E4M3, or Format.HYBRID for E5M2 output gradients.
+    * ``fp8_format``: Format.E4M3, Format.HYBRID for E5M2 output gradients, or Format.E5M2, emulated.
     * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and
       output gradient; None becomes ``QParams(power_2_scale=not use_f32_scales)``.
     * ``x_block_scaling_dim``, ``w_block_scaling_dim``, ``grad_block_scaling_dim``: 1 or 2; at most one of the
@@ -383,7 +391,7 @@ class MXFP8BlockScaling(_BlockRecipe):
     blocks along the other axis.
 
     * ``margin``: 0; the rule has none, and Transformer Engine does not read it.
-    * ``fp8_format``: Format.E4M3, or Format.HYBRID for E5M2 output gradients.
+    * ``fp8_format``: Format.E4M3, Format.HYBRID for E5M2 output gradients, or Format.E5M2.
     * ``backward_override``: None; "high_precision", dgrad and wgrad multiply the tensors as they are;
       "dequantized", the values that fprop multiplied, by the output gradient as it is.
     * ``enable_2d_quantization``: bool; the weight has blocks of 32 x 32, and so the same values in fprop and
@@ -407,8 +415,8 @@ class MXFP8BlockScaling(_BlockRecipe):
         if self.margin != 0:
             raise self._refuse("margin", "0: the rule of the scales has no margin")
         self._want(Format, "fp8_format")
-        if self.fp8_format not in (Format.E4M3, Format.HYBRID):
-            raise self._refuse("fp8_format", "Format.E4M3 or Format.HYBRID")
+        if self.fp8_format is Format.E2M1:
+            raise self._refuse("fp8_format", "Format.E4M3, Format.HYBRID or Format.E5M2")
         self._check("enable_2d_quantization")
 
     @classmethod
@@ -441,7 +449,7 @@ class MXFP8BlockScaling(_BlockRecipe):
 
 
 @recipe_class
-class NVFP4BlockScaling(_BlockRecipe):
+class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
     """FP4 with two levels of scales: E4M3 for each block of 16 elements along the contraction, and float32
     for the tensor (NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; Transformer
     Engine's NVFP4BlockScaling) ::
@@ -469,6 +477,9 @@ class NVFP4BlockScaling(_BlockRecipe):
       ``Float8CurrentScaling``, as Transformer Engine has it with NVTE_DPA_FP8_RECIPE. ``fp8_mha``: refused
       unless False: the projections' operands have 4 bits.
     * ``backward_override``: as in ``MXFP8BlockScaling``.
+
+    ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad`` are what the flags mean for
+    each operand, as QParams; they cannot be set.
 
     There is no state. Raises RecipeError.
     """

@@ -5,13 +5,16 @@ how one GEMM accumulates; the base of all these values, which is strict, and tha
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
+from fp8kit.arguments import shown
 from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
 from fp8kit.quantization import AmaxHistory, Quantization, Quantizer
@@ -100,12 +103,6 @@ class Strict:
                     raise RecipeError(type(self).__name__, name, f"the number format {value}", said)
                 raise self._refuse(name, said)
 
-    def _want_defaults(self, **only: object) -> None:
-        """Refuse fields that have another value than the only one that is supported."""
-        for name, value in only.items():
-            if getattr(self, name) is not value:
-                raise self._refuse(name, f"{value!r}: nothing else is supported yet")
-
 
 @dataclass_transform()
 def recipe_class(cls: _Class) -> _Class:
@@ -143,14 +140,17 @@ class MMParams(Strict):
         return self.accumulation or ("split" if self.use_split_accumulator else "fast")
 
 
+_OF_FP4 = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
+
+
 @dataclass(frozen=True)
 class QParams(Strict):
     """How one operand is quantised under current and block scaling.
 
     * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
     * ``amax_epsilon``: float >= 0 and finite in float32, the least amax a scale is computed from.
-    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False;
-      not yet supported.
+    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: bool, of FP4: what
+      ``NVFP4BlockScaling`` says by its flags. Recipes in FP8 refuse them unless False.
     """
 
     power_2_scale: bool = False
@@ -160,7 +160,7 @@ class QParams(Strict):
     fp4_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        self._want(bool, "power_2_scale")
+        self._want(bool, "power_2_scale", *_OF_FP4)
         epsilon = self.amax_epsilon
         if (
             isinstance(epsilon, bool)
@@ -168,9 +168,6 @@ class QParams(Strict):
             or not 0 <= epsilon <= formats.float32.max
         ):
             raise self._refuse("amax_epsilon", "a finite float32 >= 0")
-        self._want_defaults(
-            random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False
-        )
 
 
 _OVERRIDES = ("high_precision", "dequantized")
@@ -187,11 +184,16 @@ class Recipe(Strict):
     backward_override: str | None
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
+    # Transformer Engine's attributes that follow from fields here -> those fields
+    follows: ClassVar[Mapping[str, str]] = {}
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
         """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
         where it has no name; None for high precision. The same object for the same layer."""
         return self
+
+    def ended(self) -> None:
+        """Called when an outermost autocast by a recipe that is ``by_layer`` ended without an exception."""
 
     @property
     def quantization(self) -> Quantization:
@@ -224,6 +226,10 @@ class Recipe(Strict):
         from the next ``autocast`` on. RecipeError, and nothing is changed, for what is wrong."""
         cls = type(self).__name__
         known = [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
+        if name in self.follows:
+            raise RecipeError(
+                cls, name, shown(value), f"{self.follows[name]} to be set, which it follows from"
+            )
         if name not in known:
             wanted = f"one of {', '.join(known)}{meant(name, known)}"
             raise RecipeError(cls, "field", repr(name), wanted)
@@ -312,11 +318,41 @@ class Recipe(Strict):
 
     def _check_common(self, no_attention: str = "") -> None:
         self._want(Format, "fp8_format")
-        if self.fp8_format is Format.E5M2:
-            raise self._refuse(
-                "fp8_format", "Format.HYBRID or Format.E4M3: the forward pass needs E4M3's precision"
-            )
         if self.fp8_format is Format.E2M1:
-            raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
+            raise self._refuse("fp8_format", "Format.HYBRID, Format.E4M3 or Format.E5M2: E2M1 has 4 bits")
         check_fields(self, no_attention)
         self._want_override()
+
+
+class OperandsOfFP4(Recipe):
+    """What the flags of ``NVFP4BlockScaling`` mean for each operand, by Transformer Engine's names."""
+
+    disable_rht: bool
+    disable_stochastic_rounding: bool
+    disable_2d_quantization: bool
+
+    follows = MappingProxyType(
+        {
+            "fp4_quant_fwd_inp": "disable_rht",
+            "fp4_quant_fwd_weight": "disable_2d_quantization",
+            "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
+        }
+    )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """Of the input."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """Of the weight."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """Of the output gradient."""
+        return QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
+        )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import named_well, shown
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import WANTED, current
 from fp8kit.autocast import autocast as scope
@@ -175,6 +175,7 @@ def check_recipe(operation: str, recipe: Any) -> None:
             raise RecipeError(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX")
 
 
+@named_well
 def autocast(
     enabled: bool | None = None,
     recipe: Recipe | None = None,

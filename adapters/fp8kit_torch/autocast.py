@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.arguments import flag
+from fp8kit.arguments import flag, named_well
 from fp8kit.autocast import WANTED, AutocastState, _thread, entered, traced_active
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
@@ -127,6 +127,7 @@ def touch_traced(state: ScalingState, history: str) -> bool:
     return True
 
 
+@named_well
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fp8kit.arguments import function
+from fp8kit.arguments import function, named_well
 from fp8kit.errors import ArgumentError
 from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
@@ -30,12 +30,13 @@ _PAST_PARTS = (
 _ALLOWED = "_fp8kit_plain"  # where such a layer keeps the attribute's value meanwhile
 
 
+@named_well
 def convert(
     model: nn.Module, filter_fn: Filter | None = None, *, linear_classes: Sequence[type[nn.Linear]] = ()
 ) -> nn.Module:
     """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
     LayerNorm over one dimension, with or without bias, every RMSNorm, with * weight or * (1 + weight), and
-    the gated experts of transformers' models (Mixtral, Qwen-MoE, DeepSeek), as grouped products.
+    the experts of transformers' models, as grouped products ("Mixture of experts" in docs/ says which).
 
     * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A
       language model's head, for one.
@@ -92,7 +93,7 @@ def convert(
         warnings.warn(
             f"convert: model: {type(model).__name__} has no layer that was replaced{why}: "
             "it computes as before",
-            stacklevel=2,
+            stacklevel=3,  # past named_well
         )
     return model
 

@@ -34,7 +34,7 @@ def replacement(module: nn.Module, linears: tuple[type[nn.Module], ...] = ()) ->
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return TABLE
     if weight is None:
-        return experts_replacement(module, own) or _without_weight(own)
+        return experts_replacement(module) or _without_weight(own)
     if any(getattr(module, name, None) is not own.get(name) for name in ("weight", "bias")):
         return "its weight or bias is made of other parameters before each call"
     if any(is_lazy(p) for p in own.values()):

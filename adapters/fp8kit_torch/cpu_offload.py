@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fp8kit.arguments import flag, integer, optional, shown
+from fp8kit.arguments import flag, integer, named_well, optional, shown
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.arguments import size
 from fp8kit_torch.checks import check, named
@@ -74,6 +74,7 @@ _RULES = {
 }
 
 
+@named_well
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,

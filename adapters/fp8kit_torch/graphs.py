@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fp8kit import inspection
-from fp8kit.arguments import shown
+from fp8kit.arguments import named_well, shown
 from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, BackendError, RecipeError, UnsupportedError
 from fp8kit.recipe import Recipe
@@ -46,6 +46,7 @@ from fp8kit_torch.te_compat.capture import set_capture_end, set_capture_start
 _OP = "make_graphed_callables"
 
 
+@named_well
 def make_graphed_callables(
     modules: Callable[..., Any] | tuple[Callable[..., Any], ...],
     sample_args: tuple[Any, ...],

@@ -22,7 +22,7 @@ from fp8kit.errors import ArgumentError, CheckpointError
 from fp8kit.float8 import quantize
 from fp8kit.formats import E4M3
 from fp8kit_torch.checks import module as want_module
-from fp8kit_torch.experts import EXPERTS, experts_of
+from fp8kit_torch.expert_kinds import GATED, ExpertKind, layout_of
 from fp8kit_torch.linear import Linear
 
 BLOCK = 128
@@ -57,8 +57,10 @@ def save_fp8_pretrained(
         state[key], state[f"{key}{_SCALES}"] = _quantized(state[key], scale_rule)
     scales = {}
     for name, m in model.named_modules():
-        keys = [f"{name}.{part}" for part in EXPERTS]
-        if experts_of(m) is not None and all(_fits(state.get(key)) for key in keys):
+        keys = [f"{name}.{part}" for part in GATED]
+        if layout_of(m) == ExpertKind(GATED, "oi", biased=False) and all(
+            _fits(state.get(key)) for key in keys
+        ):
             chosen.append(name)
             for key in keys:
                 state[key], scales[key] = _quantized(state[key], scale_rule)

@@ -48,6 +48,7 @@ from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.te_compat.module_state import TransformerEngineState
+from fp8kit_torch.te_compat.own_layers import OwnLayer
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
@@ -64,7 +65,7 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     return part
 
 
-class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMethods, StatefulModule):
+class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMethods, OwnLayer, StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
     A subclass names its operation and its GEMMs (prefixes of the operation's names), says its spec in high
@@ -237,7 +238,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """``inp``, contiguous unless it need not be: what a subclass' own ``forward`` begins with. State is
         prepared where a pass needs it."""
         x = self.as_input("inp", inp)
-        return x if allow_non_contiguous else x.contiguous()
+        return self.open_forward(x if allow_non_contiguous else x.contiguous(), num_gemms)
 
     @contextmanager
     def prepare_forward_ctx(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:

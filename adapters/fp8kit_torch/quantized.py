@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import flag
+from fp8kit.arguments import flag, named_well
 from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
@@ -84,6 +84,7 @@ def held_now() -> Held | None:
     return _HELD.get()
 
 
+@named_well
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False

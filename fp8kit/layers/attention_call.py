@@ -178,7 +178,9 @@ class AttentionCall(AttentionBase):
         """The operation's inputs beside the layers."""
         op, of, first = self.layer_name, options.get, next(iter(layers.values()))
         # Transformer Engine looks at lengths where the mask or the format asks for them, and at no others
-        sums = _SUMS if form == "thd" or "padding" in mask or of("inference_params") is not None else ()
+        packed = form == "thd" or of("inference_params") is not None
+        # of the others the shape says where sequences start
+        sums = _SUMS if packed else _SUMS[:2] if "padding" in mask else ()
         found = {name: options[name] for name in (*sums, "alibi_slopes") if of(name) is not None}
         arguments = {}
         padding = of("attention_mask")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fp8kit.arguments import Rule, check, integer
+from fp8kit.arguments import NamedWell, Rule, check, integer
 from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.formats import DType, int32
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
     dtype: DType
 
 
-class InferenceParams:
+class InferenceParams(NamedWell):
     """A cache of keys and values for every layer of a model, and the sequences that are in it.
 
     Each step of generation is announced once, then run through the whole model::

@@ -36,6 +36,7 @@ CAUSAL = """
     bloom falcon mpt stablelm starcoder2 olmo olmo2 olmo3 granite cohere cohere2 nemotron persimmon glm
     glm4 smollm3 ernie4_5 exaone4 arcee seed_oss gpt_bigcode biogpt xglm openai-gpt bitnet apertus
     diffllama lfm2 vaultgemma doge nanochat mamba mixtral granitemoe minimax phimoe flex_olmo
+    gpt_oss llama4_text deepseek_v4 aria_text
 """
 MASKED = """
     bert roberta distilbert electra albert deberta deberta-v2 mpnet xlm-roberta camembert big_bird fnet

@@ -119,8 +119,6 @@ def test_every_accepted_field_has_its_effect():
         (lambda: DelayedScaling(scaling_factor_compute_algo="x"), ["scaling_factor_compute_algo"]),
         (lambda: DelayedScaling(reduce_amax=1), ["reduce_amax"]),
         (lambda: DelayedScaling(fp8_format=formats.E4M3), ["fp8_format"]),
-        (lambda: DelayedScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
-        (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
         (lambda: Float8CurrentScaling(fp8_format=Format.E2M1), ["fp8_format", "E2M1"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="inputs"), ["nvfp4_4over6", "'activations'"]),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ["nvfp4_4over6", "disable_rht=True"]),
@@ -133,9 +131,21 @@ def test_every_accepted_field_has_its_effect():
         (lambda: Float8CurrentScaling(fp8_dpa="yes"), ["fp8_dpa", "'yes'", "a bool"]),
         (lambda: MXFP8BlockScaling(fp8_dpa=True, fp8_mha=True), ["fp8_mha", "small blocks"]),
         (lambda: NVFP4BlockScaling(fp8_dpa=True, fp8_mha=True), ["fp8_mha", "small blocks"]),
-        (lambda: QParams(random_hadamard_transform=True), ["random_hadamard_transform", "yet"]),
-        (lambda: QParams(stochastic_rounding=True), ["stochastic_rounding", "yet"]),
-        (lambda: QParams(fp4_2d_quantization=True), ["fp4_2d_quantization", "yet"]),
+        (
+            lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(random_hadamard_transform=True)),
+            ["fp8_quant_fwd_inp", "random_hadamard_transform=False", "NVFP4BlockScaling"],
+        ),
+        (lambda: QParams(random_hadamard_transform=1), ["random_hadamard_transform", "a bool"]),
+        (
+            lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(stochastic_rounding=True)),
+            ["fp8_quant_fwd_inp", "stochastic_rounding=False", "NVFP4BlockScaling"],
+        ),
+        (lambda: QParams(stochastic_rounding=1), ["stochastic_rounding", "a bool"]),
+        (
+            lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(fp4_2d_quantization=True)),
+            ["fp8_quant_fwd_inp", "fp4_2d_quantization=False", "NVFP4BlockScaling"],
+        ),
+        (lambda: QParams(fp4_2d_quantization=1), ["fp4_2d_quantization", "a bool"]),
         (lambda: QParams(amax_epsilon=-1.0), ["amax_epsilon", "-1.0"]),
         (lambda: QParams(amax_epsilon=float("nan")), ["amax_epsilon", "nan"]),
         (lambda: QParams(amax_epsilon=1e39), ["amax_epsilon", "1e+39"]),
@@ -165,7 +175,6 @@ def test_every_accepted_field_has_its_effect():
             lambda: Float8BlockScaling(fp8_gemm_fprop=MMParams(False)),
             ["fp8_gemm_fprop", "use_split_accumulator=True"],
         ),
-        (lambda: Float8BlockScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
         (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "blocks of 128", "DataRecipe"]),
         (lambda: Float8BlockScaling(fp8_mha=True), ["fp8_mha", "blocks of 128"]),
     ],
@@ -413,3 +422,14 @@ def test_recipes_by_layer_keep_their_recipes_as_they_were():
     assert both.default == both.rules[0][1] == DelayedScaling()
     both.default = inner
     assert both.for_layer("Linear", "x").margin == 4
+
+
+def test_nvfp4_says_what_its_flags_mean_for_each_operand():
+    recipe = NVFP4BlockScaling()
+    assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
+    assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
+    assert recipe.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    recipe.disable_rht = recipe.disable_2d_quantization = recipe.disable_stochastic_rounding = True
+    assert recipe.fp4_quant_fwd_inp == recipe.fp4_quant_fwd_weight == recipe.fp4_quant_bwd_grad == QParams()
+    with pytest.raises(RecipeError, match="disable_rht and disable_stochastic_rounding to be set"):
+        recipe.fp4_quant_bwd_grad = QParams()

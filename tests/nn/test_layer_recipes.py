@@ -18,6 +18,7 @@ from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipes import NAMED, named
+from fp8kit.testing.compare import relative_error
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 MX = recipe.MXFP8BlockScaling()
@@ -52,7 +53,11 @@ def test_the_first_rule_that_fits_counts() -> None:
 
 
 def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = [(MX, None), (recipe.PerLayer(MX), None), (recipe.PerLayer(MX, (("unnamed*", None),)), "a")]
+    quiet = [
+        (MX, None),
+        (recipe.PerLayer(MX), None),
+        (recipe.PerLayer(MX, (("unnamed*", None),)), "unnamed_a"),
+    ]
     quiet.append((recipe.PerLayer(MX, (("unnamed*", None), ("*", None))), None))
     for how, name in quiet:
         results(make(name), how)
@@ -62,6 +67,20 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
         results(make(), how)
     (said,) = caplog.messages
     assert said.startswith("Linear has no name, so no rule of PerLayer fits it (per_layer(")
+
+
+def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer, rules = make("model.layers.0.fc1"), [("layers.0.*", None), ("layers.1.*", None)]
+    results(layer, recipe.PerLayer(MX, (*rules, ("model.*", None))))  # one fits
+    assert not caplog.messages
+    how = recipe.PerLayer(MX, tuple(rules))
+    for each in (how, how, recipe.PerLayer(MX, tuple(rules))):
+        results(layer, each)
+    (said,) = caplog.messages
+    assert said == (
+        "no rule of PerLayer fits a layer that ran (per_layer(mxfp8(E4M3), 2 rules)): "
+        "the rules are for 'layers.0.*', 'layers.1.*', the layers are called 'model.layers.0.fc1'"
+    )
 
 
 def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,6 +269,27 @@ def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -
     results(make("a"), recipe.DataRecipe(Quantization(one, Gemm(cast, cast), Gemm(cast, cast)), "one"))
     (said,) = caplog.messages
     assert "because of weight of fprop, which is not cast while the other is: operands" in said
+
+
+@pytest.mark.parametrize(
+    "kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling]
+)
+def test_e5m2_for_all_operands_is_emulated(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No tensor core multiplies E5M2 by E5M2: the values of the codes are multiplied."""
+    slowness.forget()
+    products._say_emulated.cache_clear()
+    layer, how = make("a"), kind(fp8_format=recipe.Format.E5M2)
+    y = results(layer, how)[0]
+    own = how.quantization
+    cast = []
+    for values, side in ((X, own.x), (layer.weight.numpy(), own.w)):
+        scale = 1.0 if how.delayed() else None  # in the first step
+        scaling = {} if how.delayed() else {"scaling": side.granularity, "scale_rule": side.scale_rule}
+        cast.append(fk.quantize(values, fk.E5M2, scale, **scaling).dequantize().astype(np.float64))
+    expected = cast[0] @ cast[1].T + layer.bias.numpy()
+    assert relative_error(y, expected) < 64 * 2.0**-23  # sums of 64 in float32
+    (said,) = caplog.messages
+    assert "E5M2 for both" in said
 
 
 class _Share:

@@ -35,6 +35,8 @@ _QUANTIZED = "fp8kit_torch.te_compat.tensors"
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
     "optimizers": "fp8kit_torch.optimizers",
+    "optimizers.newton_schulz": "fp8kit_torch.te_compat.newton_schulz",
+    "newton_schulz": "fp8kit_torch.te_compat.newton_schulz",
     "fp8": _OF_FP8,
     "quantization": _OF_FP8,
     "tensor": _QUANTIZED,
@@ -102,6 +104,7 @@ _LAZY = {
         Float8CurrentScalingQuantizer Float8Quantizer Float8TensorStorage MXFP8Quantizer MXFP8Tensor
         MXFP8TensorStorage NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensorStorage Quantizer
         prepare_for_saving restore_from_func_ctx restore_from_saved""",
+    "newton_schulz": "CusolverMpCtx newton_schulz newton_schulz_tp",
     "utilities": "deinterleave_glu_tensor interleave_glu_tensor",
     "custom_recipes": """DelayedScalingRequest HybridQuantizer IdentityQuantizer QuantizerRequest
         QuantizerRole""",
@@ -153,6 +156,8 @@ def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
     name, it gets what it lacks."""
     for name, module in made.items():
         above, _, last = name.rpartition(".")
+        if not above and last in _LATER:  # a function there, and the module that it is in
+            continue
         at: Any = top
         for part in above.split(".") if above else ():
             at = getattr(at, part)
@@ -308,7 +313,4 @@ def as_transformer_engine() -> ModuleType:
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     sys.modules.update(made)
     _name_classes(made)
-    for name in WHY.keys() & set(public_names()[_BASE]):
-        if isinstance(vars(top).get(name), ModuleType):  # a function there, and the module that it is in
-            setattr(top, name, refused(_BASE, name))
     return whole

@@ -37,7 +37,6 @@ _MODULES = {
     ),
     "transformer_engine.pytorch.onnx_extensions": "te_translation_table has what torch.onnx.export needs",
     "transformer_engine.pytorch.ops": "layers are fused as they are written",
-    "transformer_engine.pytorch.optimizers.newton_schulz": "the solver is not there",
     "transformer_engine.pytorch.permutation": "moe_permute and moe_unpermute are what is here",
     "transformer_engine.pytorch.router": "its three functions are what is here",
     "transformer_engine.pytorch.triton": "there are no Triton kernels here",

@@ -28,7 +28,6 @@ _NAMES = {
     _MASTERS: "multi_tensor_adam_fp8",
     "linear, norm and attention layers are modules of their own": "FusedMLAQUpProjRopeQuant",
     "the router keeps no histogram": "QBHistogramMode FusedTopkScoreFunctionQB mark_qb_bin_bounds_validated",
-    "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
 }
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 

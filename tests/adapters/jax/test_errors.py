@@ -233,3 +233,8 @@ def test_flax_packages_are_imported_when_asked_for():
         fj.recipe  # noqa: B018
     with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'dence'; did you mean dense\?$"):
         fj.dence  # noqa: B018
+
+
+def test_an_unknown_keyword_of_autocast_is_told_with_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'recip'; did you mean recipe\?$"):
+        fj.autocast(recip=None)

@@ -115,6 +115,9 @@ PARTS = {
         assert rope is te.attention.rope and rope.apply_rotary_pos_emb is ft.apply_rotary_pos_emb
         assert te.module.base.TransformerEngineBaseModule is TransformerEngineBaseModule
         assert te.module.Linear is ft.Linear
+        from transformer_engine.pytorch.newton_schulz import newton_schulz
+        from transformer_engine.pytorch.optimizers.newton_schulz import get_coefficients
+        assert te.newton_schulz is newton_schulz and len(get_coefficients(3)) == 3
         assert te.attention.DotProductAttention is ft.DotProductAttention
         assert te.fp8.FP8GlobalStateManager is te.quantization.FP8GlobalStateManager is FP8GlobalStateManager
         assert te.float8_tensor.Float8Tensor is Float8Tensor is te.Float8Tensor
@@ -151,8 +154,7 @@ PARTS = {
             ("transformer_engine.pytorch.ops.fused", "ForwardLinearBiasAdd", "as they are written"),
             ("transformer_engine.pytorch.optimizers", "multi_tensor_adam_fp8", "master_weights=True"),
             ("transformer_engine_torch", "fused_attn_fwd", "C++ library"),
-            ("transformer_engine.pytorch", "newton_schulz", "solver"),
-            ("transformer_engine.pytorch.newton_schulz", "newton_schulz", "solver"),
+            ("transformer_engine.pytorch.ep", "EpBuffer", "all_to_all"),
         ):
             found = importlib.import_module(module)
             scope = {}

@@ -1,15 +1,15 @@
-"""convert takes the experts of transformers' Mixtral, Qwen-MoE and DeepSeek models, whose weights are arrays
-of three dimensions."""
+"""convert takes the experts of transformers' models, whose weights are arrays of three dimensions."""
 
 from __future__ import annotations
 
+import fp8kit_torch.experts
 import pytest
 import torch
 from fp8kit_torch import autocast, convert, coverage, revert
-from fp8kit_torch.experts import ConvertedExperts
+from fp8kit_torch.experts import ConvertedExperts, expert_product
 from torch import nn
 
-from fp8kit.errors import UnsupportedError
+from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import relative_error
@@ -23,12 +23,19 @@ MODELS = {
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
     "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **DEEP},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "Llama4": {"num_local_experts": 4, "interleave_moe_layer_step": 1, "head_dim": 16},
+}
+PARTS = MODELS | {
+    "NemotronH": {"n_routed_experts": 4, "num_experts_per_tok": 2, "hybrid_override_pattern": "E"},
+    "DeepseekV4": {"n_routed_experts": 4, "swiglu_limit": 5.0},
 }
 
 
-def model_of(name, **more):
+def model_of(name):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(**SMALL, **MODELS[name], **more)
+    kind = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
+    config = kind(**SMALL, **PARTS[name])
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
@@ -56,9 +63,9 @@ def test_a_converted_model_computes_the_same(name):
     for n, p in model.named_parameters():
         if n in grads:
             assert relative_error(bits(p.grad), bits(grads[n])) < 2.0**-15
-    (row,) = (row for row in coverage(model).modules if row.kind == "ConvertedExperts")
+    (row,) = (row for row in coverage(model).modules if row.kind == type(experts).__name__)
     assert row.fp8
-    assert row.parameters == experts.gate_up_proj.numel() + experts.down_proj.numel()
+    assert row.parameters == sum(p.numel() for p in experts.parameters())
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
         with autocast(recipe=recipe):
             error = relative_error(bits(model(ids).logits), bits(want))
@@ -87,6 +94,131 @@ def test_a_whole_model_is_converted_and_compiled():
     assert relative_error(bits(y), bits(experts(x, index, weights))) < 2.0**-5
     none = experts(x[:0], index[:0], weights[:0])
     assert none.shape == (0, 32)
+
+
+def experts_of(name):
+    """The experts of a model, with weights that make sums of some units."""
+    model = model_of(name)
+    experts = next(part for part in model.modules() if type(part).__name__.endswith("Experts"))
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn_like(p))
+    return nn.Sequential(experts)
+
+
+def passed(experts, *inputs):
+    """y and the gradients of all parameters, as one row each."""
+    experts.zero_grad()
+    y = experts(*inputs)
+    y.square().mean().backward()
+    return bits(y), bits(torch.cat([p.grad.flatten() for p in experts.parameters()]))
+
+
+def routing(tokens=5):
+    torch.manual_seed(1)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])
+    return torch.randn(tokens, 32), index, torch.rand(tokens, 2)
+
+
+def converted(name):
+    """The plain experts, and those that convert made of them."""
+    holder = experts_of(name)
+    plain = holder[0]
+    return plain, convert(holder)[0]
+
+
+@pytest.mark.parametrize("name", ["GptOss", "DeepseekV4"])
+def test_the_limits_of_gates_are_kept(name):
+    plain, ours = converted(name)
+    assert ours.kind.activation == "clamped_swiglu"
+    x, index, weights = routing()
+    for got, want in zip(passed(ours, x, index, weights), passed(plain, x, index, weights), strict=True):
+        assert relative_error(got, want) < 2.0**-17  # sums in float32, in another order
+    plain.limit = 100.0  # beyond all gates: then the numbers are others
+    assert relative_error(bits(plain(x, index, weights)), bits(ours(x, index, weights))) > 0.01
+
+
+def test_the_routing_may_come_by_the_plain_modules_names():
+    ours = converted("GptOss")[1]
+    x, index, weights = routing()
+    y = ours(x, router_indices=index, routing_weights=weights)
+    assert_same_bits("y", bits(y), bits(ours(x, index, weights)))
+    for wrong in ((x, index), (x, index, weights, x)):
+        with pytest.raises(TypeError, match="takes hidden_states, router_indices, routing_weights"):
+            ours(*wrong)
+
+
+def test_experts_without_a_gate_are_converted():
+    plain, ours = converted("NemotronH")
+    assert ours.kind.activation == "srelu"
+    for got, want in zip(passed(ours, *routing()), passed(plain, *routing()), strict=True):
+        assert relative_error(got, want) < 2.0**-17
+
+
+@pytest.mark.parametrize("name", ["GptOss", "NemotronH"])
+def test_other_kinds_of_experts_are_compiled(name):
+    ours = converted(name)[1]
+    call = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for recipe in (None, Float8CurrentScaling()):
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            assert_same_bits("compiled", bits(call(*routing())), bits(ours(*routing())))
+
+
+def test_rows_that_no_router_sent_are_not_computed(monkeypatch):
+    """Llama 4 gives every token to every expert, times 0 but for one."""
+    plain, ours = converted("Llama4")
+    x = torch.randn(4, 6, 32)
+    x[torch.rand(4, 6) < 0.7] = 0
+    x = x.flatten(0, 1)
+    seen = []
+
+    def watched(y, sizes, *rest):
+        seen.append(sizes)
+        return expert_product(y, sizes, *rest)
+
+    monkeypatch.setattr(fp8kit_torch.experts, "expert_product", watched)
+    for got, want in zip(passed(ours, x), passed(plain, x), strict=True):
+        assert relative_error(got, want) < 2.0**-17
+    assert [int(sizes.sum()) for sizes in seen] == [int((x != 0).any(-1).sum())] * 2
+    with pytest.raises(ShapeError, match="a multiple of 4"):
+        ours(x[:7])
+
+
+def test_groups_of_experts_are_compiled():
+    ours = converted("Llama4")[1]
+    x = torch.randn(8, 32) * torch.tensor([1, 0, 1, 1, 0, 0, 1, 1])[:, None]
+    call = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with autocast(recipe=Float8CurrentScaling()):
+        assert_same_bits("compiled", bits(call(x)), bits(ours(x)))
+
+
+def test_what_shows_no_function_stays():
+    holder = experts_of("Mixtral")
+    with torch.no_grad():
+        holder[0].gate_up_proj.zero_()
+    with pytest.warns(UserWarning, match="no layer that was replaced"):
+        convert(holder)
+    assert "weights are 0" in coverage(holder).modules[0].why
+
+
+class Limited(nn.Module):
+    """Gated experts with a limit that no attribute has, far above what small weights give."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 8, 4) * 0.02)
+        self.down_proj = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x, index, weights):
+        gate, up = torch.einsum("th,efh->tef", x, self.gate_up_proj).chunk(2, -1)
+        hidden = nn.functional.silu(gate.clamp(max=7)) * up
+        y = torch.einsum("tef,ehf->teh", hidden, self.down_proj)
+        return (y.gather(1, index[..., None].expand(-1, -1, 4)) * weights[..., None]).sum(1)
+
+
+def test_a_limit_that_small_weights_do_not_reach_is_seen():
+    net = convert(nn.Sequential(nn.Linear(4, 4), Limited()))
+    assert type(net[1]) is Limited
 
 
 class Other(nn.Module):

@@ -361,3 +361,22 @@ def test_native_tensors_take_torchs_devices():
 def test_a_native_tensor_is_called_one():
     with pytest.raises(ArgumentError, match=r"inp: got an fp8kit\.Tensor of float32, .*, expected a torch\."):
         ft.Linear(4, 4, device="cpu")(fk.tensor([[1.0] * 4], device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: ft.autocast(fp8_recipe=DelayedScaling()), "recipe"),
+        (lambda: ft.fp8_autocast(recipe=DelayedScaling()), "fp8_recipe"),
+        (lambda: ft.optimizers.FusedAdam([], learning_rate=1e-3), "lr"),
+        (lambda: ft.quantized_model_init(recip=DelayedScaling()), "recipe"),
+        (lambda: ft.make_graphed_callables(print, (), num_warmup_iter=1), "num_warmup_iters"),
+        (lambda: ft.get_cpu_offload_context(num_layer=1), "num_layers"),
+        (lambda: ft.InferenceParams(2, 16, num_heads=3), "num_heads_kv"),
+        (lambda: ft.convert(torch.nn.Sequential(), filter=print), "filter_fn"),
+        (lambda: fk.autocast(recipes=DelayedScaling()), "recipe"),
+    ],
+)
+def test_an_unknown_keyword_is_told_with_the_one_that_was_meant(call, name):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '\w+'; did you mean {name}\?$"):
+        call()

@@ -103,6 +103,17 @@ def test_no_gaps_between_sequences_is_right_beside_equal_starts():
         attend(q, k, v, **lengths, pad_between_seqs=True)
 
 
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_starts_of_sequences_are_not_looked_at_where_the_shape_says_them(form):
+    """As in Transformer Engine, whose programs give all that they have."""
+    attend, x = core("cpu", qkv_format=form, attn_mask_type="padding_causal"), layers("cpu", S, B)
+    q, k, v = (x if form == "sbhd" else x.transpose(0, 1).contiguous()).unbind(-3)
+    lengths, starts = sums(S, S - 1), sums(S, S)
+    given = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    padded = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    assert torch.equal(attend(q, k, v, **given, **padded), attend(q, k, v, **given))
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
 def test_the_softmaxs_offset_is_an_attribute(kind):
     attend = core("cpu", softmax_type=kind)

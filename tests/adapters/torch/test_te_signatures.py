@@ -34,6 +34,8 @@ DIFFERENCES = {
     ("optimizers.FusedSGD", "lr"): ("required", None),
     # nothing is made there
     ("Float8CurrentScalingQuantizer", "device"): (Parameter.empty, None),
+    # None is all processes
+    ("CusolverMpCtx", "group"): (Parameter.empty, None),
     # None is this process alone
     ("tensor.utils.cast_master_weights_to_fp8", "group"): (Parameter.empty, None),
 }

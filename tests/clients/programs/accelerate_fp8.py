@@ -57,6 +57,11 @@ def check_mxfp8_is_emulated_and_says_so():
     assert all(a != b and abs(a - b) < 0.1 * b for a, b in zip(losses, plain, strict=True))
 
 
+def check_e5m2():
+    losses, plain = train(fp8_format="E5M2", amax_history_len=4), train(amax_history_len=4)
+    assert all(a != b and abs(a - b) < 0.1 * b for a, b in zip(losses, plain, strict=True))
+
+
 LAUNCHED = """
 import torch
 from accelerate import Accelerator

@@ -123,6 +123,7 @@ def check_recipes_and_mixed_models():
     with tempfile.TemporaryDirectory() as folder:
         for recipe in (
             {"fp8_format": "E4M3"},
+            {"fp8_format": "E5M2"},
             {"fp8_format": "HYBRID", "override_linear_precision": [False, False, True]},
         ):
             model = Plain()

@@ -1,0 +1,92 @@
+"""What a program's own layers ask of ``TransformerEngineBaseModule``: subclasses whose ``forward`` is made of
+``quantizers`` and ``general_gemm``, say, and of none of fp8kit's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp8kit.autocast import touch_forward
+from fp8kit_torch.parameters import normal_init
+from fp8kit_torch.state import finish_backward
+
+Init = Callable[[Tensor], Any]
+
+
+class OwnLayer:
+    """Of a layer that may be one of a program's own: it has no ``operation``, and says in ``prepare_forward``
+    how many GEMMs it has."""
+
+    gemms: tuple[str, ...]
+    fp8_meta: dict[str, Any]
+    _inits: dict[str, Init]
+    _parameters: dict[str, Parameter | None]
+
+    @property
+    def _is_own(self) -> bool:
+        return not hasattr(type(self), "operation")
+
+    def register_parameter(
+        self,
+        name: str,
+        param: Parameter | None,
+        init_fn: Init | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fp8_meta_index: int | None = None,
+    ) -> None:
+        """As torch's. With any of the further arguments ``reset_parameters`` starts the parameter anew: by
+        ``init_fn``, None is normal with standard deviation 0.023, within the tracker's ``fork``.
+        ``fp8_meta_index``: the slot of the weight, which ``quantizers`` know."""
+        super().register_parameter(name, param)  # type: ignore[misc]
+        if init_fn is not None or get_rng_state_tracker is not None or fp8_meta_index is not None:
+            init = normal_init if init_fn is None else init_fn
+            tracked = get_rng_state_tracker is not None
+            self._inits[name] = partial(_forked, get_rng_state_tracker, init) if tracked else init
+
+    def weight_inputs(self) -> dict[str, Tensor]:
+        """The parameters."""
+        own = {name: p for name, p in self._parameters.items() if p is not None}
+        return own or {"": torch.empty(0)}
+
+    def open_forward(self, inp: Tensor, num_gemms: int) -> Tensor:
+        """``inp``; of a program's own layer its state of delayed scaling is there from then on, and updated
+        when the autocast ends and when ``inp``'s gradient is there."""
+        if not self._is_own or torch.compiler.is_compiling():
+            return inp
+        layer: Any = self
+        if len(self.gemms) != num_gemms:
+            self.gemms = tuple(map(str, range(num_gemms)))
+        scope = layer._scope()
+        if scope is None or not (scope.enabled or scope.calibrating) or scope.recipe.history is None:
+            return inp
+        layer.prepare(scope.recipe.history.length)
+        forward, backward = (self.fp8_meta[f"scaling_{name}"] for name in ("fwd", "bwd"))
+        around = touch_forward(forward, scope.recipe, torch.is_grad_enabled())
+        forward.group = backward.group = around.amax_reduction_group
+        if not (torch.is_grad_enabled() and inp.requires_grad):
+            return inp
+        return _Ending.apply(inp, ((scope.recipe.history, backward, None),))  # type: ignore[no-any-return]
+
+
+def _forked(tracker: Callable[[], Any], init: Init, tensor: Tensor) -> None:
+    with tracker().fork():
+        init(tensor)
+
+
+class _Ending(torch.autograd.Function):
+    """A layer's input, whose gradient is the last that its backward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Any) -> Tensor:
+        ctx.tokens = tokens
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        finish_backward(ctx.tokens)
+        return grad, None
