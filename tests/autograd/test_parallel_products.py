@@ -16,7 +16,9 @@ from fp8kit.collectives import Collectives, FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_parallel import ParallelProduct
 from fp8kit.ops.product_quantized import QuantizedProduct
+from fp8kit.ops.product_tensor import TensorProduct
 from fp8kit.recipes import NAMED
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.ranks import LAYOUTS, Operands, alone, part, step, together
@@ -131,6 +133,54 @@ def test_gathered_codes_are_half_the_bytes_of_bfloat16():
 
     FakeCollectives(2).run(rank)
     assert moved == {0: [128 * 256], 1: [128 * 256]}
+
+
+BESIDE = {
+    # x's codes come while the weight is cast, and once more during dgrad; dx is summed during wgrad
+    "column": "cast x, start x_q, cast w, wait, GEMM; cast g, start x_qt, GEMM, start dx, wait, GEMM, wait",
+    # y is summed at once; g's second orientation comes during dgrad
+    "row": "cast x, cast w, GEMM; cast g, start g_q, start g_qt, wait, GEMM, wait, GEMM",
+}
+
+
+@pytest.mark.parametrize("mode", BESIDE)
+def test_what_runs_beside_communication(mode, monkeypatch):
+    """Whatever stands between a start and its wait."""
+    events = {0: [], 1: []}
+
+    def say(what):
+        events[int(threading.current_thread().name[-1])].append(what)
+
+    def noted(cls, name, what):
+        known = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda own, *given: (say(what(own, *given)), known(own, *given))[1])
+
+    names = {}  # address of what is gathered -> its name
+
+    def started(ranks, operation, source, target, stream):
+        return f"start {'dx' if operation == 'reduce_scatter' else names[target.ptr]}"
+
+    def start(ranks, operation, source, target, stream):
+        getattr(ranks, f"_{operation}")(source, target, stream)
+        return lambda stream: say("wait")
+
+    multiply = TensorProduct.multiply
+    monkeypatch.setattr(collectives._Thread, "_start", start)
+    noted(collectives._Thread, "_start", started)
+    noted(TensorProduct, "_cast", lambda own, ws, operand, *given: f"cast {operand}")
+    noted(TensorProduct, "_cast_weight", lambda *given: "cast w")
+    counted = staticmethod(lambda *given: (say("GEMM"), multiply(*given))[1])
+    monkeypatch.setattr(TensorProduct, "multiply", counted)
+    known = ParallelProduct._start
+
+    def begin(product, ws, name, part, whole):
+        names[product._gathered(ws, name, whole).ptr] = name
+        known(product, ws, name, part, whole)
+
+    monkeypatch.setattr(ParallelProduct, "_start", begin)
+    together(STATELESS["current"], OWN, 2, mode, True)
+    for found in events.values():
+        assert found == BESIDE[mode].replace(";", ",").split(", ")
 
 
 # --- failures -----------------------------------------------------------------------------------------------
