@@ -50,7 +50,7 @@ FAILURES = {
     "shapes": (1, [KNEW, "rank 1: in call 4, all_reduce sum of float32 (32, 16) in Linear fc2"]),
     "dies": (1, [KNEW, "rank 1: nothing: it hangs or has ended", "rank 1 was ended by SIGKILL"]),
     "hangs": (1, [KNEW, "rank 1: nothing"]),
-    "raises": (1, [KNEW, "KeyError: 'mine'", "rank 1 ended with status 1"]),
+    "raises": (1, [KNEW, "KeyError: 'mine'", "ended with status 1"]),
 }
 
 
@@ -229,6 +229,17 @@ def test_rank_0_is_met_by_a_name_that_it_does_not_know(monkeypatch):
     store.set("a", "b")
     assert store.get("a", 1.0) == "b"
     store.close()
+
+
+def test_a_process_that_ends_is_noticed_while_an_earlier_one_runs(tmp_path, monkeypatch, capfd):
+    """That of rank 0 is asked first."""
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"
+    begin = time.monotonic()
+    assert launch.launch(3, [sys.executable, "-c", program], "launch") == 1
+    assert time.monotonic() - begin < 30
+    assert "fp8kit launch: rank 1 ended with status 3: all end" in capfd.readouterr().err
 
 
 def test_processes_end_with_their_launcher(tmp_path):

@@ -28,12 +28,12 @@ class Library:
     NCCLError = type("NCCLError", (Exception,), {})
 
     def __init__(self):
-        self.done, self.error, self.made = [], 0, [0, 0]
+        self.done, self.gone, self.error, self.made = [], set(), 0, [0, 0]
         self.stuck = threading.Event()  # what an abort or an end waits for
         self.stuck.set()
 
     def comm_get_async_error(self, comm):
-        assert not self.done, "a communicator that is gone"
+        assert comm not in self.gone
         return self.error
 
     def get_last_error(self, comm):
@@ -41,10 +41,12 @@ class Library:
 
     def comm_abort(self, comm):
         self.done.append("abort")
+        self.gone.add(comm)
         self.stuck.wait()
 
     def comm_destroy(self, comm):
         self.done.append("destroy")
+        self.gone.add(comm)
         self.stuck.wait()
 
     def all_reduce(self, source, target, count, kind, op, comm, stream):
@@ -315,6 +317,18 @@ def test_who_was_told_goes_on(group, monkeypatch):
     assert not ended
 
 
+def test_what_a_rank_was_doing_is_what_is_not_done(group, monkeypatch):
+    """Not what nobody has looked at since."""
+    ranks, library = group
+    monkeypatch.setattr(nccl, "_POLL", 60.0)
+    time.sleep(0.05)
+    for _ in range(3):
+        call(ranks, 4)
+    library.made[0] = 2
+    ranks._fail("reason")
+    assert "rank 1: in call 3" in ranks.failed
+
+
 def test_the_end_waits_for_what_is_under_way(group):
     ranks, library = group
     call(ranks, 4)
@@ -350,7 +364,7 @@ def test_others_learn_of_an_exception_that_ends_a_rank(library, monkeypatch):
     monkeypatch.setattr(nccl, "_exception", lambda: KeyError)
     ranks[1].close()
     until(lambda: ranks[0].failed is not None)
-    assert "rank 1 ends by KeyError" in ranks[1].failed
+    assert ranks[1].failed == "it ends by KeyError"
     assert "rank 0: in call 1, all_reduce sum of float32 (4,) in fc2; rank 1: nothing yet" in ranks[0].failed
 
 

@@ -201,19 +201,23 @@ class NcclCollectives(Collectives):
     def _oldest(self) -> _Pending | None:
         """The first call that is not done, ``since`` it was put on its stream and the one before was done;
         None where all are. A device that has failed ends the group."""
+        first, status = self._first()
+        if status not in (0, _NOT_READY):
+            self._fail(f"{self.device}: {launch.error_text(status)}")
+        return first
+
+    def _first(self) -> tuple[_Pending | None, int]:
+        """That call, and CUDA's word for it."""
         with self._looking:
             while self._pending:
                 first = self._pending[0]
                 status = _NOT_READY if first.event is None else launch.runtime().eventQuery(first.event.ptr)
-                if status == _NOT_READY:
-                    return first._replace(since=max(first.since, self._moved))
                 if status:
-                    self._fail(f"{self.device}: {launch.error_text(status)}")
-                    return None
+                    return first._replace(since=max(first.since, self._moved)), status
                 self._pending.popleft()
                 self._spare.append(first.event)
                 self._moved = time.monotonic()
-            return None
+            return None, 0
 
     def _error(self) -> str | None:
         """What NCCL says has failed meanwhile; None for nothing, and where the communicator is gone."""
@@ -236,16 +240,16 @@ class NcclCollectives(Collectives):
                 if known.get(call.number, call.sum) != call.sum:
                     return self._fail(f"call {call.number} is another one than rank 0's", call.number)
 
-    def _fail(self, why: str, number: int = 0) -> None:
+    def _fail(self, why: str, number: int = 0, ask: bool = True) -> None:
         """Say what all ranks were doing, once, and end what hangs. ``number``: of the call that ranks differ
-        in; 0 for the first that is not done."""
+        in; 0 for the first that is not done. ``ask``: whether this rank wants to know what the others do."""
         with self._ending:
             if self.failed is None and not self._closed.is_set():
-                self._end(why, number)
+                self._end(why, number, ask)
 
-    def _end(self, why: str, number: int) -> None:
-        texts = {call.number: call.text for call in self._made.copy()}
-        own = texts.get(number) or next((call.text for call in self._pending.copy()), "nothing yet")
+    def _end(self, why: str, number: int, ask: bool) -> None:
+        texts, first = {call.number: call.text for call in self._made.copy()}, self._first()[0]
+        own = texts.get(number) or (first.text if first else "nothing yet")
         if self.calls and own == "nothing yet":
             own = f"nothing since {texts[self.calls].removeprefix('in ')}"
         said = {self.rank: own}
@@ -253,14 +257,14 @@ class NcclCollectives(Collectives):
             self._store.set(f"said/{self._path}/{self.rank}", own)
             self._store.set(f"failed/{self._path}", str(number))
             end = time.monotonic() + _GRACE
-            while len(said) < self.size and time.monotonic() < end:
+            while ask and len(said) < self.size and time.monotonic() < end:
                 for rank in set(range(self.size)) - set(said):
                     if (text := self._store.peek(f"said/{self._path}/{rank}")) is not None:
                         said[rank] = text
                 time.sleep(0.1)
         except OSError:
             pass
-        self.failed = f"{differing(said, self.size)} ({why.splitlines()[0][:200]})"
+        self.failed = f"{differing(said, self.size)} ({why.splitlines()[0][:200]})" if ask else why
         print(f"fp8kit: rank {self.rank} of {self.size}: {self.failed}", file=sys.stderr, flush=True)
         threading.Thread(target=self._leave, daemon=True).start()
         self._act(self._nccl.comm_abort)
@@ -279,7 +283,7 @@ class NcclCollectives(Collectives):
         """End the group: no other call follows. Waits for those that were made and for the other ranks to end
         it too, as long as each has time. Where the process ends by an exception, the others learn of it."""
         if (kind := _exception()) is not None:
-            self._fail(f"rank {self.rank} ends by {kind.__name__}")
+            self._fail(f"it ends by {kind.__name__}", ask=False)
         while self.failed is None and self._oldest() is not None:
             time.sleep(0.01)
         with self._ending:
