@@ -7,12 +7,13 @@ know it by name, and a plan finds it there. Sums are made in high precision alon
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from fp8kit.arrays import CPU, ArrayView, Device, copy
 from fp8kit.devices import provider
 from fp8kit.errors import ArgumentError, BackendError
 
+log = logging.getLogger("fp8kit")
 Reduction = Literal["sum", "max"]
 _NAMES = itertools.count(1)
 # the group of all processes, where the native frontend made one; looked at in every step
@@ -48,8 +50,8 @@ class Collectives:
         integer("Collectives", "rank", rank, 0, size - 1)
         self.rank, self.size = rank, size
         self.name = f"group {next(_NAMES)}: rank {rank} of {size}"
-        # address of the target of a call that was started -> what waits for it, the call in words
-        self._started: dict[int, tuple[Callable[[int], object], str]] = {}
+        # address of the target of a call that was started -> what waits for it
+        self._started: dict[int, _Started] = {}
         _KNOWN[self.name] = self
 
     def all_reduce(self, x: ArrayView, op: Reduction, stream: int, label: str = "") -> None:
@@ -83,7 +85,7 @@ class Collectives:
     ) -> None:
         """``all_gather`` or ``reduce_scatter`` beside what follows on ``stream``, which calls
         ``wait(target)`` before it reads ``target`` or writes to ``source``. The caller keeps both until
-        then."""
+        then; where an error comes between, it calls ``abandon``."""
         choice("start", "operation", operation, ("all_gather", "reduce_scatter"), ArgumentError)
         whole, part = (target, source) if operation == "all_gather" else (source, target)
         self._want_parts(operation, whole, part)
@@ -91,8 +93,9 @@ class Collectives:
             return _same(source, target)
 
         def begin(source: ArrayView, target: ArrayView, on: int) -> None:
+            wait = self._start(operation, source, target, on)
             what = described(operation, source, label)
-            self._started[target.ptr] = self._start(operation, source, target, on), what
+            self._started[target.ptr] = _Started(wait, what, threading.get_ident())
 
         self._do(operation, label, begin, stream, source, target)
 
@@ -100,9 +103,9 @@ class Collectives:
         """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
 
         def arrive(address: int, on: int) -> None:
-            wait, what = self._started.pop(address)
-            with self._waiting(what):
-                wait(on)
+            started = self._started.pop(address)
+            with self._waiting(started.what):
+                started.wait(on)
 
         if target.ptr in self._started:
             _put(target.device, "wait", arrive, (target.ptr,), stream)
@@ -151,17 +154,21 @@ class Collectives:
         """``work(*views, stream)``, and the same on arrays at other addresses where a recorded call is made
         again."""
         device, made = views[0].device, [(view.shape, view.dtype) for view in views]
-        known: list[Any] = [tuple(view.ptr for view in views), views]
+        # of the last call; set as one, since two threads may make a recorded call again at the same time
+        first: tuple[tuple[int, ...], Sequence[ArrayView]] = tuple(view.ptr for view in views), views
+        known = [first]
 
         def again(*given: int) -> None:
-            if given[:-1] != known[0]:
+            addresses, own = known[0]
+            if given[:-1] != addresses:
                 found = zip(given[:-1], made, strict=True)
-                known[:] = given[:-1], [ArrayView(at, *how, device, None) for at, how in found]
-            with self._call(operation, known[1][0], label):
-                work(*known[1], given[-1])
+                own = [ArrayView(at, *how, device, None) for at, how in found]
+                known[0] = given[:-1], own
+            with self._call(operation, own[0], label):
+                work(*own, given[-1])
 
-        _put(device, operation, again, known[0], stream)
-        known[:] = (), ()  # a recording keeps no memory alive
+        _put(device, operation, again, first[0], stream)
+        known[0] = (), ()  # a recording keeps no memory alive
 
     # --- what a backend gives -------------------------------------------------------------------------------
 
@@ -200,6 +207,30 @@ class Collectives:
 
     def _split(self, color: int) -> Collectives:
         raise BackendError(type(self).__name__, "split", "asked for", "a backend that splits groups")
+
+
+class _Started(NamedTuple):
+    """A call that was started: ``wait`` lets a stream wait for it; the call in words; the thread that made
+    it."""
+
+    wait: Callable[[int], object]
+    what: str
+    thread: int
+
+
+def abandon(stream: int) -> None:
+    """After an error: let ``stream`` wait for every call that this thread has started and will not wait for,
+    of any group, so that the memory which they read and fill may be freed behind them. An error of theirs is
+    logged: the first one is on its way."""
+    own = threading.get_ident()
+    for ranks in list(_KNOWN.values()):
+        for address, started in list(ranks._started.items()):
+            if started.thread == own:
+                del ranks._started[address]
+                try:
+                    started.wait(stream)
+                except Exception as error:
+                    log.warning("%s, which was started before an error: %s", started.what, error)
 
 
 def _put(
@@ -417,4 +448,14 @@ def flat(x: ArrayView) -> ArrayView:
     return x.reshape(math.prod(x.shape))
 
 
-__all__ = ["Collectives", "FakeCollectives", "Reduction", "described", "differing", "flat", "named", "share"]
+__all__ = [
+    "Collectives",
+    "FakeCollectives",
+    "Reduction",
+    "abandon",
+    "described",
+    "differing",
+    "flat",
+    "named",
+    "share",
+]

@@ -34,10 +34,11 @@ def init(
     the same group.
 
     ``backend``: "nccl" or "gloo"; None is the device's. ``device``: this process's, ``ranks.device``; None is
-    the GPU with the process's number on its machine, or the CPU where no GPU is usable. ``timeout``: seconds
-    after which a call that other ranks do not join fails. A process that was started alone is a group of
-    one. ArgumentError for another backend, BackendError where it or the device is not there, or where
-    processes do not find each other.
+    the GPU with the process's number on its machine, or the only one that it sees (Slurm's
+    ``--gpus-per-task``), or the CPU where no GPU is usable. NCCL makes it the thread's current one.
+    ``timeout``: seconds after which a call that other ranks do not join fails. A process that was started
+    alone is a group of one. ArgumentError for another backend, BackendError where it or the device is not
+    there, or where processes do not find each other.
     """
     if (known := everyone()) is not None:
         return known
@@ -47,7 +48,7 @@ def init(
         where = arrays.usable(device, "distributed.init", "device")
     else:
         where = dispatch.default_device()
-        if where.kind == "cuda" and not settings.device():
+        if where.kind == "cuda" and not settings.device() and arrays.provider(where).count() > 1:
             where = arrays.usable(f"cuda:{place.local}", "distributed.init", "device")
     own = {kind: name for name, (_, kind) in BACKENDS.items()}[where.kind] if backend is None else backend
     if own not in BACKENDS:

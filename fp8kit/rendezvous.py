@@ -40,6 +40,7 @@ class _Answers(socketserver.StreamRequestHandler):
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
+    request_queue_size = 1024  # of processes that come at the same time
 
     def __init__(self, address: str, port: int) -> None:
         self.address_family, own = listening(address)
@@ -110,14 +111,14 @@ class Store:
         """Keep ``text`` under ``name``, for all."""
         self._ask("set", name, text)
 
-    def has(self, name: str) -> bool:
-        """Whether somebody has set it."""
-        return self._ask("get", name) is not None
+    def peek(self, name: str) -> str | None:
+        """The text; None where nobody has set it."""
+        return self._ask("get", name)
 
     def get(self, name: str, timeout: float) -> str:
         """The text, once somebody has set it; BackendError where nobody has within ``timeout`` seconds."""
         end = time.monotonic() + timeout
-        while (found := self._ask("get", name)) is None:
+        while (found := self.peek(name)) is None:
             if time.monotonic() > end:
                 raise BackendError(
                     "distributed", name, f"nothing for {timeout:g} s", "what another rank sets"

@@ -13,6 +13,7 @@ import time
 import traceback
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ from fp8kit_torch.views import dtype_of
 _GRACE = 5.0  # seconds that processes which failed wait for what the others have to say
 _OPS = {"sum": "SUM", "max": "MAX"}
 _TENSORS: LRU[Any, Tensor] = LRU(1024, name="tensors of collectives")
+_RUNS: Counter[str] = Counter()  # groups of each name that this process has had
 _OF: weakref.WeakKeyDictionary[Any, TorchCollectives] = weakref.WeakKeyDictionary()
 
 
@@ -43,6 +45,10 @@ class TorchCollectives(Collectives):
         self._group = weakref.ref(group)  # torch holds it until it is destroyed
         self._compares = dist.get_backend(group) == "gloo"
         self.calls = 0
+        # groups of one name may follow each other with one store: that of a job which starts them again
+        self._run = _RUNS[group.group_name] = _RUNS[group.group_name] + 1
+        # how many failures outside of calls were diagnosed: each has a place of its own in the store
+        self._outside = 0
 
     @property
     def group(self) -> Any:
@@ -65,18 +71,18 @@ class TorchCollectives(Collectives):
 
     @contextmanager
     def _watch(self, what: str) -> Iterator[None]:
-        self.calls += 1
-        with self._failing(what):
+        number = self.calls = self.calls + 1
+        with self._failing(what, number):
             if self._compares:
                 self._compare(what)
             yield
 
     @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
+    def _failing(self, what: str, number: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise self._diagnosed(f"in call {self.calls}, {what}", error) from error
+            raise self._diagnosed(f"in call {number}, {what}", error, str(number)) from error
 
     def _compare(self, what: str) -> None:
         """RuntimeError where another process is about to do something else."""
@@ -90,7 +96,7 @@ class TorchCollectives(Collectives):
         return self._watch(described(operation, x, label))
 
     def _waiting(self, what: str) -> AbstractContextManager[Any]:
-        return self._failing(what)
+        return self._failing(what, self.calls)
 
     def _start(
         self, operation: str, source: ArrayView, target: ArrayView, stream: int
@@ -99,9 +105,15 @@ class TorchCollectives(Collectives):
         work = call(tensor_of(target), tensor_of(source), group=self.group, async_op=True)
         return lambda stream: work.wait()
 
-    def _diagnosed(self, own: str, error: RuntimeError, place: object = None) -> BackendError:
-        """The error of all processes, of what each wrote into the store, at ``place`` or that of the call."""
-        key = f"fp8kit_failed/{self.calls if place is None else place}"
+    def outside(self, own: str, error: RuntimeError) -> BackendError:
+        """The error of all processes for what failed outside of this group's calls. Each process's n-th one
+        belongs to the others' n-th."""
+        self._outside += 1
+        return self._diagnosed(own, error, f"outside/{self._outside}")
+
+    def _diagnosed(self, own: str, error: RuntimeError, place: str) -> BackendError:
+        """The error of all processes, of what each wrote into the store at ``place``."""
+        key = f"fp8kit_failed/{self._run}/{place}"
         said = {self.rank: own}
         try:
             store = torch_compat.store_of(self.group)
@@ -170,7 +182,7 @@ def naming_failures(group: Any = None) -> Iterator[None]:
         if not (of_torch and dist.is_initialized()) or isinstance(error, BackendError):
             raise
         ranks = TorchCollectives.of(dist.group.WORLD if group is None else group)
-        raise ranks._diagnosed(f"in {_doing(error)}", error, "outside") from error
+        raise ranks.outside(f"in {_doing(error)}", error) from error
 
 
 def _doing(error: BaseException) -> str:

@@ -63,8 +63,7 @@ def launch(ranks: int, words: Sequence[str], name: str, seconds: float | None = 
         ends.callback(_end, processes)
         for own in environment:
             processes.append(subprocess.Popen(words, env=os.environ | own))
-        while any(process.poll() is None for process in processes):
-            codes = [process.returncode for process in processes]
+        while None in (codes := [process.poll() for process in processes]):
             if failed is None and any(code not in (None, 0) for code in codes):
                 failed = time.monotonic()
                 _say(name, codes)

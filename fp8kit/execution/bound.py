@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.buffers import Buffers, nbytes_of, streamed
+from fp8kit.collectives import abandon
 from fp8kit.errors import AutogradError
 from fp8kit.execution import lifetimes
 from fp8kit.execution.memory import Arena, Layout, Memory, Region, Span, is_large
@@ -260,16 +261,20 @@ class BoundOp(Interface):
         place = memory.address(saved[0]) if nbytes else 0
         arena = memory.arena(self.scratch.nbytes, stream)
         addresses = inputs, outputs, amaxes, place
-        if self._forward_replays is None:
-            ws = self._working_set(*addresses, arena, stream)
-            self.operation.forward(self.plan, ws)
-            if self.saved.streamed:
-                kept: Any = ws.saved
-                kept.allocate_all()
-                saved += [kept[name].owner for name in self.saved.streamed]
-        else:  # nothing is streamed then
-            key = (stream, arena.address, place, *inputs, *outputs, *amaxes)
-            self._forward_replays.run(key, self._forward, *addresses, arena, stream)
+        try:
+            if self._forward_replays is None:
+                ws = self._working_set(*addresses, arena, stream)
+                self.operation.forward(self.plan, ws)
+                if self.saved.streamed:
+                    kept: Any = ws.saved
+                    kept.allocate_all()
+                    saved += [kept[name].owner for name in self.saved.streamed]
+            else:  # nothing is streamed then
+                key = (stream, arena.address, place, *inputs, *outputs, *amaxes)
+                self._forward_replays.run(key, self._forward, *addresses, arena, stream)
+        except BaseException:
+            abandon(stream)  # before the memory goes
+            raise
         if arena.kept:
             memory.release(arena, stream)
         if self._shown is not None:
@@ -346,12 +351,16 @@ class BoundOp(Interface):
         replays = self._lent_replays if consumed else self._backward_replays
         arena = memory.arena(layout.nbytes, stream)
         given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream, consumed)
-        if replays is None:
-            made = self._backward(*given)
-        else:
-            key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
-            replays.run(key, self._backward, *given)
-            made = {}
+        try:
+            if replays is None:
+                made = self._backward(*given)
+            else:
+                key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
+                replays.run(key, self._backward, *given)
+                made = {}
+        except BaseException:
+            abandon(stream)  # before the memory goes
+            raise
         if arena.kept:
             memory.release(arena, stream)
         if self._grad_shown is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fp8kit import collectives, slowness
@@ -203,9 +204,8 @@ class ParallelProduct(Product):
             if amax_known:
                 self.part.share(ws, "x", ws.outputs[f"{self.spec.prefix}x_amax"])
             self.part.cast_x(self._parts(ws, "x_q"), x, amax_known)
-            for name in self._moving("x_q"):
+            for name in self._moving("x_q"):  # beside the weight's cast
                 self._start(ws, name, ws.scratch[self._own(name)], ws.scratch[name])
-                self._arrive_array(ws, name, ws.scratch[name])
 
     def cast_weight(self, ws: WorkingSet) -> None:
         self.inner.cast_weight(ws)
@@ -217,7 +217,11 @@ class ParallelProduct(Product):
         self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
         comm: Any = self.collectives
-        if self.gathers_x and self.part is None:
+        if self.gathers_x and self.part is not None:
+            inner: Any = self.inner
+            inner.fprop(ws, None, y, addend, partial(self._arrive, ws, "x_q"))
+            return
+        if self.gathers_x:
             x = ws.scratch[self._own("x")]
         if self.column:
             self.inner.fprop(ws, x, y, addend)
@@ -261,7 +265,8 @@ class ParallelProduct(Product):
         out = ws.scratch[self._own("sums")] if self.gathers_x else dx
         if self.needs_w:
             self._start_x(ws)
-        self._arrive(ws, "g_q")
+        if self.gathers_g and self.part is not None:
+            self._arrive(ws, "g_q")
         self.inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
             comm.start("reduce_scatter", out, dx, ws.stream, self.spec.label)
@@ -282,7 +287,8 @@ class ParallelProduct(Product):
         elif self.gathers_x and self.inner.wgrad_reads_x:
             assert x is not None
             x = self._gather_high(ws, "x", x)
-        self._arrive(ws, "g_qt")
+        if self.gathers_g and self.part is not None:
+            self._arrive(ws, "g_qt")
         self.inner.wgrad(ws, self._whole_g(ws, g), x)
 
     def _whole_g(self, ws: WorkingSet, g: ArrayView | None) -> ArrayView | None:
@@ -337,8 +343,8 @@ class ParallelProduct(Product):
         comm.start("all_gather", part, self._gathered(ws, name, whole), ws.stream, self.spec.label)
 
     def _arrive(self, ws: WorkingSet, operand: str) -> None:
-        """Wait for the codes of g."""
-        for name in self._moving(operand) if self.gathers_g and self.part is not None else ():
+        """Wait for the codes of x, in forward, or of g."""
+        for name in self._moving(operand):
             self._arrive_array(ws, name, ws.scratch[name])
 
     def _arrive_array(self, ws: WorkingSet, name: str, whole: ArrayView) -> None:

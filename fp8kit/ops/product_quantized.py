@@ -7,7 +7,7 @@ of wgrad. A granularity is a subclass: how large the arrays are, how an operand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from fp8kit.accumulation import Accumulation
@@ -242,8 +242,14 @@ class QuantizedProduct(Product):
                 ws.kernels.amax(part, ws.outputs[name], part.shape, ws.stream)
 
     def fprop(
-        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+        self,
+        ws: WorkingSet,
+        x: ArrayView | None,
+        y: ArrayView,
+        addend: ArrayView | None = None,
+        await_x: Callable[[], None] | None = None,
     ) -> None:
+        """As ``Product.fprop``; ``await_x`` is called before the codes of x are read."""
         if "fprop" in self.plain:
             self.save_weight(ws)
             super().fprop(ws, x, y, addend)
@@ -251,6 +257,8 @@ class QuantizedProduct(Product):
         bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
         if not spec.weight_cached:
             self._cast_weight(ws, self._into(ws, "w"))
+        if await_x is not None:
+            await_x()
         a = self._operand("x_q", ws.inputs if spec.input_cached else self._into(ws, "x")[0], ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else self._into(ws, "w")[0], ws.saved)
         self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)

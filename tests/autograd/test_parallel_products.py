@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -11,11 +12,13 @@ import fp8kit as fk
 from fp8kit import collectives
 from fp8kit.autograd import apply
 from fp8kit.autograd.call import scratch
-from fp8kit.collectives import FakeCollectives
+from fp8kit.collectives import Collectives, FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.product_parallel import ParallelProduct
 from fp8kit.ops.product_quantized import QuantizedProduct
+from fp8kit.ops.product_tensor import TensorProduct
 from fp8kit.recipes import NAMED
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.ranks import LAYOUTS, Operands, alone, part, step, together
@@ -132,6 +135,54 @@ def test_gathered_codes_are_half_the_bytes_of_bfloat16():
     assert moved == {0: [128 * 256], 1: [128 * 256]}
 
 
+BESIDE = {
+    # x's codes come while the weight is cast, and once more during dgrad; dx is summed during wgrad
+    "column": "cast x, start x_q, cast w, wait, GEMM; cast g, start x_qt, GEMM, start dx, wait, GEMM, wait",
+    # y is summed at once; g's second orientation comes during dgrad
+    "row": "cast x, cast w, GEMM; cast g, start g_q, start g_qt, wait, GEMM, wait, GEMM",
+}
+
+
+@pytest.mark.parametrize("mode", BESIDE)
+def test_what_runs_beside_communication(mode, monkeypatch):
+    """Whatever stands between a start and its wait."""
+    events = {0: [], 1: []}
+
+    def say(what):
+        events[int(threading.current_thread().name[-1])].append(what)
+
+    def noted(cls, name, what):
+        known = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda own, *given: (say(what(own, *given)), known(own, *given))[1])
+
+    names = {}  # address of what is gathered -> its name
+
+    def started(ranks, operation, source, target, stream):
+        return f"start {'dx' if operation == 'reduce_scatter' else names[target.ptr]}"
+
+    def start(ranks, operation, source, target, stream):
+        getattr(ranks, f"_{operation}")(source, target, stream)
+        return lambda stream: say("wait")
+
+    multiply = TensorProduct.multiply
+    monkeypatch.setattr(collectives._Thread, "_start", start)
+    noted(collectives._Thread, "_start", started)
+    noted(TensorProduct, "_cast", lambda own, ws, operand, *given: f"cast {operand}")
+    noted(TensorProduct, "_cast_weight", lambda *given: "cast w")
+    counted = staticmethod(lambda *given: (say("GEMM"), multiply(*given))[1])
+    monkeypatch.setattr(TensorProduct, "multiply", counted)
+    known = ParallelProduct._start
+
+    def begin(product, ws, name, part, whole):
+        names[product._gathered(ws, name, whole).ptr] = name
+        known(product, ws, name, part, whole)
+
+    monkeypatch.setattr(ParallelProduct, "_start", begin)
+    together(STATELESS["current"], OWN, 2, mode, True)
+    for found in events.values():
+        assert found == BESIDE[mode].replace(";", ",").split(", ")
+
+
 # --- failures -----------------------------------------------------------------------------------------------
 
 
@@ -228,6 +279,94 @@ def test_a_backward_that_failed_does_not_stand_for_the_next(monkeypatch):
     found = np.concatenate(FakeCollectives(2).run(rank))
     monkeypatch.undo()
     assert_same_bits("dW", found, together(STATELESS["current"], own, 2, "column", True)[2])
+
+
+def test_memory_goes_after_what_was_started_into_it(monkeypatch):
+    """Where an error comes between a start and its wait, as that of a GEMM beside the gathering."""
+    under_way, early = {0: set(), 1: set()}, []
+
+    class Owner:
+        def __init__(self, nbytes):
+            self.memory, self.rank = np.zeros(nbytes, np.uint8), int(threading.current_thread().name[-1])
+            self.address = self.memory.ctypes.data
+
+        def __del__(self):
+            end = self.address + self.memory.nbytes
+            early.extend(at for at in under_way[self.rank] if self.address <= at < end)
+
+    def start(ranks, operation, source, target, stream):
+        begin(ranks, operation, source, target, stream)
+        under_way[ranks.rank].add(target.ptr)
+        return lambda stream: under_way[ranks.rank].remove(target.ptr)
+
+    def allocate(nbytes, device):
+        owner = Owner(nbytes)
+        return owner.address, owner
+
+    def dgrad(product, ws, g, dx):
+        raise MemoryError
+
+    begin = collectives._Thread._start
+    monkeypatch.setattr(collectives._Thread, "_start", start)
+    monkeypatch.setattr(scratch, "allocate", allocate)
+    monkeypatch.setattr(QuantizedProduct, "dgrad", dgrad)
+
+    def rank(ranks):
+        how = {"fp8": STATELESS["current"], "parallel": "column", "group": ranks.name, "sequence": True}
+        w, b, g = part(OWN.w, 0, ranks), part(OWN.b, 0, ranks), part(OWN.g, 1, ranks)
+        with pytest.raises(MemoryError):
+            step(ProductSpec(256, (128,), **how), part(OWN.x, 0, ranks), w, b, g)
+        return dict(ranks._started)
+
+    assert FakeCollectives(2).run(rank) == [{}, {}]
+    gc.collect()
+    assert not early
+    assert under_way == {0: set(), 1: set()}
+
+
+def test_what_was_started_before_an_error_and_fails_is_logged(caplog):
+    """And what another thread has started stays."""
+    ranks, whole = Collectives(0, 2), fk.arrays.as_view(np.zeros(2, np.float32))
+
+    def fail(stream):
+        raise RuntimeError("gone")
+
+    ranks._start = lambda *call: fail
+    ranks.start("all_gather", whole.slice(0, 0, 1), whole, 0, "fc1")
+    other = threading.Thread(target=collectives.abandon, args=(0,))
+    other.start()
+    other.join()
+    assert list(ranks._started) == [whole.ptr]
+    collectives.abandon(0)
+    assert not ranks._started
+    assert "all_gather of float32 (1,) in fc1, which was started before an error: gone" in caplog.text
+
+
+def test_two_threads_make_a_recorded_call_again_at_the_same_time(monkeypatch):
+    """The main one and that of a backward pass, each on arrays of its own."""
+    recorded, met = [], threading.Barrier(2, timeout=20)
+
+    class Provider:
+        def put(self, device, stream, name, work, addresses):
+            recorded.append(work)
+
+    class Ranks(Collectives):
+        def _call(self, operation, x, label):
+            met.wait()  # both have said where their arrays are
+            return super()._call(operation, x, label)
+
+        def _all_reduce(self, x, op, stream):
+            x.numpy()[:] += 1
+
+    monkeypatch.setattr(collectives, "provider", lambda device: Provider())
+    Ranks(0, 2).all_reduce(fk.arrays.as_view(np.zeros(1, np.float32)), "sum", 0)
+    arrays = [np.zeros(1, np.float32) for _ in range(2)]
+    threads = [threading.Thread(target=recorded[0], args=(array.ctypes.data, 0)) for array in arrays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert arrays == [1, 1]
 
 
 def test_a_recorded_call_is_made_again_on_other_arrays(monkeypatch):

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from fp8kit_torch.collectives import naming_failures
+from fp8kit_torch import collectives
+from fp8kit_torch.collectives import TorchCollectives, naming_failures
 
 from fp8kit.commands import launch
 from fp8kit.errors import ArgumentError, BackendError
@@ -70,3 +72,42 @@ def test_a_failure_is_named_by_layer(tmp_path):
             torch.nn.Sequential(Broken())(torch.ones(1))
     finally:
         dist.destroy_process_group()
+
+
+class Group:
+    """A process's group of two processes."""
+
+    group_name = "of two"
+
+    def __init__(self, rank):
+        self.rank = rank
+
+
+def test_each_failure_has_its_own_words(monkeypatch):
+    """What a process said of an earlier failure, in this group or in one before it that had its name, is not
+    taken for what it says of the next one."""
+    store, counts, process_of = dist.HashStore(), [Counter(), Counter()], {}
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(collectives, "is_group", lambda group: True)
+    monkeypatch.setattr(collectives.torch_compat, "store_of", lambda group: store)
+    monkeypatch.setattr(collectives, "_doing", str)
+    monkeypatch.setattr(collectives, "_GRACE", 0.2)
+
+    def said(group, what):
+        monkeypatch.setattr(TorchCollectives, "of", process_of.get)
+        with pytest.raises(BackendError) as caught, naming_failures(group):
+            raise dist.DistBackendError(what)
+        return str(caught.value)
+
+    for run in range(2):
+        groups = [Group(0), Group(1)]
+        for group in groups:
+            monkeypatch.setattr(collectives, "_RUNS", counts[group.rank])
+            process_of[group] = TorchCollectives(group)
+        for use in range(2):
+            what = f"use {use} of run {run}"
+            assert f"rank 0: in {what}; rank 1: nothing" in said(groups[0], what)
+            assert f"rank 0: in {what}; rank 1: in {what}, beside" in said(groups[1], f"{what}, beside")
