@@ -1,0 +1,303 @@
+"""FP8 products with what follows them. The operands are small integers, and scales powers of two: every
+engine sums such products exactly, in any order, so that the product is known and what follows is as exact
+as where it is a kernel of its own (the texts of ``activation`` and ``block``). Sums of real operands are
+tested with the products themselves; ``exact`` False makes such, for what is timed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fp8kit import codec
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.protocol import Rule, block_shapes
+from fp8kit.formats import E4M3, E5M2, Format, dtype, float32, uint8
+from fp8kit.testing.contract import (
+    Arguments,
+    Array,
+    KernelTest,
+    Options,
+    Results,
+    Sampler,
+    coded,
+    narrowed,
+    product,
+    typed,
+    wide,
+)
+from fp8kit.testing.contract.activation import act_bwd_oracle, act_fwd_oracle
+from fp8kit.testing.contract.block import LINE, SQUARE, each_scale, operand
+
+TENSOR = (0, 0)
+_SCALE = 2.0**-3  # of both operands: a sum of K products of -2 ... 2 has a spread of sqrt(K) / 32
+
+
+def _operand(
+    s: Sampler, rows: int, k: int, fmt: Format, exact: bool, tile: tuple[int, int] = TENSOR
+) -> tuple[ArrayView, ArrayView]:
+    """Codes, zero beyond ``rows``, and their scale_inv: of the tensor, or the powers of two of blocks."""
+    shape, scales = ((-(-rows // 16) * 16, k), (1,)) if tile == TENSOR else block_shapes(rows, k, tile)
+
+    def values() -> Array:
+        made = s.random.integers(-2, 3, shape).astype(np.float32) if exact else s.draw(shape, 8.0)
+        made[rows:], made[:, k:] = 0, 0
+        return narrowed(made, fmt)
+
+    def inverse() -> Array:
+        powers = s.random.integers(-4, -2, scales) if tile != TENSOR else np.log2(_SCALE)
+        return np.full(scales, np.exp2(powers), np.float32)
+
+    return s.array(shape, uint8, values), s.array(scales, float32, inverse)
+
+
+def _product(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int,
+    a: Format,
+    fast: bool,
+    exact: bool,
+    tiles: tuple[tuple[int, int], tuple[int, int]] = (TENSOR, TENSOR),
+) -> Arguments:
+    left, right = _operand(s, m, k, a, exact, tiles[0]), _operand(s, n, k, E4M3, exact, tiles[1])
+    return {
+        "a": left[0],
+        "b": right[0],
+        "a_format": a,
+        "b_format": E4M3,
+        "a_scale_inv": left[1],
+        "b_scale_inv": right[1],
+        "fast_accumulate": fast,
+    }
+
+
+def _joined(s: Sampler, m: int, n: int, bias: bool, add: bool, out: bool) -> Arguments:
+    """The product itself, and what is added to it: multiples of 1 / 4, so that sums stay exact."""
+
+    def quarters(*shape: int) -> ArrayView:
+        return s.put((s.random.integers(-8, 9, shape) / 4).astype(s.dtype.numpy))
+
+    return {
+        "out": s.output(m, n) if out else None,
+        "shape": (m, n),
+        "dtype": s.dtype,
+        "bias": quarters(n) if bias else None,
+        "addend": quarters(m, n) if add else None,
+    }
+
+
+def _exact(a: Any, rows: int, columns: int) -> Array:
+    """The product, with bias and addend where it has them, as it is stored."""
+    tiles = getattr(a, "a_tile", TENSOR), getattr(a, "b_tile", TENSOR)
+    operands = (a.a, a.a_format, a.a_scale_inv, rows), (a.b, a.b_format, a.b_scale_inv, columns)
+    left, right = (
+        codec.decode(codes, fmt)[:count].astype(np.float64)
+        * (wide(inverse) if tile == TENSOR else each_scale(inverse, codes.shape, tile)[:count])
+        for (codes, fmt, inverse, count), tile in zip(operands, tiles, strict=True)
+    )
+    found = left @ right.T
+    for part in (a.bias, a.addend) if hasattr(a, "addend") else ():
+        found = found if part is None else found + wide(part)
+    stored = (a.x if hasattr(a, "x") else SimpleNamespace(dtype=a.dtype.numpy)).dtype
+    return np.asarray(found.astype(np.float32).astype(stored))
+
+
+def fp8_gemm_act(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int = 128,
+    kind: str = "gelu",
+    biased: bool = False,
+    h: bool = True,
+    a: Format = E4M3,
+    fast: bool = True,
+    exact: bool = True,
+    **result: Any,
+) -> Arguments:
+    """``n``: columns of y; ``h``: the product is wanted. ``result``: see ``Sampler.result``."""
+    columns = ACTIVATIONS[kind].parts * n
+    return {
+        **_product(s, m, columns, k, a, fast, exact),
+        "h": s.output(m, columns) if h else None,
+        "shape": (m, columns),
+        "dtype": s.dtype,
+        "bias": s.normal(columns) if biased else None,
+        **s.result("y", m, n, **result),
+        "activation": kind,
+        "params": (),
+    }
+
+
+def fp8_gemm_act_oracle(a: Any) -> Results:
+    """``act_fwd`` of the exact product."""
+    h = _exact(a, *a.shape)
+    found = act_fwd_oracle(SimpleNamespace(**{**vars(a), "x": h}))
+    return found if a.h is None else {"h": h, **found}
+
+
+def fp8_gemm_act_bwd(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int = 128,
+    kind: str = "gelu",
+    biased: bool = False,
+    a: Format = E5M2,
+    fast: bool = False,
+    exact: bool = True,
+    **result: Any,
+) -> Arguments:
+    """As ``fp8_gemm_act``, with dbias where there is a bias."""
+    columns = ACTIVATIONS[kind].parts * n
+    return {
+        **_product(s, m, n, k, a, fast, exact),
+        "x": s.normal(m, columns, scale=3.0),
+        "bias": s.normal(columns) if biased else None,
+        "dbias": s.output(columns) if biased else None,
+        **s.result("dx", m, columns, **result),
+        "activation": kind,
+        "params": (),
+    }
+
+
+def fp8_gemm_act_bwd_oracle(a: Any) -> Results:
+    """``act_bwd`` with the exact product."""
+    rows, columns = a.x.shape[0], a.x.shape[1] // ACTIVATIONS[a.activation].parts
+    return act_bwd_oracle(SimpleNamespace(**{**vars(a), "dy": _exact(a, rows, columns)}))
+
+
+def fp8_gemm_cast(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int = 128,
+    bias: bool = False,
+    add: bool = False,
+    out: bool = True,
+    a: Format = E4M3,
+    fast: bool = True,
+    exact: bool = True,
+    cast: Any = None,
+    **more: Any,
+) -> Arguments:
+    """``cast``: options of ``Sampler.cast``, None for none."""
+    return {
+        **_product(s, m, n, k, a, fast, exact),
+        **_joined(s, m, n, bias, add, out),
+        "cast": None if cast is None else s.cast(m, n, **cast),
+    }
+
+
+def fp8_gemm_cast_oracle(a: Any) -> Results:
+    """The exact product."""
+    return {} if a.out is None else {"out": _exact(a, *a.shape)}
+
+
+def fp8_gemm_lines(
+    s: Sampler,
+    m: int,
+    n: int,
+    k: int = 128,
+    bias: bool = False,
+    add: bool = False,
+    out: bool = True,
+    blocks: bool = False,
+    power_2: bool = True,
+    epsilon: float = 0.0,
+    fmt: Format = E4M3,
+    fast: bool = True,
+    exact: bool = True,
+) -> Arguments:
+    """``blocks``: the operands have scales of 1 x 128 and 128 x 128."""
+    tiles = (LINE, SQUARE) if blocks else (TENSOR, TENSOR)
+    codes, scales = block_shapes(m, n, LINE)
+    return {
+        **_product(s, m, n, k, E4M3, fast, exact, tiles),
+        **_joined(s, m, n, bias, add, out),
+        "a_tile": tiles[0],
+        "b_tile": tiles[1],
+        "q": s.output(*codes, dtype=uint8),
+        "scale_inv": s.output(*scales, dtype=float32),
+        "format": fmt,
+        "power_2": power_2,
+        "epsilon": epsilon,
+    }
+
+
+def fp8_gemm_lines_oracle(a: Any) -> Results:
+    """The exact product and its lines."""
+    out = _exact(a, *a.shape)
+    q, scale_inv, _ = operand(out, LINE, a.format, a.power_2, a.epsilon, dtype(out.dtype).max)
+    found: Results = {"q": q, "scale_inv": scale_inv}
+    return found if a.out is None else {"out": out, **found}
+
+
+_KINDS = ("gelu", "relu", "swiglu")
+_BIASED: Options = {"biased": True}
+_SUMS = {"fast": {"fast": True}, "split": {"fast": False}}
+# one tile, none of which is whole; several of the largest
+_SIZES = {"33x48": {"m": 33, "n": 48, "k": 32}, "300x256": {"m": 300, "n": 256, "k": 320}}
+
+
+def _cases(result: str, fmt: Format) -> dict[str, Options]:
+    """Of both activations' kernels; ``fmt``: the result's."""
+    sizes = {name: {**size, **_BIASED, "cast": {"fmt": fmt}, result: False} for name, size in _SIZES.items()}
+    return {
+        **product("{kind}-{case}", {"kind": _KINDS, "case": {name: dict(s) for name, s in _SIZES.items()}}),
+        **product("{kind}-cast-{case}-{sums}", {"kind": _KINDS, "case": sizes, "sums": _SUMS}),
+        **product("{kind}-amax", {"kind": _KINDS}, m=130, n=128, amax=0.5, **_BIASED),
+        "gelu-cast-and-result": {**coded(result, 48, 64, (0, 0), True, fmt=fmt), **_BIASED},
+        "gelu-cast-padded": {**coded(result, 17, 33, (15, 15), fmt=fmt), **_BIASED},
+        "gelu-cast-by-amax": {**coded(result, 128, 256, fmt=fmt, rule=Rule(False, 0.0), amax=4.0), **_BIASED},
+        "gelu-cast-q": coded(result, 130, 128, (14, 0), fmt=fmt, only="q"),
+        "gelu-cast-q_t": coded(result, 130, 128, (14, 0), fmt=fmt, only="q_t"),
+        # an activation that no kernel has fused, and sizes that none takes
+        "srelu-cast": {**coded(result, 48, 64, fmt=fmt), **_BIASED},
+        "swiglu-cast-17x33": {**coded(result, 17, 33, fmt=fmt), "kind": "swiglu", **_BIASED},
+    }
+
+
+_CAST = {
+    **product("{case}", {"case": _SIZES}, bias=True, add=True),
+    **product("cast-{case}-{sums}", {"case": _SIZES, "sums": _SUMS}, cast={}, out=False),
+    **product(
+        "cast-{case}-joined-{fmt}", {"case": _SIZES, "fmt": {f: {"cast": {"fmt": f}} for f in (E4M3, E5M2)}}
+    ),
+    "cast-padded": {"m": 17, "n": 33, "cast": {"pad": (15, 15)}, "bias": True},
+    "cast-joined": {"m": 33, "n": 48, "cast": {}, "bias": True, "add": True},
+}
+_LINES = {
+    **product(
+        "{case}-{sums}-blocks-{blocks}", {"case": _SIZES, "sums": _SUMS, "blocks": (False, True)}, out=False
+    ),
+    **product("{case}-joined", {"case": _SIZES}, bias=True, add=True, power_2=False, epsilon=0.5),
+    "e5m2": {"m": 130, "n": 200, "fmt": E5M2},
+}
+_TIMED: Options = {"exact": False, "cast": {}}
+
+TESTS = (
+    KernelTest(
+        "fp8_gemm_act",
+        fp8_gemm_act,
+        fp8_gemm_act_oracle,
+        typed({**_cases("y", E4M3), "without-h": {"m": 48, "n": 64, "h": False}}),
+        {**_TIMED, **_BIASED, "y": False},
+    ),
+    KernelTest(
+        "fp8_gemm_act_bwd",
+        fp8_gemm_act_bwd,
+        fp8_gemm_act_bwd_oracle,
+        typed({**_cases("dx", E5M2), "e4m3": {"m": 48, "n": 64, "a": E4M3}}),
+        {**_TIMED, **_BIASED, "dx": False},
+    ),
+    KernelTest("fp8_gemm_cast", fp8_gemm_cast, fp8_gemm_cast_oracle, typed(_CAST), {**_TIMED, "out": False}),
+    KernelTest(
+        "fp8_gemm_lines", fp8_gemm_lines, fp8_gemm_lines_oracle, typed(_LINES), {"exact": False, "out": False}
+    ),
+)
