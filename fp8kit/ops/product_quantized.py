@@ -248,14 +248,19 @@ class QuantizedProduct(Product):
             self.save_weight(ws)
             super().fprop(ws, x, y, addend)
             return
-        bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
+        bias, (a, b) = self._bias(ws), self._fprop_operands(ws)
+        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
+        del a, b
+        free(ws.scratch, *self.own_names["x_q"], *self.own_names["w_q"])
+
+    def _fprop_operands(self, ws: WorkingSet) -> tuple[Operand, Operand]:
+        """The operands of fprop, the weight's cast on the way."""
+        spec = self.spec
         if not spec.weight_cached:
             self._cast_weight(ws, self._into(ws, "w"))
         a = self._operand("x_q", ws.inputs if spec.input_cached else self._into(ws, "x")[0], ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else self._into(ws, "w")[0], ws.saved)
-        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
-        del a, b
-        free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
+        return a, b
 
     def save_weight(self, ws: WorkingSet) -> None:
         if not self.operands.keys() & {"w_q", "w_qt"}:  # no GEMM multiplies codes of it
@@ -278,12 +283,17 @@ class QuantizedProduct(Product):
             self._multiply_values(ws, "dgrad", g, self._values(ws, "w"), dx, "nn")
             free(ws.saved, *self.own_names["w_q"])
             return
-        a = self._operand("g_q", ws.scratch, ws.saved)
-        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
+        a, b = self._dgrad_operands(ws)
         self.multipliers["dgrad"](ws, a, b, dx, self.how["dgrad"])
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])
+
+    def _dgrad_operands(self, ws: WorkingSet) -> tuple[Operand, Operand]:
+        """The operands of dgrad."""
+        a = self._operand("g_q", ws.scratch, ws.saved)
+        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
+        return a, b
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if "wgrad" in self.plain:
