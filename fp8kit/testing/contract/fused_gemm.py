@@ -258,7 +258,7 @@ def _cases(result: str, fmt: Format) -> dict[str, Options]:
         "gelu-cast-q": coded(result, 130, 128, (14, 0), fmt=fmt, only="q"),
         "gelu-cast-q_t": coded(result, 130, 128, (14, 0), fmt=fmt, only="q_t"),
         # an activation that no kernel has fused, and sizes that none takes
-        "srelu-cast": {**coded(result, 48, 64, fmt=fmt), **_BIASED},
+        "srelu-cast": {**coded(result, 48, 64, fmt=fmt), "kind": "srelu", **_BIASED},
         "swiglu-cast-17x33": {**coded(result, 17, 33, fmt=fmt), "kind": "swiglu", **_BIASED},
     }
 
