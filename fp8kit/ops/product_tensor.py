@@ -122,10 +122,10 @@ class TensorProduct(QuantizedProduct):
 
     def fuses(self, gemm: str, kernels: Any) -> bool:
         policy = getattr(kernels, "policy", None)
-        named = () if policy is None else (*policy.per_op, *policy.overrides)
+        named = {} if policy is None else dict(policy.per_op)
         quantized = gemm not in self.plain | self.decoded and isinstance(self.how[gemm], bool)
         # a product that is watched, or a rank's part, is another class
-        return type(self) is TensorProduct and quantized and FUSED[gemm] in dict(named)
+        return type(self) is TensorProduct and quantized and FUSED[gemm] in named
 
     def fprop_act(
         self,

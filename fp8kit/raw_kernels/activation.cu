@@ -1,4 +1,4 @@
-// functions: act_fwd, act_bwd
+// functions: act_fwd (act_fwd, fp8_gemm_act), act_bwd (act_bwd, fp8_gemm_act_bwd)
 // variants: ACT=gelu,qgelu,relu,silu,srelu; T=f32,bf16,f16; TILES=mixed
 // variants: ACT=geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
 // variants: ACT=gelu,qgelu,relu,silu,geglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
