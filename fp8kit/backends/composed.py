@@ -19,9 +19,9 @@ Place = Callable[[tuple[int, int], DType, ArrayView | None, Any], tuple[ArrayVie
 LINE = (1, 128)
 
 
-def composed(k: SimpleNamespace, place: Place) -> tuple[Callable[..., None], ...]:
-    """``fp8_gemm_act``, ``fp8_gemm_act_bwd``, ``fp8_gemm_cast`` and ``fp8_gemm_lines`` by the kernels of
-    ``k``: fp8_gemm, block_gemm, act_fwd, act_bwd, quantize_transpose, block_quantize."""
+def composed(k: SimpleNamespace, place: Place, module: str) -> tuple[Callable[..., None], ...]:
+    """``fp8_gemm_act``, ``fp8_gemm_act_bwd``, ``fp8_gemm_cast`` and ``fp8_gemm_lines`` of a ``module``, by
+    the kernels of ``k``: fp8_gemm, block_gemm, act_fwd, act_bwd, quantize_transpose, block_quantize."""
 
     def fp8_gemm_act(
         a: ArrayView,
@@ -134,4 +134,7 @@ def composed(k: SimpleNamespace, place: Place) -> tuple[Callable[..., None], ...
             k.block_gemm(a, b, out, *how, a_tile, b_tile, bias, addend, workspace, stream)
         k.block_quantize(out, q, scale_inv, None, None, format, LINE, power_2, epsilon, stream)
 
-    return fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines
+    made = fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines
+    for function in made:
+        function.__module__ = module
+    return made

@@ -7,7 +7,7 @@ of wgrad. A granularity is a subclass: how large the arrays are, how an operand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from fp8kit.accumulation import Accumulation
@@ -242,25 +242,26 @@ class QuantizedProduct(Product):
                 ws.kernels.amax(part, ws.outputs[name], part.shape, ws.stream)
 
     def fprop(
-        self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
+        self,
+        ws: WorkingSet,
+        x: ArrayView | None,
+        y: Any,
+        addend: ArrayView | None = None,
+        by: Callable[..., None] | None = None,
     ) -> None:
+        """``by``: what multiplies the operands in the place of ``multipliers``, which gets ``y`` as it is."""
         if "fprop" in self.plain:
             self.save_weight(ws)
             super().fprop(ws, x, y, addend)
             return
-        bias, (a, b) = self._bias(ws), self._fprop_operands(ws)
-        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
-        del a, b
-        free(ws.scratch, *self.own_names["x_q"], *self.own_names["w_q"])
-
-    def _fprop_operands(self, ws: WorkingSet) -> tuple[Operand, Operand]:
-        """The operands of fprop, the weight's cast on the way."""
-        spec = self.spec
+        bias, spec, scratch = self._bias(ws), self.spec, ws.scratch
         if not spec.weight_cached:
             self._cast_weight(ws, self._into(ws, "w"))
         a = self._operand("x_q", ws.inputs if spec.input_cached else self._into(ws, "x")[0], ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else self._into(ws, "w")[0], ws.saved)
-        return a, b
+        (by or self.multipliers["fprop"])(ws, a, b, y, self.how["fprop"], bias, addend)
+        del a, b
+        free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
     def save_weight(self, ws: WorkingSet) -> None:
         if not self.operands.keys() & {"w_q", "w_qt"}:  # no GEMM multiplies codes of it
@@ -275,7 +276,10 @@ class QuantizedProduct(Product):
         if self.casts_g:
             self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
 
-    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+    def dgrad(
+        self, ws: WorkingSet, g: ArrayView | None, dx: Any, by: Callable[..., None] | None = None
+    ) -> None:
+        """``by``: as in ``fprop``."""
         if "dgrad" in self.plain:
             super().dgrad(ws, g, dx)
             return
@@ -283,17 +287,12 @@ class QuantizedProduct(Product):
             self._multiply_values(ws, "dgrad", g, self._values(ws, "w"), dx, "nn")
             free(ws.saved, *self.own_names["w_q"])
             return
-        a, b = self._dgrad_operands(ws)
-        self.multipliers["dgrad"](ws, a, b, dx, self.how["dgrad"])
+        a = self._operand("g_q", ws.scratch, ws.saved)
+        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
+        (by or self.multipliers["dgrad"])(ws, a, b, dx, self.how["dgrad"])
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])
-
-    def _dgrad_operands(self, ws: WorkingSet) -> tuple[Operand, Operand]:
-        """The operands of dgrad."""
-        a = self._operand("g_q", ws.scratch, ws.saved)
-        b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
-        return a, b
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if "wgrad" in self.plain:

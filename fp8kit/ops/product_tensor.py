@@ -7,10 +7,9 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
-from fp8kit.buffers import free
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import ProductSpec, want
-from fp8kit.ops.product_quantized import ALIGN, Pair, QuantizedProduct, pad
+from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -139,12 +138,14 @@ class TensorProduct(QuantizedProduct):
     ) -> None:
         """h = x W^T, where it is wanted, and activation(h + bias) into y, where it is, and ``cast``, by one
         kernel (``fuses``)."""
-        (a, a_inv, p), (b, b_inv, q) = self._fprop_operands(ws)
-        codes, result = (p.format, q.format, a_inv, b_inv), (bias, y, None, cast, activation, params)
-        how = self.how["fprop"], ws.scratch["workspace"], ws.stream
-        ws.kernels.fp8_gemm_act(a, b, h, (self.m, self.n), self.dtype, *codes, *result, *how)
-        del a, b, a_inv, b_inv, codes
-        free(ws.scratch, *self.own_names["x_q"], *self.own_names["w_q"])
+        result = bias, y, None, cast, activation, params
+
+        def multiply(ws: WorkingSet, left: Operand, right: Operand, h: Any, fast: bool, *none: None) -> None:
+            (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+            codes = (self.m, self.n), self.dtype, p.format, q.format, a_inv, b_inv
+            ws.kernels.fp8_gemm_act(a, b, h, *codes, *result, fast, space, ws.stream)
+
+        self.fprop(ws, None, h, by=multiply)
 
     def dgrad_act(
         self,
@@ -158,14 +159,14 @@ class TensorProduct(QuantizedProduct):
     ) -> None:
         """The gradient of the activation of x + bias, from that of its output, g W: into ``cast``, and its
         column sums into dbias, by one kernel (``fuses``)."""
-        (a, a_inv, p), (b, b_inv, q) = self._dgrad_operands(ws)
-        codes = p.format, q.format, a_inv, b_inv
         result = x, bias, None, dbias, None, cast, activation, params
-        how = self.how["dgrad"], ws.scratch["workspace"], ws.stream
-        ws.kernels.fp8_gemm_act_bwd(a, b, *codes, *result, *how)
-        del a, b, a_inv, b_inv, codes
-        free(ws.scratch, *self.own_names["g_q"])
-        free(ws.saved, *self.own_names["w_qt"])
+
+        def multiply(ws: WorkingSet, left: Operand, right: Operand, dy: None, fast: bool) -> None:
+            (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+            codes = p.format, q.format, a_inv, b_inv
+            ws.kernels.fp8_gemm_act_bwd(a, b, *codes, *result, fast, space, ws.stream)
+
+        self.dgrad(ws, None, None, multiply)
 
     # --- casts ----------------------------------------------------------------------------------------------
 

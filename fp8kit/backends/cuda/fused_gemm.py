@@ -61,4 +61,5 @@ fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines = composed(
         block_quantize=block_quantize,
     ),
     _place,
+    __name__,
 )
