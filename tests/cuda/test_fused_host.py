@@ -157,22 +157,48 @@ def finished(epilogue: str, act: str, product: Array, x: Array | None, bias: Arr
     return dx
 
 
+def parts_of(act: str) -> int:
+    """Halves of columns that an activation's input has."""
+    return ACTIVATIONS[act].parts if act in ACTIVATIONS else 1
+
+
+def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[Array, list[int]]:
+    """The sums of a tile, in float64, before scales of tensors or rows; the first columns of its halves."""
+    a, a_map, b, b_map, a_lines, a_lines_map, *_ = fields[:8]
+    (n, _, depths), b_step, squares = fields[15:18], fields[19], fields[9]
+    high, wide = int(how["BM"]), int(how["BN"])
+    halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
+    firsts, total = [column + half * (n // 2) for half in range(halves)], np.zeros((high, wide))
+    for term in range(0, 128 * depths, 128):
+        left = codec.decode(box(a, a_map, term, row), FORMATS[how["LEFT"]]).astype(np.float64)
+        right = np.concatenate([box(b, b_map, term, first) for first in firsts])
+        assert right.shape == (wide, 128)
+        part = left @ codec.decode(right, FORMATS[how["RIGHT"]]).astype(np.float64).T
+        if how["SCALES"] == "lines_squares":
+            square = memory(squares + 4 * (column // 128 * b_step + term // 128), 1, np.float32)
+            part *= box(a_lines, a_lines_map, row, term // 128).T * square
+        total += part
+    return total, firsts
+
+
+JOB = "=" + "Q120s" * 4 + "6Q13q" + "5Q7qQdq" + "4Qq3d48x"
+
+
 def hopper(kernel: launch.Kernel, job: bytes) -> None:
     """``hopper_gemm.cu`` with an epilogue, tile by tile, warp by warp."""
     how = dict(kernel.defines)
     assert kernel.defines in manifest.source("hopper_gemm.cu").variants
     assert len(job) % 64 == 0
     high, wide, epilogue, act = int(how["BM"]), int(how["BN"]), how["EPILOGUE"], how["ACT"]
-    fields = struct.unpack("=" + "Q120s" * 4 + "6Q13q" + "5Q7qQdq" + "4Qq3d48x", job)
-    a, a_map, b, b_map, a_lines, a_lines_map, *_ = fields[:8]
+    fields = struct.unpack(JOB, job)
     a_scale, b_scale, bias_at, addend, out, sizes_at = fields[8:14]
-    m, n, stride, depths, a_step, b_step, tall, across, band, *groups = fields[14:27]
+    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[14:27]
     cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[27:42]), fields[42:]
     assert not sizes_at
     assert groups == [0] * 4
     assert 1 <= band <= tall
     dtype = np.dtype(TYPES[how["T"]])
-    parts = ACTIVATIONS[act].parts if act in ACTIVATIONS else 1
+    parts = parts_of(act)
     halves, results = (parts, 1) if epilogue == "forward" else (1, parts)
     assert n == features * halves
     known = cast.known_amax and epilogue != "lines"
@@ -190,17 +216,7 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     most = np.zeros(32, np.float32)
     for row, column in np.ndindex(tall, across):
         row, column = row * high, column * (wide // halves)
-        of_halves = [column + half * (n // 2) for half in range(halves)]
-        total = np.zeros((high, wide))
-        for term in range(0, 128 * depths, 128):
-            left = codec.decode(box(a, a_map, term, row), FORMATS[how["LEFT"]]).astype(np.float64)
-            right = np.concatenate([box(b, b_map, term, first) for first in of_halves])
-            assert right.shape == (wide, 128)
-            part = left @ codec.decode(right, FORMATS[how["RIGHT"]]).astype(np.float64).T
-            if how["SCALES"] == "lines_squares":
-                square = memory(b_scale + 4 * (column // 128 * b_step + term // 128), 1, np.float32)
-                part *= box(a_lines, a_lines_map, row, term // 128).T * square
-            total += part
+        total, of_halves = tile_sums(how, fields, row, column)
         # the product as T, zeros outside
         count = min(high, m - row)
         own = np.concatenate([first + np.arange(wide // halves) for first in of_halves])
