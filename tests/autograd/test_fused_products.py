@@ -32,7 +32,7 @@ def counted(*names: str) -> Iterator[dict[str, int]]:
 
         return noted
 
-    policy = SelectionPolicy(per_op={name: ("reference",) for name in names})
+    policy = SelectionPolicy(per_op=dict.fromkeys(names, ("reference",)))
     with policy_context(policy), ExitStack() as blocks:
         for name in names:
             blocks.enter_context(fk.override(name, noting(name)))

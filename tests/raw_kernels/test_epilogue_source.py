@@ -13,9 +13,9 @@ import pytest
 from fp8kit.arrays import CPU
 from fp8kit.backends.cuda import launch
 from fp8kit.testing.contract import cases
-from tests.cuda.test_fused_host import JOB, NAMES, as_hopper, parts_of, sum_partials, tile_sums
 from tests.support import host_compiled
 from tests.support.hopper import Emulated
+from tests.support.hopper_fused import JOB, NAMES, as_hopper, parts_of, sum_partials, tile_sums
 
 # every epilogue, activation and dtype; whole tiles and parts; codes of either format, paddings, maxima, sums
 CASES = (
