@@ -459,9 +459,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         cached = first is not None
-        spec = layer_text(
-            self._spec_text, parts, cached, bias, tuple(options.items()), layer=layer, frozen=frozen
-        )
+        more = {"layer": layer, "frozen": frozen, "where": str(tensors["x"].device)}
+        spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), **more)
         return trace(self.operation, spec, tensors, traced)
 
     def _layer(self) -> tuple[str, str]:
@@ -505,13 +504,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         tensors: dict[str, Tensor],
         traced: TracedState | None,
     ) -> dict[str, Tensor]:
-        text = fp8_text(parts, self._layer())
+        layer, where = self._layer(), str(tensors["x"].device)
+        text = fp8_text(parts, layer, where)
         if first or self._weights is None or self._weights.key != text:
             made: dict[str, Tensor] = {}
             with torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    spec = layer_text(self._spec_text, parts, False, bias, (), i, self._layer())
+                    spec = layer_text(self._spec_text, parts, False, bias, (), i, layer, where=where)
                     state = None if traced is None else traced.of_gemm(i)
                     made.update(trace(weight_cast, spec, own, state, i))
             self._weights = WeightCache(text, made)

@@ -353,11 +353,12 @@ class NormMLP(Products):
         passes = replace(passes, fused=passes.fusing(kernels))
         first, st = passes.forward, passes.backward
         fc1, fc2 = st.fc1, st.fc2
-        sizes = [fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k)]
+        products = {first.fc1, first.fc2, fc1, fc2}
+        sizes = [own.workspace(kernels) for own in products]
         itemsize = fc1.dtype.itemsize
         for gemm, product in (("fprop", (fc1.m, fc1.n)), ("dgrad", (fc2.m, fc2.k))):
             sizes += [int(kernels.fused_workspace(*product, itemsize))] * (gemm in passes.fused)
-        space = workspace(max(sizes))
+        space = workspace(max(kernels.norm_bwd_workspace(fc1.m, fc1.k), *sizes))
         forward = first.scratch() | space
         if "fprop" in passes.fused:
             forward.pop("h", None)
