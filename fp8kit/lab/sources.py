@@ -22,7 +22,7 @@ from fp8kit.raw_kernels import manifest
 
 DEFAULT_ARCH = "sm_90a"
 _DISASSEMBLERS = {"nvdisasm": (), "cuobjdump": ("-sass",)}  # program -> its options
-_PREFERRED = ("bf16", "e4m3", "gelu")  # of the variants, the one that is shown when one is shown
+_PREFERRED = ("bf16", "e4m3", "gelu", "bare")  # of the variants, the one that is shown when one is shown
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from fp8kit.ops.partition import Component, Partition, Products, SharedAmaxes
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_row import RowProduct
-from fp8kit.ops.product_tensor import SLOT
+from fp8kit.ops.product_tensor import SLOT, TensorProduct
 from fp8kit.ops.products import product_class, product_of
 from fp8kit.ops.smooth import LINES, Smoothing, inner_product
 from fp8kit.quantization import Quantizer
@@ -189,11 +189,23 @@ class _Stages:
 @dataclass(frozen=True)
 class _Passes:
     """The stages of forward and of backward. ``numbers``: where backward recomputes, float32 [1] input of its
-    pass -> the input or output of forward that holds it; None where nothing is recomputed."""
+    pass -> the input or output of forward that holds it; None where nothing is recomputed. ``fused``: the
+    GEMMs, fc1's "fprop" and fc2's "dgrad", that make the activation or its gradient on the way."""
 
     forward: _Stages
     backward: _Stages
     numbers: dict[str, str] | None = None
+    fused: tuple[str, ...] = ()
+
+    def fusing(self, kernels: Any) -> tuple[str, ...]:
+        """``fused`` under the policy of ``kernels``: of casts by scales that are known."""
+        fc1, fc2, st = self.forward.fc1, self.backward.fc2, self.backward
+        if self.numbers is not None or st.smoothing is not None:
+            return ()
+        forward = self.forward.casts and not self.forward.fc2.takes_amax("x")
+        backward = st.reach and st.fused and not (st.fc1.reads_g or st.fc1.takes_amax("g"))
+        able = (("fprop", fc1, forward), ("dgrad", fc2, backward))
+        return tuple(gemm for gemm, product, can in able if can and product.fuses(gemm, kernels))
 
     def again(self) -> dict[str, Meta]:
         """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
@@ -338,17 +350,23 @@ class NormMLP(Products):
 
     def plan(self, spec: NormMLPSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         passes = self._passes(spec, metas, needs)
+        passes = replace(passes, fused=passes.fusing(kernels))
         first, st = passes.forward, passes.backward
         fc1, fc2 = st.fc1, st.fc2
         products = {first.fc1, first.fc2, fc1, fc2}
         sizes = [own.workspace(kernels) for own in products]
+        itemsize = fc1.dtype.itemsize
+        for gemm, product in (("fprop", (fc1.m, fc1.n)), ("dgrad", (fc2.m, fc2.k))):
+            sizes += [int(kernels.fused_workspace(*product, itemsize))] * (gemm in passes.fused)
         space = workspace(max(kernels.norm_bwd_workspace(fc1.m, fc1.k), *sizes))
         forward = first.scratch() | space
+        if "fprop" in passes.fused:
+            forward.pop("h", None)
         backward = st.norm.backward_scratch() | fc2.backward_scratch() | fc2.bias_workspace(kernels) | space
         if passes.numbers is not None:
             forward |= first.saved()
             backward |= passes.again()
-        if st.reach:
+        if st.reach and "dgrad" not in passes.fused:
             sums = gradient_workspace(kernels, spec.activation, fc1.y_rows, fc1.n)
             (backward["sums"],) = workspace(sums).values()
             backward |= gradient_scratch(spec.activation, fc1.dtype)
@@ -373,8 +391,12 @@ class NormMLP(Products):
         st, saved = passes.forward, ws.saved
         if passes.numbers is not None:
             ws = ws._replace(saved=take(ws.scratch, st.saved()))
-        self._fc1(st, ws)
-        act = self._activate(plan.spec, st, ws)
+        act = None
+        if "fprop" in passes.fused:
+            self._fc1_and_activate(plan.spec, st, ws)
+        else:
+            self._fc1(st, ws)
+            act = self._activate(plan.spec, st, ws)
         y, addend = ws.outputs["y"].rows(), ws.inputs["x"].rows() if plan.spec.fused_residual else None
         (st.smoothing or st.fc2).fprop(ws, act, y, addend)
         for i, source in enumerate((passes.numbers or {}).values()):
@@ -385,6 +407,14 @@ class NormMLP(Products):
         """h = norm(x) W1^T, kept for backward where it is wanted there."""
         normed = st.norm.forward(ws)
         st.fc1.fprop(ws, normed, ws.saved.get("h") or ws.scratch["h"])
+        free(ws.scratch, "normed")
+
+    def _fc1_and_activate(self, s: NormMLPSpec, st: _Stages, ws: WorkingSet) -> None:
+        """``_fc1`` and ``_activate`` by one kernel: h is written where it is kept, and the cast for fc2."""
+        st.norm.forward(ws)
+        assert isinstance(st.fc1, TensorProduct)
+        h_and_act, bias = (ws.saved.get("h"), ws.saved.get("act")), ws.inputs.get("fc1_bias0")
+        st.fc1.fprop_act(ws, *h_and_act, bias, st.fc2.x_cast(ws), s.activation, s.activation_params)
         free(ws.scratch, "normed")
 
     def _activate(self, s: NormMLPSpec, st: _Stages, ws: WorkingSet) -> ArrayView | None:
@@ -441,6 +471,14 @@ class NormMLP(Products):
             second.wgrad(ws, rows, saved.get("act"))
             free(saved, "act")
         if not st.reach:
+            return
+        if "dgrad" in passes.fused:
+            assert isinstance(fc2, TensorProduct)
+            h_and_bias = saved["h"], kept.get("fc1_bias0"), grads.get("fc1_bias0")
+            fc2.dgrad_act(ws, *h_and_bias, fc1.g_cast(ws), spec.activation, spec.activation_params)
+            del rows, h_and_bias
+            free(saved, "h")
+            st.norm.backward(ws, None, cotangents, g if spec.fused_residual else cotangents.get("residual"))
             return
         second.dgrad(ws, rows, st.dact(scratch))
         del rows

@@ -162,6 +162,12 @@ class Product:
             assert self.collectives is not None and amax is not None
             self.collectives.all_reduce(amax, "max", ws.stream, self.spec.label)
 
+    def fuses(self, gemm: str, kernels: Any) -> bool:
+        """Whether this product's "fprop" is to be made with the activation behind it (``fprop_act``), or its
+        "dgrad" with an activation's gradient (``dgrad_act``): where the policy of ``kernels`` names the
+        kernel of the contract that does it."""
+        return False
+
     @property
     def needs_rng(self) -> bool:
         """Whether casts draw random bits: by the input ``rng``, int64 (2,)."""

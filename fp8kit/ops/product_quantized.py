@@ -245,11 +245,13 @@ class QuantizedProduct(Product):
         self,
         ws: WorkingSet,
         x: ArrayView | None,
-        y: ArrayView,
+        y: Any,
         addend: ArrayView | None = None,
         await_x: Callable[[], None] | None = None,
+        by: Callable[..., None] | None = None,
     ) -> None:
-        """As ``Product.fprop``; ``await_x`` is called before the codes of x are read."""
+        """As ``Product.fprop``. ``await_x`` is called before the codes of x are read; ``by`` multiplies the
+        operands in the place of ``multipliers``, and gets ``y`` as it is."""
         if "fprop" in self.plain:
             self.save_weight(ws)
             super().fprop(ws, x, y, addend)
@@ -261,7 +263,7 @@ class QuantizedProduct(Product):
             await_x()
         a = self._operand("x_q", ws.inputs if spec.input_cached else self._into(ws, "x")[0], ws.saved)
         b = self._operand("w_q", ws.inputs if spec.weight_cached else self._into(ws, "w")[0], ws.saved)
-        self.multipliers["fprop"](ws, a, b, y, self.how["fprop"], bias, addend)
+        (by or self.multipliers["fprop"])(ws, a, b, y, self.how["fprop"], bias, addend)
         del a, b
         free(scratch, *self.own_names["x_q"], *self.own_names["w_q"])
 
@@ -278,7 +280,10 @@ class QuantizedProduct(Product):
         if self.casts_g:
             self._cast(ws, "g", g, (ws.scratch, ws.scratch), amax_known)
 
-    def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
+    def dgrad(
+        self, ws: WorkingSet, g: ArrayView | None, dx: Any, by: Callable[..., None] | None = None
+    ) -> None:
+        """``by``: as in ``fprop``."""
         if "dgrad" in self.plain:
             super().dgrad(ws, g, dx)
             return
@@ -288,7 +293,7 @@ class QuantizedProduct(Product):
             return
         a = self._operand("g_q", ws.scratch, ws.saved)
         b = self._operand("w_qt", ws.inputs if self.spec.weight_cached else ws.saved, ws.saved)
-        self.multipliers["dgrad"](ws, a, b, dx, self.how["dgrad"])
+        (by or self.multipliers["dgrad"])(ws, a, b, dx, self.how["dgrad"])
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])

@@ -9,7 +9,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import ProductSpec, want
-from fp8kit.ops.product_quantized import ALIGN, Pair, QuantizedProduct, pad
+from fp8kit.ops.product_quantized import ALIGN, Operand, Pair, QuantizedProduct, pad
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Metas, WorkingSet
 
@@ -17,6 +17,8 @@ SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale poi
 # source of a scale -> what the cast reads as an input, and what tells it to a second pass (``scalars``)
 _INPUTS = {"delayed": "scale", "amax": "amax_in"}
 _SCALARS = {"delayed": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
+# GEMM -> the kernel that makes it with an activation, or an activation's gradient
+FUSED = {"fprop": "fp8_gemm_act", "dgrad": "fp8_gemm_act_bwd"}
 STATIC = "static_scale"  # scratch: the scale, and what it is made of
 
 
@@ -114,6 +116,57 @@ class TensorProduct(QuantizedProduct):
             return {}
         self._sums = f"{self.spec.prefix}g_sums"
         return {self._sums: Meta((size,), uint8)}
+
+    # --- with what follows ----------------------------------------------------------------------------------
+
+    def fuses(self, gemm: str, kernels: Any) -> bool:
+        policy = getattr(kernels, "policy", None)
+        named = {} if policy is None else dict(policy.per_op)
+        quantized = gemm not in self.plain | self.decoded and isinstance(self.how[gemm], bool)
+        # a product that is watched, or a rank's part, is another class
+        return type(self) is TensorProduct and quantized and FUSED[gemm] in named
+
+    def fprop_act(
+        self,
+        ws: WorkingSet,
+        h: ArrayView | None,
+        y: ArrayView | None,
+        bias: ArrayView | None,
+        cast: Cast,
+        activation: str,
+        params: tuple[float, ...],
+    ) -> None:
+        """h = x W^T, where it is wanted, and activation(h + bias) into y, where it is, and ``cast``, by one
+        kernel (``fuses``)."""
+        result = bias, y, None, cast, activation, params
+
+        def multiply(ws: WorkingSet, left: Operand, right: Operand, h: Any, fast: bool, *none: None) -> None:
+            (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+            codes = (self.m, self.n), self.dtype, p.format, q.format, a_inv, b_inv
+            ws.kernels.fp8_gemm_act(a, b, h, *codes, *result, fast, space, ws.stream)
+
+        self.fprop(ws, None, h, by=multiply)
+
+    def dgrad_act(
+        self,
+        ws: WorkingSet,
+        x: ArrayView,
+        bias: ArrayView | None,
+        dbias: ArrayView | None,
+        cast: Cast,
+        activation: str,
+        params: tuple[float, ...],
+    ) -> None:
+        """The gradient of the activation of x + bias, from that of its output, g W: into ``cast``, and its
+        column sums into dbias, by one kernel (``fuses``)."""
+        result = x, bias, None, dbias, None, cast, activation, params
+
+        def multiply(ws: WorkingSet, left: Operand, right: Operand, dy: None, fast: bool) -> None:
+            (a, a_inv, p), (b, b_inv, q), space = left, right, ws.scratch["workspace"]
+            codes = p.format, q.format, a_inv, b_inv
+            ws.kernels.fp8_gemm_act_bwd(a, b, *codes, *result, fast, space, ws.stream)
+
+        self.dgrad(ws, None, None, multiply)
 
     # --- casts ----------------------------------------------------------------------------------------------
 

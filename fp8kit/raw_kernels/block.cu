@@ -1,6 +1,6 @@
 // Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass.
 //
-// functions: block_quantize
+// functions: block_quantize (block_quantize, fp8_gemm_lines)
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "fp8.cuh"
 #include "scale.cuh"

@@ -1,5 +1,5 @@
 // functions: dropout_add, column_sums (dropout_bwd, sum_rows)
-// functions: sum_partials (quantize_transpose, norm_bwd, act_bwd, dropout_bwd, sum_rows)
+// functions: sum_partials (quantize_transpose, norm_bwd, act_bwd, fp8_gemm_act_bwd, dropout_bwd, sum_rows)
 // variants: T=f32,bf16,f16
 //
 // Dropout with bias and residual, its gradient, and sums over rows. The mask is never stored: Philox gives

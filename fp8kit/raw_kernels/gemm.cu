@@ -1,7 +1,8 @@
 // What cuBLASLt leaves to do: cropping a padded product, adding a bias of another dtype, products without a
 // contraction, scales of whole tensors and of their lines.
 //
-// functions: finish (gemm, fp8_gemm, block_gemm, scale_product)
+// functions: finish (gemm, fp8_gemm, block_gemm, scale_product, fp8_gemm_act, fp8_gemm_act_bwd,
+//   fp8_gemm_cast, fp8_gemm_lines)
 // variants: T=f32; B=f32,bf16,f16
 // variants: T=bf16; B=bf16
 // variants: T=f16; B=f16

@@ -1,30 +1,45 @@
 // FP8 products on Hopper: out = (a scales) (b scales)^T + bias + addend, a (m, k), b (n, k), rows of k codes.
 //
-// functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm)
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; GROUPS=none
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128,64; SCALES=whole; PROMOTE=0; GROUPS=none
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256; BN=128; SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=128,64; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128; SCALES=whole; PROMOTE=0; GROUPS=rows,terms
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256,128; BN=128; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256,128; BN=128; SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=128; BN=256,128; SCALES=whole; PROMOTE=0; GROUPS=rows,terms
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256,128; BN=128; SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1;
-//   BM=256,128; BN=128; SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms
+// functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
+//   fp8_gemm_cast, fp8_gemm_lines)
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128,64; SCALES=whole;
+//   PROMOTE=0; GROUPS=none; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256; BN=128;
+//   SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none; EPILOGUE=bare;
+//   ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=128,64;
+//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128,64; SCALES=whole;
+//   PROMOTE=0; GROUPS=none; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256; BN=128;
+//   SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none; EPILOGUE=bare;
+//   ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=128,64;
+//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole;
+//   PROMOTE=0; GROUPS=rows,terms; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
+//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
+//   SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
+//   GROUPS=rows,terms; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
+//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole,lines_lines;
+//   PROMOTE=128; GROUPS=terms; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
+//   GROUPS=none; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole;
+//   PROMOTE=128; GROUPS=none; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
+// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole;
+//   PROMOTE=0; GROUPS=none; EPILOGUE=backward; ACT=gelu,relu,swiglu
+// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole;
+//   PROMOTE=128; GROUPS=none; EPILOGUE=backward; ACT=gelu,relu,swiglu
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
+//   GROUPS=none; EPILOGUE=lines; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
+//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=lines; ACT=identity
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
 // multiprocessors). Its 12 warps have two roles:
@@ -47,10 +62,13 @@
 // contraction are groups, each makes a result of its own. `sizes` says on the device how large groups are:
 // every role walks past them tile by tile (`Walk`), and nobody else need know.
 //
+// EPILOGUE, with ACT: what is done to the result before it is written (hopper_epilogue.cuh).
+//
 // CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if BM < BN; each loads half of
 // these and sends it to both.
 #include "fp8.cuh"
 #include "hopper.cuh"
+#include "hopper_epilogue.cuh"
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
 // squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, of clusters;
@@ -64,6 +82,7 @@ struct alignas(64) Job {
   T* out;
   const i32* sizes;
   i64 m, n, out_stride, depths, a_step, b_step, tall, wide, band, groups, slots, b_group, terms;
+  Further<EPILOGUE> further;
 };
 
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL  // no other chip has wgmma
@@ -85,14 +104,16 @@ constexpr bool SHARE_A = BM >= BN;       // what a cluster's blocks have in comm
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
-constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
+constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
 constexpr int STAGES = SHARED / STAGE_BYTES < 8 ? SHARED / STAGE_BYTES : 8;
 static_assert(BM % 128 == 0 && BN % 32 == 0, "");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
-static_assert(!GROUPED || CLUSTER == 1, "groups have no clusters");
+static_assert((!GROUPED && !FUSED) || CLUSTER == 1, "neither groups nor epilogues have clusters");
+static_assert(!GROUPED || !FUSED, "groups have no epilogues");
+static_assert(EPILOGUE != lines || BN % 128 == 0, "");
 
 typedef RingPlace<STAGES> Place;
 
@@ -127,7 +148,7 @@ DEVICE void place_tile(const Job& job, i32 tile, i32 tall, u32 rank, Tile& to) {
   const i32 height = min((i32)job.band, tall - band), local = tile - band * wide;
   i32 row = band + local % height, column = local / height;
   (SHARE_A ? column : row) = (SHARE_A ? column : row) * CLUSTER + (i32)rank;
-  to.row = row * BM, to.column = column * BN;
+  to.row = row * BM, to.column = column * (BN / HALVES);
 }
 
 // A copy begins at a multiple of 16 bytes of a map's row. So tiles whose rows have scales in lines begin at
@@ -197,6 +218,7 @@ struct Memory {
   }
   __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
+  __device__ __forceinline__ u32 sums() const { return full(2 * STAGES); }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
@@ -227,6 +249,8 @@ DEVICE void load(const Job& job, const Memory& memory, u32 rank) {
       barrier_expect(full, STAGE_BYTES);
       load_operand<BM, SHARE_A, false>(memory.a(stage), job.a, term, at.row, 0, full, rank);
       load_operand<BN, !SHARE_A, BY_ROWS>(memory.b(stage), job.b, term, at.column, at.group, full, rank);
+      if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
+        copy_tile(memory.b(stage) + B_BYTES / 2, job.b, term, at.column + (i32)job.n / 2, full);
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
       if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, term / DEPTH, full);
     }
@@ -428,9 +452,11 @@ struct Corner {
 enum How { SCALED, BIASED, ANY, EDGE };
 
 // Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`. What is to be fused with the
-// product is done to `values` here, before they are rounded.
+// product is done to `values` here, before they are rounded. `made`: what an epilogue goes on with, as T's
+// values.
 template <How HOW>
-DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first) {
+DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
+                          float (&made)[2][8]) {
   constexpr bool INSIDE = HOW != EDGE, ROWS = SCALES == whole && HOW >= ANY;
   const bool biased = HOW == BIASED || (HOW >= ANY && at.bias != nullptr);
   const bool added = HOW >= ANY && job.addend != nullptr;
@@ -462,12 +488,41 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
         values[2 * q + c] = value;
       }
     }
-    store_columns<INSIDE>(at.out + offset, at.exists[h] ? left : 0, values);
+    if (!FUSED || job.out != nullptr)
+      store_columns<INSIDE>(at.out + offset, at.exists[h] ? left : 0, values);
+#pragma unroll
+    for (int i = 0; i < 8 && FUSED; ++i) made[h][i] = rounded<T>(values[i]);
   }
 }
 
-// Sixty-four rows of the result, from registers, 32 columns at a time.
-DEVICE void write(const Job& job, const float (&total)[BN / 2], const Tile& at, i32 first_row) {
+// The same of 32 columns of each half of the tile, and what the epilogue makes of them. `total` changes to
+// T's values, 0 outside the matrix, for `lines`.
+template <How HOW>
+DEVICE void fuse_columns(const Job& job, const Memory& memory, const Corner& at, float (&total)[BN / 2],
+                         int k, i32 first, i64 row, int group, Running& own) {
+  float product[HALVES][2][8];
+#pragma unroll
+  for (int p = 0; p < HALVES; ++p) {  // the second half's columns lie elsewhere than behind the first's
+    const i32 further = p * ((i32)job.n / 2 - BN / 2);
+    Corner half = at;
+    half.out += further;
+    write_columns<HOW>(job, half, total, k + p * (BN / 64), first + further, product[p]);
+  }
+  if constexpr (EPILOGUE == lines) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int h = i / 8, q = i % 8 / 2, c = i % 2;
+      const bool there = at.exists[h] && first + 32 * k + 8 * q + 2 * (lane() % 4) + c < (i32)job.n;
+      total[16 * k + 4 * q + 2 * h + c] = there ? product[0][h][i % 8] : 0.0f;
+    }
+  } else if constexpr (FUSED) {
+    finish_columns<HOW != EDGE>(job.further, own, product, job.m, row, first + 32 * k, memory.sums(), group);
+  }
+}
+
+// Sixty-four rows of the result, from registers, 32 columns at a time. `multiplier`: 0 or 1.
+DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], const Tile& at, i32 first_row,
+                  int multiplier, Running& own) {
   const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4, group = at.group;
   const i32 first_column = at.column;
   const i64 corner = ((BY_TERMS ? group * job.m : 0) + top) * job.out_stride + first_column;
@@ -485,17 +540,30 @@ DEVICE void write(const Job& job, const float (&total)[BN / 2], const Tile& at, 
   const bool aligned = rows_aligned<16>(job.out, job.out_stride) &&
                        rows_aligned<16>(job.addend, job.out_stride) &&
                        rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n);
+  if constexpr (FUSED) {
 #pragma unroll
-  for (int k = 0; k < BN / 32; ++k) {
-    asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
-    if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
-      write_columns<EDGE>(job, to, total, k, first_column);
-    else if (by_row || job.addend != nullptr)
-      write_columns<ANY>(job, to, total, k, first_column);
-    else if (to.bias != nullptr)
-      write_columns<BIASED>(job, to, total, k, first_column);
-    else
-      write_columns<SCALED>(job, to, total, k, first_column);
+    for (int k = 0; k < BN / 32 / HALVES; ++k) {
+      asm volatile("" ::: "memory");
+      if (!aligned || !further_aligned(job.further) || first_column + 32 * k + 32 > (i32)job.n / HALVES)
+        fuse_columns<EDGE>(job, memory, to, total, k, first_column, top, multiplier, own);
+      else
+        fuse_columns<ANY>(job, memory, to, total, k, first_column, top, multiplier, own);
+    }
+    finish_lines<BN>(job.further, total, job.m, top, first_column);
+  } else {
+    float unused[2][8];
+#pragma unroll
+    for (int k = 0; k < BN / 32; ++k) {
+      asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
+      if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
+        write_columns<EDGE>(job, to, total, k, first_column, unused);
+      else if (by_row || job.addend != nullptr)
+        write_columns<ANY>(job, to, total, k, first_column, unused);
+      else if (to.bias != nullptr)
+        write_columns<BIASED>(job, to, total, k, first_column, unused);
+      else
+        write_columns<SCALED>(job, to, total, k, first_column, unused);
+    }
   }
 }
 
@@ -517,6 +585,7 @@ hopper_gemm(const __grid_constant__ Job job) {
   }
   if constexpr (CLUSTER > 1) cluster_sync();
   __syncthreads();
+  const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
     registers_down<TIGHT ? 24 : 40>();
@@ -527,6 +596,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     Place place;
     Walk walk;
     Tile at;
+    Running own{scale};
     float total[WAVES][BN / 2];
     for (i32 tile = blockIdx.x / CLUSTER; first_lane(walk.at(job, tile, rank, at));
          tile += gridDim.x / CLUSTER) {
@@ -540,8 +610,10 @@ hopper_gemm(const __grid_constant__ Job job) {
         multiply<1>(job, memory, place, at, group, total);
 #pragma unroll
       for (int w = 0; w < WAVES; ++w)
-        if (!BY_ROWS || first + 64 * w < at.cover) write(job, total[w], at, first + 64 * w);
+        if (!BY_ROWS || first + 64 * w < at.cover)
+          write(job, memory, total[w], at, first + 64 * w, group, own);
     }
+    end_of_tiles(job.further, own.most);
   }
   // a block stays until the cluster has nothing more to send it
   if constexpr (CLUSTER > 1) cluster_sync();

@@ -1,6 +1,7 @@
 // Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations.
 //
-// functions: quantize_fp8 (quantize, fp8_attention_bwd), quantize_transpose
+// functions: quantize_fp8 (quantize, fp8_attention_bwd)
+// functions: quantize_transpose (quantize_transpose, fp8_gemm_cast)
 // functions: dequantize_fp8 (dequantize, fp8_attention_fwd, fp8_attention_bwd)
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "rows.cuh"

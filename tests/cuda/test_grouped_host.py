@@ -4,59 +4,22 @@ Hopper's copy engine can begin."""
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from fp8kit import codec
-from fp8kit.arrays import CPU, ArrayView, Device
+from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch
-from fp8kit.backends.protocol import SPECS, map_arrays
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch
 from fp8kit.backends.registry import CannotTake
-from fp8kit.formats import E4M3, E5M2, float32
+from fp8kit.formats import float32
 from fp8kit.testing.compare import assert_close
 from fp8kit.testing.contract import Case, SampleCall, cases
-
-GPU = Device("cuda", 0)
-FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
-_MAP = "=9q48x"  # what a stand-in of a map says
-_KINDS = ("uint8", "float32")
-
-
-def memory(address: int, count: int, dtype: Any) -> np.ndarray[Any, Any]:
-    """So many elements of the host's memory."""
-    size = count * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
-
-
-def map_of(kind: str, sizes: Any, strides: Any, area: Any, swizzled: bool = False) -> bytes:
-    """A stand-in for ``tensor_map``, of three dimensions."""
-    full = (*sizes, 1)[:3], (*strides, 0)[:2], (*area, 1)[:3]
-    return struct.pack(_MAP, _KINDS.index(kind), *full[0], *full[1], *full[2])
-
-
-def box(address: int, tensor_map: bytes, column: int, row: int, matrix: int = 0) -> np.ndarray[Any, Any]:
-    """What one copy brings: zeros outside of the array."""
-    kind, columns, rows, matrices, stride, apart, width, height, one = struct.unpack(_MAP, tensor_map)
-    dtype = np.dtype(_KINDS[kind])
-    assert one == 1
-    assert column * dtype.itemsize % 16 == 0
-    assert address % 16 == 0
-    assert (stride | apart) * dtype.itemsize % 16 == 0
-    assert apart in (0, rows * stride)
-    made = np.zeros((height, width), dtype)
-    flat = memory(address, matrices * rows * stride, dtype).reshape(-1, rows, stride)
-    if matrix < matrices:
-        part = flat[matrix, max(row, 0) : row + height, column : min(column + width, columns)]
-        made[: part.shape[0], : part.shape[1]] = part
-    return made
+from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, map_of, memory
 
 
 def groups_of(sizes: Any, total: int, slots: int) -> list[tuple[int, int, int]]:
@@ -159,32 +122,6 @@ def plain(kernel: launch.Kernel, sizes_at: int, bias: int, out_at: int, problem:
                 out[0, start : start + size] = made
 
 
-class Emulated:
-    """A kernel of the engine by its host code, on memory of the host; the CPU engine's for every other."""
-
-    def __init__(self, source: str) -> None:
-        self.source, self.taken = source, 0
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("grouped"):
-            return getattr(dispatch.kernels(CPU), name)
-
-        def there(view: ArrayView) -> ArrayView:
-            return ArrayView(view.ptr, view.shape, view.dtype, GPU, view, view._strides)
-
-        def run(kernel: launch.Kernel, grid: Any, block: Any, args: Any, *rest: Any) -> None:
-            (hopper if kernel.source == "hopper_gemm.cu" else plain)(kernel, *args)
-
-        def call(*args: Any, **named: Any) -> None:
-            given = SPECS[name].bind(*args, **named)
-            given = {key: map_arrays(value, there) for key, value in given.items()}
-            with launch.launching_by(run):
-                implementation(name, self.source)(**given)
-            self.taken += 1
-
-        return call
-
-
 @pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
 def test_the_model_of_groups_is_the_contracts_product(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever Hopper's kernel says how it sums: what the contract asks it for lies within twice the tensor
@@ -205,13 +142,14 @@ def test_the_model_of_groups_is_the_contracts_product(case: Case, monkeypatch: p
         assert_close("out", got, want, case.options.get("dtype", float32).name, 2 * slack)
 
 
-CASES = [case for name in ("grouped_gemm", "grouped_fp8_gemm") for case in cases(name)]
+NAMES = ("grouped_gemm", "grouped_fp8_gemm")
+CASES = [case for name in NAMES for case in cases(name)]
 FP8 = [case for case in CASES if case.kernel == "grouped_fp8_gemm"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_for_every_chip_is_told_where_things_are(case: Case) -> None:
-    case.run(Emulated("grouped.cu"), CPU)  # type: ignore[arg-type]
+    case.run(Emulated("grouped.cu", NAMES, {"grouped.cu": plain}), CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", FP8, ids=str)
@@ -220,7 +158,7 @@ def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     monkeypatch.setattr(hopper_grouped, "tensor_map", map_of)
     monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
-    kernels = Emulated("hopper_gemm.cu")
+    kernels = Emulated("hopper_gemm.cu", NAMES, {"hopper_gemm.cu": hopper})
     try:
         case.run(kernels, CPU)  # type: ignore[arg-type]
     except CannotTake:

@@ -29,6 +29,9 @@ OWN = {
         "fp8_gemm": "hopper_gemm",
         "block_gemm": "hopper_gemm",
         "grouped_fp8_gemm": "hopper_grouped",
+        **dict.fromkeys(
+            ("fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"), "hopper_fused"
+        ),
     },
     "mma_gemm.cu": {"fp8_gemm": "mma_gemm", "block_gemm": "mma_gemm"},
 }

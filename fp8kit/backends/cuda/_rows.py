@@ -9,7 +9,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError
-from fp8kit.formats import E4M3, E5M2
+from fp8kit.formats import E4M3, E5M2, Format
 
 # How many blocks fill the largest GPUs a few times over. Fixed, so that sums are cut up the same way on every
 # device.
@@ -68,6 +68,15 @@ def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
         int(cast.format == E5M2),
         *known,
     )
+
+
+def lines_bytes(format: Format, q: ArrayView, scale_inv: ArrayView, power_2: bool, epsilon: float) -> bytes:
+    """The same for codes with a scale for every line, which follows from its values. BackendError as
+    ``cast_bytes``."""
+    if format != E4M3 and format != E5M2:
+        raise BackendError("cast", "format", format, "E4M3 or E5M2")
+    places = q.ptr, 0, 0, scale_inv.ptr, 0, *q.shape, q.strides[0], 0, 0, 0
+    return _CAST.pack(*places, int(format == E5M2), 0, epsilon, int(power_2))
 
 
 def covered(cast: Cast | None, rows: int, columns: int) -> tuple[int, int]:

@@ -21,7 +21,8 @@ from fp8kit.lru import memoized
 CAPABILITY, LEAST_ARCH = (9, 0), 90
 SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
-JOB = Packer(4 * CODES + "6P13q40x")  # struct Job, a multiple of 64 bytes
+JOB_CODES = 4 * CODES + "6P13q"  # struct Job without an epilogue's part
+JOB = Packer(JOB_CODES + "40x")  # a multiple of 64 bytes
 _ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
@@ -82,9 +83,17 @@ def band_of(clusters: int, rows: int, columns: int) -> int:
 
 
 def compiled(
-    index: int, types: tuple[str, str, str], scales: str, promote: int, at: Tiling, groups: str
+    index: int,
+    types: tuple[str, str, str],
+    scales: str,
+    promote: int,
+    at: Tiling,
+    groups: str,
+    epilogue: str = "bare",
+    act: str = "identity",
 ) -> launch.Kernel:
-    """The kernel for the source's names of a's, b's and out's types, of its kinds of scales and of groups."""
+    """The kernel for the source's names of a's, b's and out's types, of its kinds of scales, groups and
+    epilogues, and of an activation."""
     left, right, out = types
     return launch.kernel(
         SOURCE,
@@ -99,6 +108,8 @@ def compiled(
         BN=str(at.columns),
         CLUSTER=str(at.cluster),
         GROUPS=groups,
+        EPILOGUE=epilogue,
+        ACT=act,
     )
 
 

@@ -51,6 +51,7 @@ from fp8kit.backends.protocol.elementwise import Elementwise
 from fp8kit.backends.protocol.embedding import Embeddings
 from fp8kit.backends.protocol.encoded_adam import EncodedAdams
 from fp8kit.backends.protocol.fp8_attention import Fp8Attentions
+from fp8kit.backends.protocol.fused_gemm import FusedProducts
 from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout, GroupedProducts
 from fp8kit.backends.protocol.kv_cache import Caches
@@ -105,6 +106,7 @@ class Kernels(
     Blocks,
     BlockCasts,
     Products,
+    FusedProducts,
     ModelledProducts,
     GroupedProducts,
     Norms,

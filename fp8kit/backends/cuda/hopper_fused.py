@@ -1,0 +1,326 @@
+"""FP8 products on Hopper whose result goes on while it is in registers (raw_kernels/hopper_epilogue.cuh): the
+kernel of ``hopper_gemm``, compiled with an epilogue.
+
+What it makes of the product has the bits of ``hopper_gemm``'s product and the pass that would follow it, but
+for the sums of a bias' gradient, whose order is another. Which activations, formats and scales there are, the
+kernel's list of variants says.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.activation import ACTIVATIONS, known
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
+from fp8kit.backends.cuda.fused_gemm import SUM_ROWS
+from fp8kit.backends.cuda.hopper_gemm import (
+    COSTS,
+    DEPTH,
+    JOB_CODES,
+    LEAST_ARCH,
+    SHARED,
+    SOURCE,
+    THREADS,
+    Planned,
+    Tiling,
+    band_of,
+    compiled,
+    want_hopper,
+)
+from fp8kit.backends.cuda.own_gemm import PROMOTE, SCALES
+from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.cuda.structures import Packer, Structure
+from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
+from fp8kit.backends.protocol import Cast
+from fp8kit.backends.registry import CannotTake
+from fp8kit.errors import BackendError
+from fp8kit.formats import DType, Format
+from fp8kit.lru import memoized
+from fp8kit.raw_kernels import manifest
+
+__all__ = ["LEAST_ARCH", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
+
+_JOB, _FURTHER = Packer(JOB_CODES), Packer("4Pq3d48x")  # struct Job, and Further behind its cast
+_NO_PARAMS = (0.0, 0.0, 0.0)
+_HALF = 128  # a gated activation's halves are multiples of so many columns, so that tiles end where they do
+_SCALES = {((0, 0), (0, 0)): "whole", **SCALES}
+_OUTSIDE = "hopper_fused"
+
+
+@functools.cache
+def _variants() -> frozenset[frozenset[tuple[str, str]]]:
+    """What is compiled, without tilings."""
+    own = {"ACT", "EPILOGUE", "LEFT", "PROMOTE", "RIGHT", "SCALES", "T"}
+    variants = manifest.source(SOURCE).variants
+    return frozenset(frozenset(pair for pair in variant if pair[0] in own) for variant in variants)
+
+
+def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
+    """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``, of two."""
+    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
+
+    def cost(one: Tiling) -> float:
+        first, each = COSTS[one.rows * one.columns]
+        tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
+        return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, DEPTH) * each)
+
+    return min((large, Tiling(128, 128, 1)), key=cost)
+
+
+@memoized("Hopper products with epilogues by call")
+def _plan(
+    index: int,
+    m: int,
+    n: int,
+    k: int,
+    a_stride: int,
+    b_stride: int,
+    out_stride: int,
+    a_rows: int,
+    types: tuple[str, str, str],
+    scales: str,
+    steps: tuple[int, int],
+    promote: int,
+    epilogue: str,
+    act: str,
+    halves: int,
+) -> Planned:
+    """``n``: columns of the product; ``halves``: in which a tile has some of each."""
+    want_hopper(index, a_stride, b_stride, k)
+    left, right, out = types
+    wanted = {"ACT": act, "EPILOGUE": epilogue, "LEFT": left, "PROMOTE": str(promote), "RIGHT": right}
+    if frozenset({**wanted, "SCALES": scales, "T": out}.items()) not in _variants():
+        what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
+        raise CannotTake(_OUTSIDE, "epilogue", what, f"one that {SOURCE} lists")
+    at = tiling(m, n, k, promote, launch.sm_count(index))
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
+    blocks = min(tall * wide, launch.sm_count(index))
+    lines = NONE[1]
+    if scales == "lines_squares":
+        lines = tensor_map("float32", (a_rows, ceil_div(k, DEPTH)), (a_rows,), (at.rows, 1))
+    maps = (
+        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
+        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
+        lines,
+        NONE[1],
+    )
+    kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
+    band = min(tall, band_of(blocks, at.rows, at.columns))
+    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, 0
+    return Planned(kernel, blocks, maps, sizes)
+
+
+def _run(
+    epilogue: str,
+    act: str,
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView | None,
+    shape: tuple[int, int],
+    dtype: DType,
+    formats: tuple[Format, Format],
+    scale_invs: tuple[ArrayView, ArrayView],
+    tiles: tuple[tuple[int, int], tuple[int, int]],
+    fast: bool,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    further: Structure,
+    stream: int,
+) -> None:
+    """One product of ``shape``, with what the kernel is told ``further``. CannotTake beside the contract's
+    refusals: on devices that are not of compute capability 9.0, for what is empty, odd addresses, a bias of
+    another dtype, and what the kernel's variants do not have."""
+    (m, n), (left, right) = shape, map(format_name, formats)
+    if not (m and n and a.shape[1]):
+        raise CannotTake(_OUTSIDE, "a, b", "nothing to multiply", "elements")
+    if left is None or right is None or (bias is not None and bias.dtype is not dtype):
+        raise CannotTake(_OUTSIDE, "formats, bias", f"{formats}", f"E4M3 or E5M2, a bias of {dtype.name}")
+    scales, steps = _SCALES.get(tiles, "none"), (0, 0)
+    if scales == "whole" and (scale_invs[0].size > 1 or scale_invs[1].size > 1):
+        steps = 1, 1
+    elif scales != "whole":
+        steps = launch.row_stride(scale_invs[0]), launch.row_stride(scale_invs[1])
+    given = out if out is not None else addend
+    plan = _plan(
+        a.device.index,
+        m,
+        n,
+        a.shape[1],
+        launch.row_stride(a),
+        launch.row_stride(b),
+        n if given is None else launch.row_stride(given),
+        a.shape[0],
+        (left, right, launch.type_name(dtype)),
+        scales,
+        steps,
+        0 if fast and scales == "whole" else PROMOTE,
+        epilogue,
+        act,
+        ACTIVATIONS[act].parts if epilogue == "forward" and act in ACTIVATIONS else 1,
+    )
+    if (a.ptr | b.ptr | scale_invs[0].ptr | scale_invs[1].ptr) % 16:
+        raise CannotTake(_OUTSIDE, "a, b, scales", "addresses", "multiples of 16")
+    a_map, b_map, a_lines, b_lines = plan.maps
+    job = _JOB.pack(
+        a.ptr,
+        a_map,
+        b.ptr,
+        b_map,
+        scale_invs[0].ptr if any(a_lines) else 0,
+        a_lines,
+        0,
+        b_lines,
+        *(scale.ptr for scale in scale_invs),
+        address(bias),
+        address(addend),
+        address(out),
+        0,
+        *plan.sizes,
+    )
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job + further,), stream, SHARED)
+
+
+def _want_codes(cast: Cast | None, m: int, columns: int) -> None:
+    """CannotTake for codes that are not written in eights, in q, and sixteens, in q_t, or reach beyond the
+    tiles of the result, which end at multiples of 128."""
+    for view, step, extents in (
+        () if cast is None else ((cast.q, 8, (m, columns)), (cast.q_t, 16, (columns, m)))
+    ):
+        if view is None:
+            continue
+        if (view.ptr | launch.row_stride(view) | view.shape[1]) % step:
+            raise CannotTake(_OUTSIDE, "cast", f"{view.shape} at {view.ptr:#x}", f"multiples of {step}")
+        if any(have > ceil_div(extent, 128) * 128 for have, extent in zip(view.shape, extents, strict=True)):
+            raise CannotTake(_OUTSIDE, "cast", f"codes {view.shape}", f"those of {extents}, little padding")
+
+
+def _want_halves(gated: bool, features: int) -> None:
+    if gated and features % _HALF:
+        raise CannotTake(_OUTSIDE, "features", features, f"a multiple of {_HALF} for a gated activation")
+
+
+def fp8_gemm_act(
+    a: ArrayView,
+    b: ArrayView,
+    h: ArrayView | None,
+    shape: tuple[int, int],
+    dtype: DType,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    bias: ArrayView | None,
+    y: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    fast_accumulate: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``, and ``_run``; needs no workspace."""
+    row = known(activation, params)
+    features = shape[1] // row.parts
+    _want_halves(row.gated, features)
+    _want_codes(cast, shape[0], features)
+    further = cast_bytes(cast, amax) + _FURTHER.pack(
+        0, address(bias), address(y), 0, features, *(params or _NO_PARAMS)
+    )
+    operands = a, b, h, shape, dtype, (a_format, b_format), (a_scale_inv, b_scale_inv), ((0, 0), (0, 0))
+    _run("forward", activation, *operands, fast_accumulate, None, None, further, stream)
+
+
+def fp8_gemm_act_bwd(
+    a: ArrayView,
+    b: ArrayView,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    x: ArrayView,
+    bias: ArrayView | None,
+    dx: ArrayView | None,
+    dbias: ArrayView | None,
+    amax: ArrayView | None,
+    cast: Cast | None,
+    activation: str,
+    params: tuple[float, ...],
+    fast_accumulate: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``, and ``_run``. BackendError for a dbias without a workspace."""
+    row, (m, width) = known(activation, params), x.shape
+    features = width // row.parts
+    _want_halves(row.gated, features)
+    _want_codes(cast, m, width)
+    sums, rows = 0, ceil_div(m, SUM_ROWS)
+    if dbias is not None:
+        if workspace is None or workspace.size < rows * width * 4:
+            raise BackendError("fp8_gemm_act_bwd", "workspace", workspace, f"{rows * width * 4} bytes")
+        sums = workspace.ptr
+    further = cast_bytes(cast, amax) + _FURTHER.pack(
+        x.ptr, address(bias), address(dx), sums, features, *(params or _NO_PARAMS)
+    )
+    operands = a, b, None, (m, features), x.dtype, (a_format, b_format), (a_scale_inv, b_scale_inv)
+    tiles = (0, 0), (0, 0)
+    _run("backward", activation, *operands, tiles, fast_accumulate, None, None, further, stream)
+    if dbias is not None:
+        sum_partials(sums, rows, dbias, None, stream)
+
+
+def fp8_gemm_cast(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView | None,
+    shape: tuple[int, int],
+    dtype: DType,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    cast: Cast | None,
+    fast_accumulate: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``, and ``_run``; needs no workspace."""
+    _want_codes(cast, *shape)
+    further = cast_bytes(cast, None) + _FURTHER.pack(0, 0, 0, 0, shape[1], *_NO_PARAMS)
+    operands = a, b, out, shape, dtype, (a_format, b_format), (a_scale_inv, b_scale_inv), ((0, 0), (0, 0))
+    _run("forward", "identity", *operands, fast_accumulate, bias, addend, further, stream)
+
+
+def fp8_gemm_lines(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView | None,
+    shape: tuple[int, int],
+    dtype: DType,
+    a_format: Format,
+    b_format: Format,
+    a_scale_inv: ArrayView,
+    b_scale_inv: ArrayView,
+    a_tile: tuple[int, int],
+    b_tile: tuple[int, int],
+    bias: ArrayView | None,
+    addend: ArrayView | None,
+    q: ArrayView,
+    scale_inv: ArrayView,
+    format: Format,
+    power_2: bool,
+    epsilon: float,
+    fast_accumulate: bool,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``, and ``_run``; needs no workspace."""
+    further = lines_bytes(format, q, scale_inv, power_2, epsilon)
+    further = further + _FURTHER.pack(0, 0, 0, 0, shape[1], *_NO_PARAMS)
+    operands = a, b, out, shape, dtype, (a_format, b_format), (a_scale_inv, b_scale_inv), (a_tile, b_tile)
+    _run("lines", "identity", *operands, fast_accumulate, bias, addend, further, stream)

@@ -1,0 +1,92 @@
+"""Device code of ``hopper_gemm.cu`` compiled for the host, by a C++ compiler: ``write``, and all that it
+calls, by a thread for each thread of a block. What is said in PTX is said in C++ here."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from fp8kit.raw_kernels import manifest
+
+COMPILER = shutil.which("g++")
+_DEVICE = Path(__file__).with_name("host_device.h")
+_BFLOAT16 = "const u32 b = __float_as_uint(x); return bf16{(u16)((b + 0x7FFF + (b >> 16 & 1)) >> 16)};"
+# signature of a function whose body is PTX -> what that does; NaN is not among the tests' values
+_BODIES = {
+    "float exp2_fast(float x)": "return exp2f(x);",
+    "float reciprocal_fast(float x)": "return 1.0f / x;",
+    "float max_nan(float x, float y)": "return fmaxf(x, y);",
+    "float load_shared(u32 address)": "return *(float*)(shared_memory + address);",
+    "void store_shared(u32 address, float x)": "*(float*)(shared_memory + address) = x;",
+    "void wait_for_threads()": "group_barrier[N]->arrive_and_wait();",
+    "bf16 from_float<bf16>(float x)": _BFLOAT16,
+    "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
+    "float to_float(f16 x)": "return (float)cast_bits<_Float16>(x.bits);",
+}
+# the multipliers' part of the kernel for one tile: `sums` is the tile's product, BM x BN
+_RUN = """
+extern "C" void run_tile(const Job* job, const float* sums, int row, int column) {
+  for (auto& barrier : warp_barrier) barrier = std::make_unique<std::barrier<>>(32);
+  for (auto& barrier : group_barrier) barrier = std::make_unique<std::barrier<>>(128);
+  threadIdx = {0, 0, 0};
+  const float scale = scale_of_results(job->further);
+  std::vector<std::thread> threads;
+  for (unsigned t = 128; t < 384; ++t) threads.emplace_back([=] {
+    threadIdx = {t, 0, 0};
+    const int group = t / 128 - 1;
+    Running own{scale};
+    Tile at{};
+    at.row = row, at.column = column, at.depths = 1;
+    for (int w = 0; w < WAVES; ++w) {
+      float total[BN / 2];
+      const int first = 64 * (WAVES * group + w), own_row = first + t / 32 % 4 * 16 + lane() / 4;
+      for (int i = 0; i < BN / 2; ++i)
+        total[i] = sums[(own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
+      write(*job, Memory{0}, total, at, row + first, group, own);
+    }
+    end_of_tiles(job->further, own.most);
+  });
+  for (auto& thread : threads) thread.join();
+}
+"""
+
+
+def without_ptx(text: str) -> str:
+    """The text with each ``asm`` statement replaced by nothing."""
+    made, at = "", 0
+    for found in re.finditer(r"\basm\s*(volatile)?\s*\(", text):
+        made, at, depth, quoted = made + text[at : found.start()], found.end(), 1, False
+        while depth:
+            if text[at] == '"' and text[at - 1] != "\\":
+                quoted = not quoted
+            depth += 0 if quoted else {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        made += "(void)0"
+    return made + text[at:]
+
+
+def library(defines: manifest.Defines, folder: Path) -> Any:
+    """A library with ``run_tile`` of a variant of ``hopper_gemm.cu``, made in ``folder``."""
+    unit = manifest.unit("hopper_gemm.cu")
+    left = dict(unit.headers)
+
+    def expanded(text: str) -> str:
+        return re.sub(r'^#include "([^"]+)"', lambda m: expanded(left.pop(m[1], "")), text, flags=re.M)
+
+    text = expanded(unit.content).replace("#pragma once", "").partition("// --- the kernel ---")[0]
+    text = without_ptx(re.sub(r'^extern "C" __global__ .*__trap\(\); }$', "", text, flags=re.M))
+    for signature, body in _BODIES.items():
+        text, count = re.subn(re.escape(signature) + r" \{[^}]*\}", f"{signature} {{ {body} }}", text)
+        assert count == 1, signature
+    source = folder / "-".join(["tile", *(value for _, value in defines)])
+    source.with_suffix(".cpp").write_text(f'#include "{_DEVICE}"\n{text}\n#endif\n{_RUN}')
+    assert COMPILER is not None
+    command = [COMPILER, "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"]
+    command += ["-shared", "-pthread", *(f"-D{name}={value}" for name, value in defines)]
+    made = source.with_suffix(".so")
+    subprocess.run([*command, str(source.with_suffix(".cpp")), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
