@@ -186,8 +186,8 @@ def tell_distrusted(folder: Path, why: str) -> None:
     slowness.say(
         f"the cache folder {folder} is not used ({why})",
         EFFECT,
-        f"remove {folder} unless nobody else wrote in it, and let nobody else write what the parentheses name "
-        "(chmod go-w); or set FP8KIT_CACHE_DIR to a folder of your own",
+        f"remove {folder}, unless only you have written in it, and let nobody else write what the "
+        "parentheses name (chmod go-w); or set FP8KIT_CACHE_DIR to a folder of your own",
     )
 
 

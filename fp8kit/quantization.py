@@ -282,6 +282,8 @@ class Gemm:
       other one's codes; "": neither.
     * ``emulated``: False; or True: the codes' values are multiplied, in high precision, also where tensor
       cores would multiply the codes (``Quantization.emulated``).
+    * ``scaled``: False; or True: the codes are multiplied by the scales of their blocks in tensor cores that
+      take both (``fp8kit.scaled_products``). Layers say so on such a chip.
 
     RecipeError for another word.
     """
@@ -293,6 +295,7 @@ class Gemm:
     recast: bool = False
     plain: str = ""
     emulated: bool = False
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulation, Accumulation):
@@ -310,7 +313,8 @@ class Gemm:
         if self.plain and (self.compute != "quantized" or self.cast[0].hadamard):
             wanted = '"", or a quantized GEMM whose other operand is not rotated'
             raise RecipeError("Gemm", "plain", shown(self.plain), wanted)
-        flag("Gemm", "emulated", self.emulated, RecipeError)
+        for name in ("emulated", "scaled"):
+            flag("Gemm", name, getattr(self, name), RecipeError)
         if self.compute == "quantized" and not self.plain and self.a.rotation != self.b.rotation:
             got = f"{self.a.rotation} for a, {self.b.rotation} for b"
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
@@ -443,7 +447,7 @@ class Quantization:
 
     def emulated(self) -> Quantization:
         """The same, never by products on codes: on every device, those that have none among them."""
-        return Quantization(*(replace(gemm, emulated=True) for gemm in self.gemms.values()))
+        return Quantization(*(replace(gemm, emulated=True, scaled=False) for gemm in self.gemms.values()))
 
     def __str__(self) -> str:
         return f"x: {self.x}; w: {self.w}; g: {self.g}"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fp8kit import accumulation as models
-from fp8kit import arrays, formats, packing, slowness
+from fp8kit import arrays, formats, packing, scaled_products, slowness
 from fp8kit.arguments import flag
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E2M1, E4M3, E5M2, Format
+from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.quantization import TILES
 from fp8kit.tiles import Rotation, tiling
 
@@ -27,11 +27,7 @@ _FP8, _BLOCKS, _DECODED = "fp8_gemm", "block_gemm", "gemm"
 _DECODED_TAKEN = "the product of the decoded operands is taken, several times slower"
 _CURE = "QuantizedArray.explain() says what the FP8 products take"
 _NATIVE_BLOCKS = ("block_1x128", "block_128x128")
-_SCALED_ARCH = 100  # compute capability times ten from which on tensor cores take scales of MX and NVFP4
-# scaling -> the tile that ``block_gemm`` is told of these. A square's scale is given for each of its rows
-_SCALED = {"mx_1x32": (1, 32), "mx_32x32": (1, 32)} | dict.fromkeys(
-    ("nvfp4_1x16", "nvfp4_16x16", "nvfp4_row_1x16"), (1, 16)
-)
+_SCALED = scaled_products.TILES
 _SCALED_K = 32  # what their contraction is a multiple of
 
 
@@ -57,7 +53,7 @@ def _way(a: _Operand, b: _Operand, where: Device) -> tuple[str, str]:
     """The kernel that multiplies two operands, and the reason. FormatError where their rotations differ."""
     if a.rotation or b.rotation:
         _want_equal_rotations(a, b)
-    if a.scaling in _SCALED and b.scaling in _SCALED and _takes_scales(where):
+    if a.scaling in _SCALED and b.scaling in _SCALED and scaled_products.takes_scales(where):
         refused = _scaled_refusal(a, b)
         return (_DECODED, refused) if refused else (_BLOCKS, "this chip's tensor cores take their scales")
     fp8 = (E4M3, E5M2)  # a tuple: asked by identity first
@@ -81,19 +77,10 @@ def _way(a: _Operand, b: _Operand, where: Device) -> tuple[str, str]:
     return _BLOCKS, "the blocks of 128 of both operands lie along the contraction"
 
 
-def _takes_scales(where: Device) -> bool:
-    """Whether a device's tensor cores multiply codes of MX and NVFP4 by their blocks' scales."""
-    arch = getattr(arrays.provider(where), "arch", None)
-    return arch is not None and arch(where) >= _SCALED_ARCH
-
-
 def _scaled_refusal(a: _Operand, b: _Operand) -> str:
-    """Why they do not multiply these; "" where they do."""
-    tile, formats_of = _SCALED[a.scaling], {a.format, b.format}
-    known = {E2M1} if tile[1] == 16 else {E4M3, E5M2}
-    if tile != _SCALED[b.scaling] or not formats_of <= known or formats_of == {E5M2}:
-        taken = "E4M3 and E5M2 (not E5M2 twice) by MX's blocks of 32, and E2M1 by NVFP4's of 16"
-        return f"this chip's tensor cores take {taken}"
+    """Why a chip's tensor cores that take scales do not multiply these; "" where they do."""
+    if refused := scaled_products.refusal(a.format, a.scaling, b.format, b.scaling):
+        return refused
     if not (a.along_k and b.along_k) or a.k % _SCALED_K:
         return f"this chip's tensor cores take blocks along a contraction of a multiple of {_SCALED_K}"
     return ""

@@ -7,7 +7,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fp8kit import arrays
+from fp8kit import arrays, scaled_products
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import CPU, Device
 from fp8kit.attention_quantization import AttentionQuantization
@@ -24,8 +24,9 @@ NATIVE, EMULATED, REFUSED = "native", "emulated", "refused"
 
 class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
-    codes' values in high precision; "refused". ``why`` it is refused; or how it is emulated; or what is
-    emulated where the rest is native: sums that are a chip's on every device, attention."""
+    codes' values in high precision; "refused". ``why`` it is refused; or how it is emulated, and which GEMMs
+    are not; or what is emulated where the rest is native: sums that are a chip's on every device, attention;
+    and that nobody has run it so."""
 
     status: str
     why: str = ""
@@ -37,8 +38,9 @@ class Support(NamedTuple):
 def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
     """How a recipe runs on a CUDA device of compute capability (major, minor), None: on a CPU. Needs no such
     device."""
+    fp8 = _quantization(recipe, capability)
     try:
-        products = product_class(recipe.quantization)
+        products = product_class(fp8)
     except UnsupportedError as error:
         return Support(REFUSED, str(error))
     if capability is not None:
@@ -47,11 +49,31 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
                 wanted, have = (".".join(map(str, each)) for each in (least, capability))
                 return Support(REFUSED, f"{what} needs compute capability {wanted}, not {have}")
     if issubclass(products, EmulatedProduct):
-        return Support(EMULATED)
+        return _emulated(fp8, recipe.attention, capability)
     if capability is not None and capability < products.tensor_cores:
         return Support(EMULATED, "codes become float16 in the product")
     modelled = any(isinstance(gemm.how, Accumulation) for gemm in recipe.quantization.gemms.values())
     words = "its sums are emulated" * modelled, _attention_words(recipe.attention, capability)
+    return Support(NATIVE, "; ".join(filter(None, words)))
+
+
+def _quantization(recipe: Recipe, capability: tuple[int, int] | None) -> Quantization:
+    """What a recipe means for layers on such a device."""
+    scales = capability is not None and capability >= scaled_products.CAPABILITY
+    return scaled_products.scaled(recipe.quantization) if scales else recipe.quantization
+
+
+def _emulated(
+    fp8: Quantization, attention: AttentionQuantization | None, capability: tuple[int, int] | None
+) -> Support:
+    """Of emulated products, of which some GEMMs may be on codes."""
+    used = {name: gemm.scaled for name, gemm in fp8.gemms.items() if gemm.compute == "quantized"}
+    native = [name for name, scaled in used.items() if scaled]
+    if not native:
+        return Support(EMULATED)
+    if len(native) < len(used):
+        return Support(EMULATED, f"{' and '.join(native)} native ({scaled_products.UNTRIED})")
+    words = scaled_products.UNTRIED, _attention_words(attention, capability)
     return Support(NATIVE, "; ".join(filter(None, words)))
 
 
@@ -86,7 +108,7 @@ def support_on(recipe: Recipe, device: Device) -> Support:
         found = support_of(recipe, capability)
         if found.status == REFUSED:
             return found
-        for kernel in product_class(recipe.quantization).kernels:
+        for kernel in product_class(_quantization(recipe, capability)).kernels:
             usable, refused = dispatch.candidates(kernel, device)
             if not usable:
                 why = "; ".join(f"{impl.impl_id} {why}" for impl, why in refused)
@@ -168,14 +190,18 @@ def field_values(recipe: Recipe) -> dict[str, str]:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """All that is said of a published recipe, values that JSON has. ArgumentError for another name."""
+    """All that is said of a published recipe, values that JSON has. ArgumentError for another name.
+    ``capabilities``: from which compute capability on it runs otherwise."""
     recipe, source = entry(name)
+    least = scaled_products.CAPABILITY
+    changes = scaled_products.scaled(recipe.quantization) is not recipe.quantization
     return {
         "name": name,
         "recipe": type(recipe).__name__,
         "short_name": recipe.short_name(),
         "source": source,
         "devices": {str(device): support_on(recipe, device)._asdict() for device in devices()},
+        "capabilities": {"{}.{}".format(*least): support_of(recipe, least)._asdict()} if changes else {},
         "random": recipe.needs_rng,
         "state": recipe.history is not None,
     }

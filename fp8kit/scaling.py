@@ -240,9 +240,11 @@ def update(
             for view, array in zip(state.placed.arrays, updated, strict=True):
                 arrays.copy(view, arrays.as_view(array))
         return
-    found = [state.placed for state in states]
-    for device in dict.fromkeys([own.device for own in found]):
-        there = [own for own in found if own.device == device]
+    devices: dict[Device, list[Placed]] = {}
+    for state in states:
+        own = state.placed
+        devices.setdefault(own.device, []).append(own)
+    for device, there in devices.items():
         on = 0 if device.kind == "cpu" else (stream or arrays.current_stream)(device)
         kernels = dispatch.kernels(device)
         rule = history.rules[forward]

@@ -19,7 +19,7 @@ from fp8kit.layers.attention_inputs import alibi_slopes
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
-from fp8kit_jax.context_parallel import attend_split, split_axis
+from fp8kit_jax.context_parallel import attend_split, division
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import attention_in_force, next_key, plain_attention
@@ -60,6 +60,8 @@ def dot_product_attention(
     bottom_right_diagonal: bool | None = None,
     context_parallel_axis: str = "",
     context_parallel_causal_load_balanced: bool = False,
+    context_parallel_strategy: str = "DEFAULT",
+    stripe_size: int | None = None,
 ) -> Any:
     """dropout(softmax(scores)) value for each head, scores = scale_factor * query key^T and a bias (Vaswani
     et al. 2017).
@@ -85,8 +87,11 @@ def dot_product_attention(
       the MeshResource in force: see ``context_parallel``. Under ``jax.jit`` with the mesh of
       ``jax.set_mesh``, and in a ``shard_map``, where each device gives its part. With
       ``context_parallel_causal_load_balanced`` tokens are in the order of
-      ``reorder_causal_load_balancing`` (DualChunkSwap). "no_mask" and "causal", windows left of the diagonal
-      and ``softmax_offset``; UnsupportedError beside masks, biases, dropout, "thd" and quantised operands.
+      ``reorder_causal_load_balancing``: DualChunkSwap, or with "thd" Striped with ``stripe_size`` (None is 1;
+      1 or a multiple of the devices). ``cu_seqlens`` are those of the whole sequences in natural order.
+      ``context_parallel_strategy``: "RING" has keys and values go round a ring; "ALL_GATHER", which "DEFAULT"
+      is, gathers them, and knows windows left of the diagonal, but not beside stripes. UnsupportedError
+      beside masks, biases, dropout and quantised operands.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` the operands of its products are quantised
@@ -99,13 +104,20 @@ def dot_product_attention(
 
 
 @on_behalf_of(_OP, q="query", k="key", v="value")
-def attend(name: str, arguments: Mapping[str, Any]) -> Any:
-    """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``."""
-    axis = split_axis(arguments)
-    if axis:
+def attend(name: str, arguments: Mapping[str, Any], rows: bool = False) -> Any:
+    """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``.
+    ``rows``: with "thd" tokens lie in rows, (b, s, heads, d), and so does what it returns."""
+    how = division(arguments)
+    if how is not None:
         quantized = attention_in_force(_OP, name) is not None
-        return attend_split(partial(_attend, name), arguments, axis, quantized)
-    return _attend(name, arguments)
+        own = partial(_attend, name), lambda options: _resolved(options, name).spec
+        return attend_split(*own, arguments, how, quantized, rows)
+    if not rows:
+        return _attend(name, arguments)
+    lead, layers = arguments["query"].shape[:2], ("query", "key", "value")
+    flat = {n: a.reshape(-1, *a.shape[2:]) for n in layers if (a := arguments[n]) is not None}
+    o = _attend(name, {**arguments, **flat})
+    return o.reshape(*lead, *o.shape[1:])
 
 
 def _attend(name: str, arguments: Mapping[str, Any]) -> Any:

@@ -56,6 +56,14 @@ _ATTRIBUTES = ["low", "high"]
 _TEXTS: LRU[tuple[int, int], str] = LRU(SHAPES)  # digest -> what was lowered in this process
 
 
+def default_device() -> Device:
+    """The device on which a program runs that names none."""
+    where = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = where if isinstance(where, jax.Device) else jax.local_devices(backend=where)[0]
+    kind = PLATFORMS.get(device.platform, device.platform)
+    return CPU if kind == CPU.kind else Device(kind, device.local_hardware_id)
+
+
 def register(
     name: str, handler: Callable[..., None], attributes: Sequence[str] = (), platform: str = "cpu"
 ) -> None:

@@ -1,157 +1,340 @@
-"""Attention over sequences that are split along a mesh axis: each device has its queries, and gathers keys
-and values (the way back sums their gradients and gives each device its part).
+"""Attention over sequences that are split along a mesh axis: each device has its queries, and gets keys and
+values of the others: all at once, gathered (the way back sums their gradients and gives each device its
+part), or one device's after the other's round a ring (``ring_attention``).
 
-A causal mask sees as many keys as the chunk of queries ends at: the diagonal ends in the last corner of
-chunk x those keys. Of padded sequences a chunk has as many queries as are left for it; causal ones have as
-many keys as queries. With causal load balancing a device has chunks r and 2 n - 1 - r of 2 n
-(``reorder_causal_load_balancing``), so that all compute as much.
+With gathered keys a causal mask sees as many of them as the chunk of queries ends at: the diagonal ends in
+the last corner of chunk x those keys. Of padded sequences a chunk has as many queries as are left for it;
+causal ones have as many keys as queries. With causal load balancing, so that all compute as much, a device
+has chunks r and 2 n - 1 - r of 2 n of each sequence (``ReorderStrategy.DualChunkSwap``), or of packed
+sequences every n-th token, or stripe of tokens (``ReorderStrategy.Striped``). Stripes change devices first,
+so that each has every n-th token, and their outputs change back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.arguments import flag, shown
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
-from fp8kit_jax.checks import ALIASES
+from fp8kit.arguments import check, shown
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
+from fp8kit.layers import context_maps as maps
+from fp8kit.ops.attention import attention
+from fp8kit.ops.ring_attention import chunks_of
+from fp8kit_jax.arguments import as_array, check_sums, meta_of
+from fp8kit_jax.checks import ALIASES, RULES
+from fp8kit_jax.ring_attention import ring_attention
 from fp8kit_jax.scopes import mesh_resource
 from fp8kit_jax.sequences import ReorderStrategy, inverse_reorder_causal_load_balancing
+from fp8kit_jax.split_sequences import SIDES, chunk_sums, packed_sequences, part_of, seen_by, whole_sums
 
 Attend = Callable[[Mapping[str, Any]], Any]
 _OP = "dot_product_attention"
 _PADDING = ("padding", "padding_causal")
 _MASKS = ("no_mask", "causal", "causal_bottom_right", *_PADDING)
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv")
+_STARTS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 # what a call with split sequences does not have
-_NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes")
 
 
-def split_axis(arguments: Mapping[str, Any]) -> str:
-    """The mesh axis along which a call's sequences are split, "" for none: ``context_parallel_axis``, or the
-    ``cp_resource`` of the MeshResource in force where the call is one that can be split. ArgumentError for an
-    axis that no mesh in force has, UnsupportedError for a call that cannot be split."""
+class Division(NamedTuple):
+    """How the sequences of a call lie on the devices of ``axis``: so many ``devices``, whether the caller
+    is in a shard_map, ``manual``; ``balanced``, ``stripe``, ``packed`` as the call has them."""
+
+    axis: str
+    devices: int
+    manual: bool
+    balanced: bool
+    stripe: int
+    packed: bool
+
+    @property
+    def order(self) -> tuple[ReorderStrategy, int, int | None] | None:
+        """How tokens are reordered: strategy, devices and stripe; None where they are not."""
+        if not self.balanced:
+            return None
+        striped = ReorderStrategy.Striped, self.devices, self.stripe
+        return striped if self.packed else (ReorderStrategy.DualChunkSwap, self.devices, None)
+
+
+def division(arguments: Mapping[str, Any]) -> Division | None:
+    """How the sequences of a call are split: along ``context_parallel_axis``, or the ``cp_resource`` of the
+    MeshResource in force where the call is one that can be split; None where they are not. ArgumentError for
+    an axis that no mesh in force has, UnsupportedError for a call that cannot be split."""
+    found = placed(arguments)
+    if found is None:
+        return None
+    padded = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"]) in _PADDING
+    if padded and any(arguments[name] is None for name in _SUMS):
+        return None  # which no call takes
+    why = _refused(arguments, found)
+    if why is None:
+        return found
+    asked = arguments["context_parallel_axis"] or found.balanced
+    if asked or found.manual:
+        raise UnsupportedError(_OP, *why)
+    return None
+
+
+def placed(arguments: Mapping[str, Any]) -> Division | None:
+    """``division`` of a call, whatever else it asks for."""
     asked = arguments["context_parallel_axis"]
-    balanced = arguments["context_parallel_causal_load_balanced"]
-    flag(_OP, "context_parallel_causal_load_balanced", balanced)
+    balanced, stripe = arguments["context_parallel_causal_load_balanced"], arguments["stripe_size"]
+    names = "context_parallel_strategy", "context_parallel_causal_load_balanced", "stripe_size"
+    check(_OP, {name: RULES[name] for name in names}, arguments)
+    packed = arguments["qkv_format"] == "thd"
+    if stripe is not None and not (packed and balanced):
+        wanted = "None without 'thd' and context_parallel_causal_load_balanced"
+        raise ArgumentError(_OP, "stripe_size", stripe, wanted)
     axis, mesh = asked or mesh_resource().cp_resource or "", _mesh()
     if not axis:
         if balanced:
             wanted = "False without context_parallel_axis, or cp_resource of a MeshResource"
             raise ArgumentError(_OP, "context_parallel_causal_load_balanced", True, wanted)
-        return ""
+        return None
     if mesh.empty or axis not in mesh.shape:
         if not asked:
-            return ""
+            return None
         wanted = "an axis of the mesh of jax.set_mesh, or of shard_map"
         raise ArgumentError(_OP, "context_parallel_axis", shown(axis), wanted)
     if mesh.shape[axis] == 1:
-        return ""
-    why = _refused(arguments)
-    if why is not None and (asked or balanced or axis in mesh.manual_axes):
-        raise UnsupportedError(_OP, *why)
-    return "" if why is not None else axis
+        return None
+    return Division(axis, mesh.shape[axis], axis in mesh.manual_axes, balanced, stripe or 1, packed)
 
 
-def attend_split(attend: Attend, arguments: Mapping[str, Any], axis: str, quantized: bool) -> Any:
-    """``attend(arguments)`` with sequences split along ``axis``. UnsupportedError where the call is
-    ``quantized``: operands share scales."""
+def attend_split(
+    attend: Attend,
+    resolve: Callable[[Mapping[str, Any]], Any],
+    arguments: Mapping[str, Any],
+    how: Division,
+    quantized: bool,
+    rows: bool = False,
+) -> Any:
+    """``attend(arguments)`` with sequences split as ``how`` says. ``resolve(arguments)``: their
+    ``AttentionSpec``. ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
+    UnsupportedError where the call is ``quantized``: operands share scales."""
     if quantized:
         wanted = "a recipe without fp8_dpa: scales are those of the whole sequence"
-        raise UnsupportedError(_OP, "context_parallel_axis", shown(axis), wanted)
-    layers = _separate(arguments)
-    at = arguments["qkv_format"].index("s")
-    offset = arguments["softmax_offset"]
-    balanced = arguments["context_parallel_causal_load_balanced"]
+        raise UnsupportedError(_OP, "context_parallel_axis", shown(how.axis), wanted)
+    layers, flat = _separate(arguments), how.packed and not rows
+    if flat:
+        layers = tuple(layer[None] for layer in layers)
+    at = 1 if how.packed else arguments["qkv_format"].index("s")
     mesh = _mesh()
-    chunks = mesh.shape[axis] * (2 if balanced else 1)
-    manual = axis in mesh.manual_axes
+    parts = how.devices * (how.stripe if how.packed else 2 if how.balanced else 1)
     for name, layer in zip(("query", "key", "value"), layers, strict=True):
-        if layer.ndim != 4 or layer.shape[at] % (chunks // (mesh.shape[axis] if manual else 1)):
-            raise ShapeError(_OP, name, f"shape {layer.shape}", f"a sequence of equal {chunks} chunks")
+        if layer.ndim != 4 or layer.shape[at] % (parts // (how.devices if how.manual else 1)):
+            raise ShapeError(_OP, name, f"shape {layer.shape}", f"a sequence of equal {parts} chunks")
+    lengths = [layer.shape[at] * (how.devices if how.manual else 1) for layer in layers[:2]]
+    if "causal" in arguments["attn_mask_type"] and lengths[0] != lengths[1]:
+        got = f"{lengths[0]} queries and {lengths[1]} keys"
+        raise ShapeError(_OP, "key", got, "as many as queries, with split sequences and a causal mask")
 
-    lengths = {n: jnp.diff(arguments[n]) for n in _SUMS if arguments[n] is not None}
-    beside = lengths if offset is None else {"softmax_offset": offset} | lengths
+    beside, offset = _sequences(arguments, how, layers, lengths), arguments["softmax_offset"]
+    if offset is not None:
+        beside["softmax_offset"] = offset
 
-    def local(query: Any, key: Any, value: Any, *given: Any) -> Any:
-        of_device = dict(zip(beside, given, strict=True))
-        sums = {name: _sums(value) for name, value in of_device.items() if name in _SUMS}
-        return _of_device(attend, {**arguments, **of_device, **sums}, (query, key, value), axis, at)
+    def local(query: Any, key: Any, value: Any, beside: dict[str, Any]) -> Any:
+        call = _Call(attend, resolve, arguments, how, at, beside)
+        return call.attend((query, key, value))
 
-    if manual:
-        return local(*layers, *beside.values())
-    spec, batch, heads = _specs(mesh, layers, axis, at)
-    specs = (spec,) * 3 + tuple(P(heads if name == "softmax_offset" else batch) for name in beside)
-    operands = (*layers, *beside.values())
+    if how.manual:
+        o = local(*layers, beside)
+        return o[0] if flat else o
+    spec, batch, heads = _specs(mesh, layers, how.axis, at)
+    own = {name: P(heads if name == "softmax_offset" else batch) for name in beside}
     if mesh.explicit_axes:
         reshard: Any = jax.sharding.reshard
-        operands = tuple(reshard(a, NamedSharding(mesh, own)) for a, own in zip(operands, specs, strict=True))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)(*operands)
+        layers = tuple(reshard(layer, NamedSharding(mesh, spec)) for layer in layers)
+        beside = {name: reshard(a, NamedSharding(mesh, own[name])) for name, a in beside.items()}
+    specs = spec, spec, spec, own
+    o = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)(*layers, beside)
+    return o[0] if flat else o
 
 
-def _of_device(
-    attend: Attend, arguments: Mapping[str, Any], layers: tuple[Any, Any, Any], axis: str, at: int
-) -> Any:
-    """The device's queries over all keys and values."""
-    query, *both = layers
-    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    both = [jax.lax.all_gather(a, axis, axis=at, tiled=True) for a in both]
-    beside = {"context_parallel_axis": "", "query": query}
-    own = {**arguments, **beside, "context_parallel_causal_load_balanced": False}
-    balanced = arguments["context_parallel_causal_load_balanced"]
-    if balanced:
-        swap = ReorderStrategy.DualChunkSwap
-        both = [inverse_reorder_causal_load_balancing(a, swap, ranks, at) for a in both]
-    own |= dict(zip(("key", "value"), both, strict=True))
-    mask = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"])
-    if mask == "no_mask":
-        return attend(own)
-    batch, kind = query.shape[1 - at], "padding" if mask == "padding" else "padding_causal_bottom_right"
-    rows = jnp.arange(batch + 1, dtype=jnp.int32)
-    found = []
-    queries = jnp.split(query, 2, at) if balanced else [query]
-    for number, part in zip((rank, 2 * ranks - 1 - rank), queries, strict=False):
-        length = part.shape[at]
-        before = number.astype(jnp.int32) * length
-        if mask in _PADDING:
-            left = jnp.clip(jnp.diff(arguments["cu_seqlens_q"]) - before, 0, length)
-            seen = left + jnp.where(left > 0, before, 0)
-            sums = [_sums(left), _sums(seen)]
-            if mask == "padding":
-                sums[1] = arguments["cu_seqlens_kv"]
+def _sequences(
+    arguments: Mapping[str, Any], how: Division, layers: tuple[Any, ...], lengths: list[int]
+) -> dict[str, Any]:
+    """Where the whole sequences lie, by side: their lengths (b,), or a ``Packed``; {} for full ones.
+    FormatError for running sums that are not int32, ArgumentError for wrong ones."""
+    found: dict[str, Any] = {}
+    for side, layer, length in zip(SIDES, layers, lengths, strict=False):
+        name = f"cu_seqlens_{side}"
+        if arguments[name] is None:
+            continue
+        arrays = {n: as_array(_OP, n, a) for n in (name, f"{name}_padded") if (a := arguments[n]) is not None}
+        for key, sums in arrays.items():
+            if sums.dtype != jnp.int32 or sums.ndim != 1:
+                raise FormatError(_OP, key, f"{sums.dtype} {sums.shape}", "int32 (b + 1,)")
+        if not how.packed:
+            check_sums(_OP, arrays, name, None, length)
+            found[side] = jnp.diff(arrays[name])
+            continue
+        rows, most = layer.shape[0], int(arguments[f"max_seqlen_{side}"])
+        check_sums(_OP, arrays, name, rows * length, most or None)
+        starts = arrays.get(f"{name}_padded", arrays[name])
+        found[side] = packed_sequences(arrays[name], starts, rows, length)
+    return found
+
+
+class _Call:
+    """A call on one device. ``beside``: of its batches where the whole sequences lie, by side, and its
+    heads' ``softmax_offset``."""
+
+    def __init__(
+        self,
+        attend: Attend,
+        resolve: Callable[[Mapping[str, Any]], Any],
+        arguments: Mapping[str, Any],
+        how: Division,
+        at: int,
+        beside: Mapping[str, Any],
+    ) -> None:
+        self._attend, self._resolve, self.how, self.at = attend, resolve, how, at
+        self.sides = {side: beside[side] for side in SIDES if side in beside}
+        self.offset = beside.get("softmax_offset")
+        plain = {"context_parallel_axis": "", "context_parallel_causal_load_balanced": False}
+        none = dict.fromkeys((*_SUMS, *_STARTS, "stripe_size"))
+        kind = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"])
+        self.mask = "causal" if kind == "causal_bottom_right" else kind
+        self.causal = "causal" in kind
+        strategy = {"context_parallel_strategy": "DEFAULT", "attn_mask_type": self.mask}
+        own = {"softmax_offset": self.offset, "bottom_right_diagonal": None}
+        self.arguments = {**arguments, **plain, **none, **strategy, **own}
+        self.gathered = arguments["context_parallel_strategy"] != "RING"
+
+    def attend(self, layers: tuple[Any, Any, Any]) -> Any:
+        """o of the device's layers, (b, s, heads, d_v) or as the format has it."""
+        if not self.how.packed:
+            return self._over_gathered(layers) if self.gathered else self._over_ring(layers)
+        if self.gathered and not self.how.balanced:
+            return self._packed_over_gathered(layers)
+        how, (rows, tokens) = self.how, layers[0].shape[:2]
+        change = how.stripe > 1
+        layers = tuple(_changed_stripes(a, how) for a in layers) if change else layers
+        o = self._over_ring(tuple(a.reshape(-1, *a.shape[2:]) for a in layers), rows)
+        o = o.reshape(rows, tokens, *o.shape[1:])
+        return _changed_stripes(o, how, back=True) if change else o
+
+    def _over_ring(self, layers: tuple[Any, ...], rows: int = 0) -> Any:
+        """Block by block, of one device's keys after the other's. ``rows``: of packed sequences, which are
+        flat."""
+        how = self.how
+        named = dict(zip(("query", "key", "value"), layers, strict=True))
+        if not how.packed:
+            sums = {side: maps.running(jnp, lengths) for side, lengths in self.sides.items()}
+            own, longest = {f"cu_seqlens_{side}": a for side, a in sums.items()}, {}
         else:
-            sums = [rows * length, rows * (before + length)]
-        how = {"attn_mask_type": kind, "bottom_right_diagonal": None, **dict(zip(_SUMS, sums, strict=True))}
-        found.append(attend({**own, **how, "query": part}))
-    return jnp.concatenate(found, at)
+            sums, own, longest = self.sides, {}, {}
+            for (side, a), layer in zip(sums.items(), layers, strict=False):
+                tokens = layer.shape[0] // rows
+                own |= part_of(a, 0, how.devices, tokens, how.balanced).sums(side)
+                longest |= self._longest(side, how.devices if how.balanced else 1, tokens)
+        spec = self._resolve({**self.arguments, **named, **own, **longest})
+        inputs = dict(zip("qkv", layers, strict=True)) | own | {"softmax_offset": self.offset}
+        metas = {name: meta_of(_OP, name, a) for name, a in inputs.items() if a is not None}
+        attention.infer(spec, metas, frozenset())  # which refuses what does not fit
+        chunks = 2 if how.balanced and not how.packed and self.mask != "no_mask" else 1
+        offset = self.offset
+        if spec.softmax_type == "off-by-one":
+            offset = jnp.zeros(spec.num_heads, jnp.float32)
+        options = chunks, rows, how.packed and how.balanced, self.gathered
+        spec = replace(spec, softmax_type="vanilla")
+        return ring_attention(spec, how.axis, layers, offset, sums, *options)
+
+    def _longest(self, side: str, share: int, tokens: int) -> dict[str, int]:
+        """At most so many tokens of a sequence are among a device's ``tokens`` of a row, one of ``share``."""
+        name = f"max_seqlen_{side}"
+        return {name: min(-(-int(self.arguments[name]) // share), tokens)}
+
+    def _over_gathered(self, layers: tuple[Any, Any, Any]) -> Any:
+        """The device's queries over all keys and values."""
+        query, *both = layers
+        how, rank = self.how, jax.lax.axis_index(self.how.axis).astype(jnp.int32)
+        both = [jax.lax.all_gather(a, how.axis, axis=self.at, tiled=True) for a in both]
+        if how.balanced:
+            swap = ReorderStrategy.DualChunkSwap
+            both = [inverse_reorder_causal_load_balancing(a, swap, how.devices, self.at) for a in both]
+        own = self.arguments | dict(zip(("query", "key", "value"), (query, *both), strict=True))
+        if self.mask == "no_mask":
+            return self._attend(own)
+        chunks, length = 2 if how.balanced else 1, query.shape[self.at] * how.devices
+        starts = jnp.arange(query.shape[1 - self.at] + 1, dtype=jnp.int32) * length
+        sums = {side: maps.running(jnp, self.sides[side]) if self.sides else starts for side in SIDES}
+        kind = "padding_causal_bottom_right" if self.causal else "padding"
+        found = []
+        numbers = chunks_of(rank, how.devices, chunks)
+        for half, (number, part) in enumerate(zip(numbers, jnp.split(query, chunks, self.at), strict=True)):
+            here = chunk_sums(sums["q"], length, chunks, rank, how.devices, half if chunks > 1 else None)
+            seen = sums["kv"]
+            if self.causal:
+                seen = maps.sums_up_to(jnp, seen, starts, (chunks * how.devices, number + 1))
+            asked = {"attn_mask_type": kind, **dict(zip(_SUMS, (here, seen), strict=True))}
+            found.append(self._attend({**own, **asked, "query": part}))
+        return jnp.concatenate(found, self.at)
+
+    def _packed_over_gathered(self, layers: tuple[Any, Any, Any]) -> Any:
+        """Packed sequences in the tokens' natural order: the device's queries over all keys and values."""
+        how, (rows, tokens) = self.how, layers[0].shape[:2]
+        query, *both = layers
+        both = [jax.lax.all_gather(a, how.axis, axis=1, tiled=True) for a in both]
+        rank = jax.lax.axis_index(how.axis).astype(jnp.int32)
+        part = part_of(self.sides["q"], rank, how.devices, tokens, striped=False)
+        seen = seen_by(self.sides["kv"], part, self.causal)
+        flat = [a.reshape(-1, *a.shape[2:]) for a in (query, *both)]
+        own = self.arguments | dict(zip(("query", "key", "value"), flat, strict=True))
+        own |= part.sums("q") | whole_sums(seen, "kv", both[0].shape[1])
+        own |= self._longest("q", 1, tokens)
+        own["attn_mask_type"] = "padding_causal_bottom_right" if self.causal else "padding"
+        o = self._attend(own)
+        return o.reshape(rows, tokens, *o.shape[1:])
 
 
-def _sums(lengths: Any) -> Any:
-    """Running sums of lengths, ``cu_seqlens``."""
-    return jnp.pad(jnp.cumsum(lengths), (1, 0)).astype(jnp.int32)
+def _changed_stripes(x: Any, how: Division, back: bool = False) -> Any:
+    """x (b, s, ...), of which a device has every n-th stripe of tokens, with every n-th token; or
+    ``back``."""
+    rows, tokens, *rest = x.shape
+    count, share = tokens // how.stripe, how.stripe // how.devices
+    if back:
+        x = x.reshape(rows, count, how.devices, share, *rest).swapaxes(2, 3)
+    x = x.reshape(rows, count, share, how.devices, *rest)
+    x = jax.lax.all_to_all(x, how.axis, 3, 3)
+    return (x if back else x.swapaxes(2, 3)).reshape(rows, tokens, *rest)
 
 
-def _refused(arguments: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+def _refused(arguments: Mapping[str, Any], how: Division) -> tuple[str, Any, str] | None:
     """(argument, what it is, what it may be) of a call whose sequences cannot be split; None for one that
     can."""
     kind = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"])
-    if arguments["qkv_format"] == "thd":
-        return "qkv_format", "'thd'", "'bshd' or 'sbhd' with split sequences"
-    if kind not in _MASKS:
-        return "attn_mask_type", shown(kind), f"one of {', '.join(_MASKS)} with split sequences"
+    ring, window = arguments["context_parallel_strategy"] == "RING", arguments["window_size"]
+    if kind not in (_PADDING if how.packed else _MASKS):
+        known = ", ".join(_PADDING if how.packed else _MASKS)
+        return "attn_mask_type", shown(kind), f"one of {known} with split sequences"
     if arguments["dropout_rate"]:
-        return "dropout_rate", arguments["dropout_rate"], "0 with split sequences"
-    if kind in ("no_mask", "padding") and arguments["window_size"] not in (None, (-1, -1)):
-        return "window_size", arguments["window_size"], "none with split sequences and no causal mask"
+        places = "its draws belong to places in the whole, of which a part of the rows knows nothing"
+        return "dropout_rate", arguments["dropout_rate"], f"0 with split sequences: {places}"
+    if window not in (None, (-1, -1), (-1, 0) if "causal" in kind else None):
+        blocks = "a block of a ring, or of stripes, has no part of a window"
+        if ring or (how.packed and how.balanced):
+            return "window_size", window, f"none with split sequences: {blocks}"
+        if "causal" not in kind:
+            return "window_size", window, "none with split sequences and no causal mask"
     if kind not in _PADDING and any(arguments[name] is not None for name in _SUMS):
         return "cu_seqlens_q", "given", f"none with split sequences and the mask {kind}"
-    if kind == "padding_causal" and arguments["cu_seqlens_kv"] is not arguments["cu_seqlens_q"]:
-        return "cu_seqlens_kv", "another array", "cu_seqlens_q itself with split sequences and this mask"
+    if kind == "padding_causal" and not (how.packed and how.balanced):
+        for own, other in (_SUMS, _STARTS):
+            if arguments[other] is not arguments[own]:
+                return other, "another array", f"{own} itself with split sequences and this mask"
+    if not how.packed and any(arguments[name] is not None for name in _STARTS):
+        return _STARTS[0], "given", "none with split sequences but for 'thd'"
+    if how.stripe % how.devices and how.stripe > 1:
+        return "stripe_size", how.stripe, f"1 or a multiple of the {how.devices} devices"
     for name in _NONE:
         if arguments[name] is not None and arguments[name] != "no_bias":
             return name, "given", "none with split sequences"
@@ -191,14 +374,10 @@ def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, A
 
 
 def _mesh() -> Any:
-    """The mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``."""
-    found = jax.sharding.get_abstract_mesh()
-    if not found.empty:
-        return found
-    from fp8kit_jax.te_compat.sharding import _mesh as of_block
+    """The mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``, with its devices."""
+    from fp8kit_jax.te_compat.sharding import _mesh as in_force
 
-    mesh = of_block()
-    return mesh if mesh.empty else mesh.abstract_mesh
+    return in_force()
 
 
-__all__ = ["attend_split", "split_axis"]
+__all__ = ["Division", "attend_split", "division", "placed"]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8kit import scaled_products
 from fp8kit.arguments import choice, flag, named_well, shown
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
@@ -24,6 +25,7 @@ from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
 from fp8kit_jax.activations import activation_of, alphas_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, in_dtype_of
+from fp8kit_jax.calls import default_device
 from fp8kit_jax.inspection import watched
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
@@ -333,6 +335,7 @@ def _product(
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
     mode = "none" if bias is None else "deferred" if deferred else "add"
     fp8, watch = watched(found, prefix, layout)
+    fp8 = None if fp8 is None else scaled_products.for_device(fp8, default_device())
     return ProductSpec(k, (math.prod(features),), layout, mode, fp8, prefix=prefix, watch=watch)
 
 

@@ -3,7 +3,7 @@ mask costs ranks the same (``reorder_causal_load_balancing``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax.arguments import as_array
 
 Pair = tuple[Any, Any]
@@ -22,7 +22,8 @@ _OP = "SequenceDescriptor"
 def _pair(name: str, value: Any) -> Pair:
     """Integers for queries and keys."""
     pair = tuple(value) if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
-    found = tuple(as_array(_OP, name, one) for one in pair)
+    first = as_array(_OP, name, pair[0])
+    found = first, first if pair[1] is pair[0] else as_array(_OP, name, pair[1])
     if not all(jnp.issubdtype(one.dtype, jnp.integer) and one.ndim in (1, 2) for one in found):
         got = ", ".join(f"{one.dtype} {one.shape}" for one in found)
         raise ShapeError(_OP, name, got, "integers (batch,) or (batch, ...), or a pair of them")
@@ -35,11 +36,14 @@ class SequenceDescriptor:
     """Lengths of sequences in rows of tokens (b, s), pairs for queries and keys: ``seqlens`` int32 (b,),
     a sequence at each row's start, or (b, n) with ``seq_offsets`` int32 (b, n) or (b, n + 1), where in the
     row they start; or ``segment_ids`` int32 (b, s), tokens of the sequences 1, 2, ... one after the other, 0
-    for tokens of none. Source: Transformer Engine's ``SequenceDescriptor`` in JAX."""
+    for tokens of none. ``reordered``: whether ids are in the order that queries, keys and values have, where
+    a call splits sequences with load balancing. Source: Transformer Engine's ``SequenceDescriptor`` in
+    JAX."""
 
     seqlens: Pair | None = None
     seq_offsets: Pair | None = None
     segment_ids: Pair | None = None
+    reordered: bool = field(default=True, metadata={"static": True})
 
     @classmethod
     def from_seqlens(cls, seqlens: Any) -> SequenceDescriptor:
@@ -58,32 +62,40 @@ class SequenceDescriptor:
         segment_pos: Any = None,
         *,
         is_thd: bool | None = None,
-        is_segment_ids_reordered: bool = False,
+        is_segment_ids_reordered: bool | None = None,
     ) -> SequenceDescriptor:
         """By the number of each token's sequence, (b, s). ``segment_pos``: positions within sequences, which
-        count from 0 here: not read. ``is_thd``: the layout says it. UnsupportedError for ids that were
-        reordered: reorder queries, keys and values alone."""
-        if is_segment_ids_reordered:
-            raise UnsupportedError(
-                _OP, "is_segment_ids_reordered", True, "False: ids in the tokens' own order"
-            )
-        return cls(segment_ids=_pair("segment_ids", segment_ids))
+        count from 0 here: not read. ``is_thd``: the layout says it. ``is_segment_ids_reordered``: with load
+        balancing, whether ``reorder_causal_load_balancing`` was given the ids too; None, as Transformer
+        Engine has had it since 2.14, is True."""
+        reordered = is_segment_ids_reordered is None or bool(is_segment_ids_reordered)
+        return cls(segment_ids=_pair("segment_ids", segment_ids), reordered=reordered)
 
-    def lengths(self) -> Pair:
-        """The tokens of each row's one sequence, (b,), for queries and keys. ArgumentError for several."""
+    def lengths(self, how: Any = None) -> Pair:
+        """The tokens of each row's one sequence, (b,), for queries and keys; ``how`` as ``packed`` has it:
+        in a shard_map ids are the device's. ArgumentError for several."""
         if self.segment_ids is not None:
-            return _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
+            found = _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
+            parts = how is not None and how.manual
+            return _each(lambda a: jax.lax.psum(a, how.axis), found) if parts else found
         if self.seqlens is None or any(n.ndim != 1 for n in self.seqlens):
             got = None if self.seqlens is None else f"shape {self.seqlens[0].shape}"
             raise ArgumentError(_OP, "seqlens", got, "(batch,), or a packed qkv_layout, 'thd_thd_thd' say")
         return self.seqlens
 
-    def packed(self, sizes: Pair, most: int) -> dict[str, Any]:
+    def packed(self, sizes: Pair, most: int, how: Any = None) -> dict[str, Any]:
         """``cu_seqlens_q``, ``cu_seqlens_kv`` and their ``_padded`` twins, int32 (b * most + 1,), of rows of
-        tokens laid end to end. ``sizes``: (b, s) of queries and of keys; ``most``: sequences of a row."""
-        found = {}
+        tokens laid end to end in natural order; ``max_seqlen_q`` and ``max_seqlen_kv``. ``sizes``: (b, s) of
+        queries and of keys; ``most``: sequences of a row; ``how``: the ``context_parallel.Division`` of a
+        call whose sequences are split. Arrays of both sides are the same where they were given once."""
+        found: dict[str, Any] = {"max_seqlen_q": sizes[0][1], "max_seqlen_kv": sizes[1][1]}
+        given = [pair for pair in (self.seqlens, self.seq_offsets, self.segment_ids) if pair is not None]
+        same = sizes[0] == sizes[1] and all(one is other for one, other in given)
         for side, own, (rows, length) in zip(("q", "kv"), (0, 1), sizes, strict=True):
-            lengths, starts = self._sequences(own, rows, length, most)
+            if own and same:
+                found |= {f"cu_seqlens_kv{end}": found[f"cu_seqlens_q{end}"] for end in ("", "_padded")}
+                break
+            lengths, starts = self._sequences(own, rows, length, most, how)
             own_starts = (jnp.arange(rows, dtype=jnp.int32)[:, None] * length + starts).reshape(-1)
             lengths, zero = lengths.reshape(-1), jnp.zeros(1, jnp.int32)
             ends = jax.lax.cummax(jnp.where(lengths > 0, own_starts + lengths, 0))
@@ -95,10 +107,14 @@ class SequenceDescriptor:
             found[f"cu_seqlens_{side}_padded"] = jnp.concatenate([begins, total])
         return found
 
-    def _sequences(self, own: int, rows: int, length: int, most: int) -> Pair:
+    def _sequences(self, own: int, rows: int, length: int, most: int, how: Any) -> Pair:
         """Lengths and first tokens within the row of a row's sequences, (b, most) each."""
         if self.segment_ids is not None:
             ids = self.segment_ids[own]
+            if how is not None and how.manual:  # the device's
+                ids = jax.lax.all_gather(ids, how.axis, axis=1, tiled=True)
+            if how is not None and how.order is not None and self.reordered:
+                ids = _inverse(ids, *how.order)
             if ids.shape != (rows, length):
                 raise ShapeError(_OP, "segment_ids", f"shape {ids.shape}", f"shape {(rows, length)}")
             numbers = jnp.arange(1, most + 1, dtype=ids.dtype)
@@ -121,7 +137,9 @@ class SequenceDescriptor:
 
 
 def _each(function: Any, pair: Pair) -> Pair:
-    return function(pair[0]), function(pair[1])
+    """The function of both; what was one array stays one."""
+    first = function(pair[0])
+    return first, first if pair[1] is pair[0] else function(pair[1])
 
 
 # --- the order of tokens ------------------------------------------------------------------------------------
@@ -161,6 +179,10 @@ def reorder_causal_load_balancing(
     tensor = as_array("reorder_causal_load_balancing", "tensor", tensor)
     order = _order(strategy, tensor.shape[seq_dim], cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
+
+
+def _inverse(ids: Any, strategy: ReorderStrategy, devices: int, stripe: int | None) -> Any:
+    return inverse_reorder_causal_load_balancing(ids, strategy, devices, 1, stripe)
 
 
 def inverse_reorder_causal_load_balancing(

@@ -3,7 +3,7 @@ tensors go.
 
 That place is torch's CUDA device where torch has one, else the CPU. On a CPU the answer for FP8 is yes: the
 reference engine computes the same FP8 products there, exactly and slowly. MXFP8 and NVFP4 run wherever fp8kit
-does: their products are emulated, in high precision.
+does: where no tensor cores take their scales, products are emulated, in high precision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8kit import arrays
+from fp8kit import arrays, scaled_products
 from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
@@ -95,8 +95,8 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """Whether MXFP8BlockScaling runs here: yes, on a CPU and on CUDA, with emulated products.
-    ``return_reason`` as for FP8."""
+    """Whether MXFP8BlockScaling runs here: yes, on a CPU and on CUDA, with emulated products before compute
+    capability 10.0. ``return_reason`` as for FP8."""
     return _answer(missing_for(MXFP8BlockScaling()), return_reason)
 
 
@@ -143,10 +143,11 @@ def check_fp8_block_scaling_support() -> tuple[bool, str]:
 
 def check_mxfp8_support() -> tuple[bool, str]:
     """``is_mxfp8_available(return_reason=True)``, by its older name, by which accelerate asks before it
-    trains so; a UserWarning that products of MXFP8 are emulated."""
-    warnings.warn(
-        "check_mxfp8_support: MXFP8BlockScaling computes with MXFP8's numbers, but its products are emulated "
-        "in high precision here: it saves no time",
-        stacklevel=2,
-    )
+    trains so; a UserWarning where products of MXFP8 are emulated."""
+    if not scaled_products.takes_scales(_place()):
+        warnings.warn(
+            "check_mxfp8_support: MXFP8BlockScaling computes with MXFP8's numbers, but its products are "
+            "emulated in high precision here: it saves no time",
+            stacklevel=2,
+        )
     return is_mxfp8_available(True)  # type: ignore[return-value]

@@ -80,14 +80,18 @@ class TorchOp(BoundOp):
         # whether the gradients that are made are the wanted ones, in that order
         self.direct = self.gradients == [(i, None) for i in range(len(self.grads))]
 
-    def call(self, inputs: list[int], state: StateBinding = NO_STATE) -> tuple[list[Tensor], list[Tensor]]:
+    def call(
+        self, inputs: list[int], state: StateBinding = NO_STATE, into: Sequence[Tensor] = ()
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
         """(outputs, what is saved for backward). ``inputs``: addresses of the tensors; ``state`` adds those
-        of the scales, and of the amaxes, without which these go to memory that does not last."""
+        of the scales, and of the amaxes, without which these go to memory that does not last. ``into``: the
+        outputs, contiguous, and what is saved in one block, where the caller has allocated them."""
         memory = self.memory
         if memory.several and torch_compat.current_device() != self.device.index:
             with torch.cuda.device(memory.where):
-                return self.call(inputs, state)
-        outputs = [make() for make in self.make_outputs]
+                return self.call(inputs, state, into)
+        outputs = into[: len(self.outputs)] if into else [make() for make in self.make_outputs]
+        block = into[len(self.outputs)] if into and self.saved.nbytes else None
         amaxes: Sequence[int] = ()
         if state.amaxes:
             amaxes = [*map(state.amaxes.__getitem__, self.amaxes)]
@@ -96,7 +100,7 @@ class TorchOp(BoundOp):
             amaxes = _slots(row)
         if state.scales:
             inputs = [*inputs, *state.scales.values()]
-        return outputs, self.forward(inputs, [*map(_address, outputs)], amaxes)
+        return outputs, self.forward(inputs, [*map(_address, outputs)], amaxes, block)
 
     def call_backward(
         self,

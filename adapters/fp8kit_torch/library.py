@@ -1,15 +1,16 @@
-"""Every operation as a pair of torch ops, ``torch.ops.fp8kit.NAME`` and ``NAME_backward``, and ``trace``,
-which calls them within ``torch.compile``.
+"""Every operation as torch ops, ``torch.ops.fp8kit.NAME``, and ``trace``, which calls them within
+``torch.compile``.
 
-One factory makes them of what an operation declares, also those of operations that are registered later. The
-fake implementation is ``infer``, the gradient ``backward``. Ops are functional; what changes FP8 state,
-``record_`` and ``update_``, is separate, because torch refuses an autograd formula on an op that mutates.
-What is static about a call travels as one text that any process can read.
+One factory makes them of what an operation declares, also those of operations that are registered later. What
+Dynamo sees is functional and differentiable. What the compiled graph calls has no autograd, which would cost
+each call some Python of torch's, and fills tensors that the graph allocates: ``NAME_forward`` and
+``NAME_backward``, which record delayed scaling's amaxes too. What is static about a call travels as one text
+that any process can read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
@@ -18,13 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import Device
 from fp8kit.autocast import current, touch_forward
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import (
     SelectionPolicy,
     get_policy,
-    policy_context,
     policy_from_text,
     process_policy,
     traced_policy,
@@ -37,21 +36,21 @@ from fp8kit.formats import float32
 from fp8kit.lru import memoized
 from fp8kit.ops.registry import OPERATIONS, each_operation
 from fp8kit.quantization import AmaxHistory
-from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, Placed, backward_slots, forward_slots, placed
+from fp8kit.scaling import FORWARD_SLOTS, Placed, backward_slots, forward_slots, placed
 from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
-from fp8kit_torch.constants import constant_result, onnx_mode
+from fp8kit_torch.constants import constant_result, exporting, onnx_mode
 from fp8kit_torch.memory import place_of
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, ScalingState, StateBinding, slot_addresses
-from fp8kit_torch.torch_compat import library_of_op
+from fp8kit_torch.torch_compat import below_autograd, library_of_op
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 # when a state that recorded amaxes is updated; NEITHER: the graph does it itself
 FORWARD, BACKWARD, NEITHER = 1, 2, 0
-OPS: dict[str, tuple[Any, Any]] = {}  # by the operation's name: the forward and the backward op
+OPS: dict[str, TorchOps] = {}  # by the operation's name
 
 
 # --- calls as text ------------------------------------------------------------------------------------------
@@ -63,17 +62,21 @@ class StaticCall:
     ``names``: of the input tensors, in order. ``gemms``: prefixes of the GEMMs whose scales come from a
     state, in the order of its slots; none without. ``policy``: kernels are chosen by it: a graph keeps that
     of its forward pass, because its backward pass may run on another thread. ``needs``: inputs whose gradient
-    is wanted. ``history``: text of the backward state's ``AmaxHistory``, "" without.
+    is wanted. ``rule``: by which the states are updated, None without; ``when``, for the forward state. The
+    slots of the first GEMM are number ``gemm`` of the state.
     """
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, gemms, policy, self.needs, self.history = decode(text)
+        name, self.spec, self.names, gemms, policy, self.needs, rule, self.when, gemm = decode(text)
         self.operation: Operation = OPERATIONS[name]
         self.policy = policy_from_text(policy)
-        self.forward, self.backward = forward_slots(gemms), backward_slots(gemms)
-        self.forward_count, self.backward_count = FORWARD_SLOTS * len(gemms), BACKWARD_SLOTS * len(gemms)
+        start = FORWARD_SLOTS * gemm
+        self.forward = {operand: start + slot for operand, slot in forward_slots(gemms).items()}
+        self.backward = backward_slots(gemms)
+        self.rule = _rule(rule) if rule else None
         self.scales = tuple(f"{operand}_scale" for operand in self.forward)
         self._bound: dict[Any, TorchOp] = {}  # by what tells the tensors apart
+        self._bindings: dict[Any, StateBinding] = {}  # by where the state lies
 
     def infer(self, tensors: Sequence[Tensor | TensorMeta]) -> Signature:
         """The operation's own ``infer`` for tensors like these, whose shapes may have symbols."""
@@ -100,7 +103,7 @@ class StaticCall:
     def _bind(self, key: Any, device: torch.device, kinds: Callable[[], Sequence[Any]]) -> TorchOp:
         """Looked up here first: a compiled model calls with the same few shapes, and to bind takes as long as
         to launch."""
-        kernels = self._kernels(place_of(device))
+        kernels = dispatch.kernels(place_of(device), self.policy)  # backward has another thread's in force
         found = self._bound.get(key)
         if found is None or found.kernels is not kernels:
             if len(self._bound) >= _SHAPES:
@@ -109,15 +112,23 @@ class StaticCall:
             self._bound[key] = found
         return found
 
-    def _kernels(self, place: Device) -> Any:
-        """The kernels of the call's own policy: backward has another thread's in force."""
-        if get_policy() is self.policy:
-            return dispatch.kernels(place)
-        with policy_context(self.policy):
-            return dispatch.kernels(place)
+    def binding(self, scale: Tensor, history: Tensor | None, backward: bool) -> StateBinding:
+        """The operation's binding to a forward or a backward state: its scale, and the history whose row 0
+        takes the amaxes, None where they go nowhere."""
+        key = scale.data_ptr(), 0 if history is None else history.data_ptr(), backward
+        found = self._bindings.get(key)
+        if found is None:
+            slots = self.backward if backward else self.forward
+            scales = slot_addresses(slots, scale, "scale")
+            amaxes = {} if history is None else slot_addresses(slots, history, "amax")
+            found = StateBinding({}, {}, scales, amaxes) if backward else StateBinding(scales, amaxes)
+            if len(self._bindings) >= _STATES:
+                self._bindings.clear()
+            self._bindings[key] = found
+        return found
 
 
-_SHAPES = 64  # bound operations that a call keeps
+_SHAPES, _STATES = 64, 1024  # bound operations, and bindings, that a call keeps
 _kind = attrgetter("shape", "dtype", "device")
 call_by = memoized("torch: calls of compiled models")(StaticCall)
 
@@ -129,11 +140,13 @@ def text_of(
     gemms: tuple[str, ...] = (),
     policy: str | None = None,
     needs: tuple[str, ...] = (),
-    history: str = "",
+    rule: str = "",
+    when: int = NEITHER,
+    gemm: int = 0,
 ) -> str:
-    """The text of a call, see ``StaticCall``; ``policy``: its text, None for the one in force."""
+    """The text of a call, see ``StaticCall``; ``policy``, ``rule``: texts; None for the policy in force."""
     policy = get_policy().text if policy is None else policy
-    return encode((name, spec, names, gemms, policy, needs, history))
+    return encode((name, spec, names, gemms, policy, needs, rule, when, gemm))
 
 
 @constant_result
@@ -178,159 +191,214 @@ def _read_environment() -> bool:
 # --- the factory --------------------------------------------------------------------------------------------
 
 
-def _contiguous(tensors: Sequence[Any]) -> list[Any]:
-    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+class TorchOps(NamedTuple):
+    """An operation's torch ops.
+
+    ``call``: functional and differentiable, what an exported program has. ``traced``: the same for a graph
+    that is compiled, which has the others instead. ``forward``, ``backward``: fill tensors that the graph
+    has allocated. ``recorded``: these two where they also record amaxes of delayed scaling.
+    """
+
+    call: Any
+    traced: Any
+    forward: Any
+    backward: Any
+    recorded: tuple[Any, Any]
 
 
-def _blank(metas: Mapping[str, Meta], like: Tensor) -> list[Tensor]:
-    return [like.new_empty(meta.shape, dtype=dtype_of(meta.dtype)) for meta in metas.values()]
+def _contiguous(tensors: Any) -> Any:
+    """The tensors of a list, contiguous; the list itself where they all are."""
+    return tensors if all(map(Tensor.is_contiguous, tensors)) else [t.contiguous() for t in tensors]
+
+
+def _arrived(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Cotangents, contiguous."""
+    return [g if g is None or g.is_contiguous() else g.contiguous() for g in grads]
+
+
+def _blank(metas: Iterable[Meta], like: Tensor) -> list[Tensor]:
+    return [like.new_empty(meta.shape, dtype=dtype_of(meta.dtype)) for meta in metas]
 
 
 def _outputs(signature: Signature) -> dict[str, Meta]:
     return {name: meta for name, meta in signature.outputs.items() if not meta.zero}
 
 
-def _slots(slots: Mapping[str, int], scale: Tensor, row: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Addresses of the operands' scales and amaxes."""
-    return slot_addresses(slots, scale, "scale"), slot_addresses(slots, row, "amax")
-
-
 def op_of(
     name: str,
     function: Callable[..., Any],
-    fake: Callable[..., Any],
-    gradient: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    fake: Callable[..., Any] | None,
     mutates: tuple[str, ...] = (),
     tags: tuple[Any, ...] = (),
+    key: str = "CompositeExplicitAutograd",
+    autograd: Callable[..., Any] | None = None,
 ) -> Any:
-    """``torch.ops.fp8kit.NAME``, which ``function`` computes on every device. ``gradient``: autograd's
-    formula, and what prepares its context.
+    """``torch.ops.fp8kit.NAME``, which ``function`` computes on every device; ``name`` may have an overload
+    behind a dot. No ``fake``, with the key CompositeImplicitAutograd: a graph has what ``function`` calls.
+    ``autograd``: what is called before, with the keys that are left.
 
     torch's ``custom_op`` makes the same, and looks at every call whether a result shares memory with an
     argument, which takes longer than to launch a product. Ours never do: ``opcheck`` tests it.
     """
-    library, full = library_of_op("fp8kit", name), f"fp8kit::{name}"
+    library = library_of_op("fp8kit", name)
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(full, fake, lib=library)
-    if gradient is not None:
-        torch.library.register_autograd(full, gradient[0], setup_context=gradient[1], lib=library)
-    return getattr(torch.ops.fp8kit, name).default
+    library.impl(name, function, key)
+    if autograd is not None:
+        library.impl(name, autograd, "Autograd", with_keyset=True)
+    if fake is not None:
+        torch.library.register_fake(f"fp8kit::{name}", fake, lib=library)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.fp8kit, packet), overload or "default")
+
+
+def _nothing(*given: Any) -> None:
+    """The fake of an op that gives nothing."""
+
+
+def _forward(filled: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> None:
+    """Fill outputs and the saved block (where there is one). ``inputs``: by the call's names; ``state``:
+    delayed scaling's scale and the state's handle, or the scale alone, or nothing. With a handle the last of
+    ``filled`` is the history, whose row 0 takes the amaxes."""
+    found, tensors = call_by(call), _contiguous(inputs)
+    assert all(map(Tensor.is_contiguous, filled))  # as they were allocated
+    op = found.bind(tensors)
+    if not state:
+        op.call(addresses(op, tensors)[1], NO_STATE, filled)
+        return
+    recorded = len(state) > 1
+    binding = found.binding(state[0], filled[-1] if recorded else None, False)
+    op.call(addresses(op, tensors)[1], binding, filled)
+    if recorded:
+        note(state[1], found.rule, found.when)
+
+
+def _backward(
+    filled: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    state: Sequence[Tensor],
+    shapes: Sequence[int],
+    dtypes: str,
+    call: str,
+) -> None:
+    """Fill the gradients of the call's ``needs`` that are computed; ``state`` as in ``_forward``."""
+    found, first = call_by(call), cotangents[0]
+    assert first is not None  # it always arrives
+    assert all(map(Tensor.is_contiguous, filled))
+    op = found.bind_shapes(shapes, dtypes, first.device)
+    binding = NO_STATE
+    if state:
+        note(state[1], found.rule, BACKWARD)  # before what may fail, so that the pass drops what it recorded
+        binding = found.binding(state[0], filled[-1], True)
+    count = op.kept_count
+    into = dict(zip(op.grads, filled, strict=False))
+    op.call_backward(_contiguous(kept[:count]), list(kept[count:]), _arrived(cotangents), binding, into)
+
+
+def _filled(inputs: Sequence[Tensor], state: Sequence[Tensor], history: Tensor | None, call: str) -> Any:
+    """Carry out a forward pass: (signature, results, saved block or nothing). ``state``: the forward scale,
+    that of the backward state, and the handles of both, where amaxes go into ``history``; or the first."""
+    found = call_by(call)
+    if onnx_mode.on:
+        onnx_mode.check(found.spec)
+    signature, like, ops = found.infer(inputs), inputs[0], OPS[found.operation.name]
+    outputs = _blank(_outputs(signature).values(), like)
+    saved = []
+    if signature.saved:
+        saved = [like.new_empty(Layout(signature.saved).nbytes, dtype=torch.uint8)]
+    if history is None:
+        ops.forward([*outputs, *saved], inputs, state[:1], call)
+    else:
+        ops.recorded[0]([*outputs, *saved, history], inputs, [state[0], state[2]], call)
+    sources = [inputs[found.names.index(source)] for source in signature.passes.values()]
+    return signature, [*outputs, *[t.clone(memory_format=torch.contiguous_format) for t in sources]], saved
+
+
+class _Traced(torch.autograd.Function):
+    """The gradient of an op, for what traces it: the graph has ``forward``'s and ``backward``'s ops."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: str, state: list[Tensor], histories: list[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        signature, results, saved = _filled(inputs, state, histories[0] if histories else None, call)
+        found = call_by(call)
+        names = (*_outputs(signature), *signature.passes)
+        known = dict(zip(names, results, strict=True)) | dict(zip(found.names, inputs, strict=True))
+        ctx.save_for_backward(*[known[name] for name in signature.kept if name in known], *saved)
+        ctx.call, ctx.signature, ctx.names = call, signature, names
+        # not the forward scale, which is another one by then
+        ctx.state, ctx.histories = [*state[1:2], *state[3:]], histories[1:]
+        ctx.shapes = [extent for t in inputs for extent in t.shape]
+        ctx.dtypes = ",".join(f"{t.ndim}{str(t.dtype).removeprefix('torch.')}" for t in inputs)
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found, signature, kept = call_by(ctx.call), ctx.signature, list(ctx.saved_tensors)
+        arrived = _arrived(grads)
+        if arrived[0] is None:
+            meta = next(iter(_outputs(signature).values()))
+            some = next((g for g in arrived if g is not None), kept[0])
+            arrived[0] = some.new_zeros(meta.shape, dtype=dtype_of(meta.dtype))
+        own: dict[str, Tensor | None] = {}
+        if signature.grads:
+            metas = {name: meta for name, meta in signature.grads.items() if name in found.names}
+            made = _blank(metas.values(), arrived[0])
+            ops, call = OPS[found.operation.name], (ctx.shapes, ctx.dtypes, ctx.call)
+            if ctx.histories and len(metas) < len(signature.grads):
+                ops.recorded[1]([*made, *ctx.histories], kept, arrived, ctx.state, *call)
+            else:
+                ops.backward(made, kept, arrived, [], *call)
+            own.update(zip(metas, made, strict=True))
+        own |= {n: arrived[ctx.names.index(out)] for n, out in signature.grad_passes.items()}
+        return (None, None, None, *[own.get(n) for n in found.names])
+
+
+def _traced(
+    inputs: Sequence[Tensor], state: Sequence[Tensor], histories: Sequence[Tensor], call: str
+) -> list[Tensor]:
+    """Outputs, and copies of inputs that pass through. ``state``, see ``_filled``; ``histories``: of the
+    forward and the backward state, where amaxes are recorded."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        return list(_Traced.apply(call, state, histories, *inputs))
+    return _filled(inputs, state, histories[0] if histories else None, call)[1]  # type: ignore[no-any-return]
+
+
+def _call(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
+    """``_traced`` without histories."""
+    return _filled(inputs, state, None, call)[1]  # type: ignore[no-any-return]
 
 
 def define(operation: Operation) -> None:
-    """Make the torch ops of an operation; none for one that changes its inputs.
-
-    Forward: ``inputs`` by the call's names; ``state``: the forward scale, and scale, history and handle of
-    the backward state, or nothing; ``call``: its text. Returns outputs, copies of inputs that pass through,
-    amaxes by the state's slots (where there is a state), and the saved block (where there is one).
-    """
+    """Make the torch ops of an operation; none for one that changes its inputs."""
     name = operation.name
     if operation.mutates or name in OPS:
         return
 
-    def forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
-        found, tensors = call_by(call), _contiguous(inputs)
-        op = found.bind(tensors)
-        rows, binding = [], NO_STATE
-        if state:
-            rows = [op.memory.zeros(found.forward_count)]
-            binding = StateBinding(*_slots(found.forward, state[0], rows[0]))
-        outputs, saved = op.call(addresses(op, tensors)[1], binding)
-        return [*outputs, *[tensors[at].clone() for at in op.through], *rows, *saved]
-
-    def fake_forward(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
-        found, like = call_by(call), inputs[0]
-        if onnx_mode.on:
-            onnx_mode.check(found.spec)
-        signature = found.infer(inputs)
-        sources = [inputs[found.names.index(source)] for source in signature.passes.values()]
-        made = _blank(_outputs(signature), like)
-        made += [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sources]
-        if state:
-            made.append(like.new_empty(found.forward_count, dtype=torch.float32))
-        if signature.saved:
-            made.append(like.new_empty(Layout(signature.saved).nbytes, dtype=torch.uint8))
-        return made
-
-    def backward(
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        state: Sequence[Tensor],
-        shapes: Sequence[int],
-        dtypes: str,
-        call: str,
+    def differentiable(
+        keyset: Any, inputs: Sequence[Tensor], state: Sequence[Tensor], call: str
     ) -> list[Tensor]:
-        found, first = call_by(call), cotangents[0]
-        assert first is not None  # it always arrives
-        op = found.bind_shapes(shapes, dtypes, first.device)
-        binding, row = NO_STATE, op.memory.zeros(found.backward_count)
-        if state:
-            binding = StateBinding({}, {}, *_slots(found.backward, state[0], row))
-        held, saved = _contiguous(kept[: len(op.kept)]), list(kept[len(op.kept) :])
-        made = op.call_backward(held, saved, _contiguous(cotangents), binding)
-        own = [g for n, g in zip(found.needs, made, strict=True) if n in op.grads and g is not None]
-        return [*own, row] if state and op.grad_amaxes else own
+        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+            return list(_Traced.apply(call, state, [], *inputs))
+        return below_autograd(OPS[name].call, keyset, inputs, state, call)
 
-    def fake_backward(
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        state: Sequence[Tensor],
-        shapes: Sequence[int],
-        dtypes: str,
-        call: str,
-    ) -> list[Tensor]:
-        found, like = call_by(call), cotangents[0]
-        assert like is not None  # the first one always arrives
-        grads = found.infer(_parsed(shapes, dtypes, like.device)).grads
-        made = _blank({name: grads[name] for name in found.needs if name in grads}, like)
-        if state and any(name not in found.names for name in grads):
-            made.append(like.new_empty(found.backward_count, dtype=torch.float32))
-        return made
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        tensors, state, ctx.call = inputs
-        ctx.state = list(state[1:])  # not the forward scale, which is another one by then
-        found = call_by(ctx.call)
-        ctx.signature = found.infer(tensors)
-        outputs = list(_outputs(ctx.signature))
-        known = dict(zip(outputs, output, strict=False)) | dict(zip(found.names, tensors, strict=True))
-        kept = [known[name] for name in ctx.signature.kept if name in known]
-        ctx.save_for_backward(*kept, *output[-1:] if ctx.signature.saved else ())
-        ctx.shapes = [extent for t in tensors for extent in t.shape]
-        ctx.dtypes = ",".join(f"{t.ndim}{str(t.dtype).removeprefix('torch.')}" for t in tensors)
-        ctx.mark_non_differentiable(*output[len(outputs) + len(ctx.signature.passes) :])
-        ctx.set_materialize_grads(False)
-
-    @once
-    def gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
-        found, signature = call_by(ctx.call), ctx.signature
-        outputs = _outputs(signature)
-        results = [*outputs, *signature.passes]
-        arrived = _contiguous(grads[: len(results)])
-        if arrived[0] is None:
-            meta = next(iter(outputs.values()))
-            some = next((g for g in arrived if g is not None), ctx.saved_tensors[0])
-            arrived[0] = some.new_zeros(meta.shape, dtype=dtype_of(meta.dtype))
-        made: list[Tensor] = []
-        if signature.grads:
-            kept = list(ctx.saved_tensors)
-            made = backward_op(kept, arrived, ctx.state, ctx.shapes, ctx.dtypes, ctx.call)
-        names = [n for n in found.needs if n in signature.grads]
-        own: dict[str, Tensor | None] = dict(zip(names, made, strict=False))
-        if len(made) > len(names):
-            record_(ctx.state[1], made[-1], ctx.state[2], found.history, BACKWARD)
-        own |= {n: arrived[results.index(out)] for n, out in signature.grad_passes.items()}
-        return [own.get(n) for n in found.names]
-
-    def differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
-        none = [None] * (1 + len(ctx.state)) if ctx.state else []
-        return [*gradients(ctx, *grads)], none, None
-
-    backward_op = op_of(f"{name}_backward", backward, fake_backward)
-    forward_op = op_of(name, forward, fake_forward, (differentiate, setup))
-    OPS[name] = forward_op, backward_op
+    fills: dict[str, Any] = {"fake": _nothing, "mutates": ("filled",)}
+    # what records runs on the host too, so that a captured graph is divided there
+    records = {**fills, "tags": (torch.Tag.cudagraph_unsafe,)}
+    OPS[name] = TorchOps(
+        op_of(name, _call, _call, autograd=differentiable),
+        op_of(f"{name}.traced", _traced, None, ("histories",), key="CompositeImplicitAutograd"),
+        op_of(f"{name}_forward", _forward, **fills),
+        op_of(f"{name}_backward", _backward, **fills),
+        (
+            op_of(f"{name}_forward.recorded", _forward, **records),
+            op_of(f"{name}_backward.recorded", _backward, **records),
+        ),
+    )
 
 
 def _parsed(shapes: Sequence[int], dtypes: str, device: torch.device) -> list[TensorMeta]:
@@ -345,32 +413,36 @@ def _parsed(shapes: Sequence[int], dtypes: str, device: torch.device) -> list[Te
 # --- FP8 state ----------------------------------------------------------------------------------------------
 
 
-def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
-    row = history[0]
-    torch.fmax(row, amaxes, out=row)
+def note(handle: Tensor, rule: _Rule | None, when: int) -> None:
+    """Have the state of that handle, which recorded amaxes, updated by its ``rule``, see ``FORWARD`` and
+    ``BACKWARD``."""
     if when == NEITHER:
         return
+    assert rule is not None
     own = states.named(int(handle))
     if own is None:
         raise ArgumentError("record_", "handle", int(handle), "a state of a module that is alive")
     if when == BACKWARD:
-        states.finish_backward([(decode(recipe), own, None)])
-    elif (scope := current()) is not None:
-        rule: Any = _rule(recipe)
-        touch_forward(own, scope.recipe if scope.recipe.history == rule.history else rule, True)
+        states.finish_backward(((rule.history, own, None),))
+    elif current() is not None:
+        touch_forward(own, rule, True)  # type: ignore[arg-type]
+
+
+def _record(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
+    row = history[0]
+    torch.fmax(row, amaxes, out=row)
+    note(handle, _rule(recipe) if recipe else None, when)
 
 
 # record_(history, amaxes, handle, recipe, when): history[0] = max(history[0], amaxes), NaN ignored; and the
 # state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``. It runs on the host too, so that a
 # captured graph is divided there. ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 ()
 # on the CPU; ``recipe``: text of an ``AmaxHistory``.
-record_: Any = op_of(
-    "record_", _record, lambda *given: None, mutates=("history",), tags=(torch.Tag.cudagraph_unsafe,)
-)
+record_: Any = op_of("record_", _record, _nothing, ("history",), (torch.Tag.cudagraph_unsafe,))
 
 
 class _Rule(NamedTuple):
-    """What updates the state of a layer whose recipe is not that of the autocast (``Recipe.for_layer``)."""
+    """What updates a state, as a recipe has it."""
 
     history: AmaxHistory
 
@@ -404,7 +476,7 @@ def _update(
     states.update(decode(recipe), own, forward)
 
 
-update_: Any = op_of("update_", _update, lambda *given: None, mutates=("scales", "inverses", "histories"))
+update_: Any = op_of("update_", _update, _nothing, ("scales", "inverses", "histories"))
 each_operation(define)
 
 
@@ -441,22 +513,19 @@ def trace(
     text, refused = (spec, "") if isinstance(spec, str) else _spec_text(operation, spec)
     if refused:  # said here: Dynamo takes an error within a constant's making for one of its own
         raise ArgumentError(refused)
-    gemms, history_text = ((), "") if state is None else (state.gemms, state.recipe)
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
-    call, outputs = described(name, text, names, gemms, policy_now().text, needs, history_text)
-    op = OPS[name][0]
+    how: tuple[Any, ...] = () if state is None else (state.recipe, state.when, gemm)
+    gemms = () if state is None else state.gemms
+    call, outputs = described(name, text, names, gemms, policy_now().text, needs, *how)
+    ops = OPS[name]
     if state is None:
-        made = op(tensors, [], call)
+        made = ops.call(tensors, [], call) if exporting() else ops.traced(tensors, [], [], call)
+    elif state.record:
+        own = [state.forward.scale, state.backward.scale, state.forward.handle, state.backward.handle]
+        histories = [state.forward.amax_history, state.backward.amax_history]
+        made = ops.traced(tensors, own, histories, call)
     else:
-        scale, late, history = state.forward.scale, state.backward, state.forward.amax_history
-        first, count = FORWARD_SLOTS * gemm, FORWARD_SLOTS * len(gemms)
-        own = [scale[first : first + count], late.scale, late.amax_history, late.handle]
-        made = op(tensors, own, call)
-        if state.record:
-            amaxes = made[len(outputs)]
-            if count < history.shape[1]:
-                amaxes = torch.nn.functional.pad(amaxes, (first, history.shape[1] - first - count))
-            record_(history, amaxes, state.forward.handle, state.recipe, state.when)
+        made = ops.traced(tensors, [state.forward.scale], [], call)
     return dict(zip(outputs, made[: len(outputs)], strict=True))

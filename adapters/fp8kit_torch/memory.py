@@ -41,9 +41,8 @@ class TorchMemory:
     """``execution.Memory`` of a device: its arrays are tensors, allocated on torch's current device, which
     must be this one.
 
-    ``compiled``: for operations in a compiled graph. All that they allocate is fresh, and known to torch: a
-    graph may be captured, and then accounts for all memory that it finds allocated; and deterministic torch
-    fills what it sees.
+    ``compiled``: for operations in a compiled graph. All that they allocate is fresh: a graph may be
+    captured, and then accounts for all memory that it finds allocated.
     """
 
     address: Callable[[Tensor], int] = staticmethod(Tensor.data_ptr)
@@ -70,8 +69,6 @@ class TorchMemory:
         return ArrayView(tensor.data_ptr(), meta.shape, meta.dtype, self.device, tensor)
 
     def block(self, nbytes: int) -> Tensor:
-        if self.compiled:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
         return _EMPTY[self.device.kind]((nbytes,), (1,), torch.uint8)
 
     def arena(self, nbytes: int, stream: int) -> Arena:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import inspection
-from fp8kit.autocast import AutocastState, current, touch_forward, traced_state
+from fp8kit.autocast import AutocastState, current, touch_forward, traced_state, want_no_checks
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
@@ -82,6 +82,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     # --- what the shared layers ask -------------------------------------------------------------------------
 
     def open_operands(self, inputs: Inputs, state: AutocastState | None, first: bool | None) -> Operands:
+        if state is not None and state.check_finite:  # asked here: a call takes time
+            want_no_checks(self.layer_name, state)
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:
@@ -198,6 +200,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             if asked:
                 raise not_compiled(name)
         state = traced_state()
+        if state is not None and state.check_finite:
+            raise not_compiled("check_finite of fp8kit.autocast")
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
 
@@ -377,7 +381,13 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
         for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
         amaxes go nowhere."""
-        found, forward = self._bound(recipe, record), self.fp8_meta["scaling_fwd"]
+        known = self._binding
+        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
+        if same and record:
+            history: Any = recipe.history
+            same = self.fp8_meta["scaling_fwd"].amax_history.shape[0] == history.length
+        found: StateBinding = known[2] if same else self._bind(recipe, record)
+        forward = self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None
             slots, scale = forward_slots(self.gemms), forward.scale
@@ -395,20 +405,11 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
-    def _bound(self, recipe: Recipe, record: bool) -> StateBinding:
+    def _bind(self, recipe: Recipe, record: bool) -> StateBinding:
         """The state's addresses by the operation's names. Where amaxes are to be recorded, the history gets
         the recipe's length."""
-        known = self._binding
         history: Any = recipe.history
-        length = history.length
-        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
-        if (
-            known is not None
-            and same
-            and (not record or self.fp8_meta["scaling_fwd"].amax_history.shape[0] == length)
-        ):
-            return known[2]
-        self.prepare(length, record)
+        self.prepare(history.length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         front, back = forward_slots(self.gemms), backward_slots(self.gemms)
         scales = slot_addresses(front, forward.scale, "scale")
@@ -460,9 +461,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         cached = first is not None
-        spec = layer_text(
-            self._spec_text, parts, cached, bias, tuple(options.items()), layer=layer, frozen=frozen
-        )
+        more = {"layer": layer, "frozen": frozen, "where": str(tensors["x"].device)}
+        spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), **more)
         return trace(self.operation, spec, tensors, traced)
 
     def _layer(self) -> tuple[str, str]:
@@ -506,13 +506,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         tensors: dict[str, Tensor],
         traced: TracedState | None,
     ) -> dict[str, Tensor]:
-        text = fp8_text(parts, self._layer())
+        layer, where = self._layer(), str(tensors["x"].device)
+        text = fp8_text(parts, layer, where)
         if first or self._weights is None or self._weights.key != text:
             made: dict[str, Tensor] = {}
             with torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    spec = layer_text(self._spec_text, parts, False, bias, (), i, self._layer())
+                    spec = layer_text(self._spec_text, parts, False, bias, (), i, layer, where=where)
                     state = None if traced is None else traced.of_gemm(i)
                     made.update(trace(weight_cast, spec, own, state, i))
             self._weights = WeightCache(text, made)

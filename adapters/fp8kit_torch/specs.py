@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp8kit import scaled_products
 from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
@@ -32,12 +33,12 @@ def layer_text(
     cast: int = -1,
     layer: tuple[str, str] = ("", ""),
     frozen: tuple[float, ...] = (),
+    where: str = "cpu",
 ) -> str:
     """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
     ``cast``: of this product's weight cast instead. ``frozen``: delayed scaling's forward scales, which are
-    what they are from now on."""
-    own = layer_recipe(recipe, layer) if recipe else None
-    fp8 = None if own is None else own.quantization
+    what they are from now on. ``where``: the device that it is for."""
+    fp8 = _fp8_of(recipe, layer, where) if recipe else None
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if frozen and fp8 is not None:
         found = _with_scales(found, fp8, frozen)
@@ -73,12 +74,17 @@ def frozen_scales(state: int) -> tuple[float, ...]:
         return tuple(found.scale.tolist())
 
 
-@constant_result
-def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
-    """The text of what a recipe, by its parts, means for the products of a ``layer`` of that class and name;
-    "" for high precision."""
+def _fp8_of(recipe: tuple[Any, ...], layer: tuple[str, str], where: str) -> Quantization | None:
     own = layer_recipe(recipe, layer)
-    return "" if own is None else encode(own.quantization)
+    return None if own is None else scaled_products.for_device(own.quantization, where)
+
+
+@constant_result
+def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str], where: str) -> str:
+    """The text of what a recipe, by its parts, means for the products of a ``layer`` of that class and name
+    on the device ``where``; "" for high precision."""
+    fp8 = _fp8_of(recipe, layer, where)
+    return "" if fp8 is None else encode(fp8)
 
 
 @constant_result

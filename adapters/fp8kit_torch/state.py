@@ -28,7 +28,6 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
-_DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
@@ -138,7 +137,7 @@ def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) ->
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
     if history is not None and history.reduce:
-        several = _DISTRIBUTED and dist.GroupMember.WORLD is not None  # type: ignore[attr-defined]
+        several = bool(torch_compat.GROUPS)
         for state in states:
             several = several or (state.group is not None and isinstance(state.group, Collectives))
         if several:
@@ -224,7 +223,11 @@ def finish_backward(tokens: Sequence[Token]) -> None:
     if _HELD or not tokens:
         return
     number = tokens[0][2]
-    groups = _RECORDED[open_backward() if number is None else number]
+    if number is None:
+        number = torch_compat.current_backward()
+    groups = _RECORDED.get(number)
+    if groups is None:
+        groups = _RECORDED[open_backward()]
     for history, state, _ in tokens:
         found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
         found[1][state] = None

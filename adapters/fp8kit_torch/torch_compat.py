@@ -152,6 +152,17 @@ def global_hooks() -> bool:
 library_of_op: Callable[..., Any] = _required(torch._library.custom_ops, "get_library_allowing_overwrite")
 
 
+_BelowAutograd: Any = _required(torch._C, "_AutoDispatchBelowAutograd")
+_after_autograd: Any = _required(torch._C, "_after_autograd_keyset")
+
+
+def below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
+    """What an op's function for autograd leaves to what comes after it. ``keyset``: as that one was called
+    with."""
+    with _BelowAutograd():
+        return op.redispatch(keyset & _after_autograd, *args)
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 # For a subclass that decides by ``__torch_dispatch__`` alone.
@@ -237,6 +248,12 @@ def _communication(name: str, former: str) -> Any:
 # (target, source, group=...): the processes' sources one after the other; this process's part of their sum
 all_gather_single: Any = _communication("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single: Any = _communication("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+# The process groups of this process, empty without any: the public question takes two calls of Python.
+GROUPS: Any = {}
+if torch.distributed.is_available():
+    GROUPS = _required(torch.distributed.distributed_c10d, "_pg_map")
 
 
 def store_of(group: Any) -> Any:

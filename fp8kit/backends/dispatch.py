@@ -74,13 +74,13 @@ def candidates(
     return _MANAGER.candidates(op_name, device, policy)
 
 
-def kernels(device: Device) -> Any:
+def kernels(device: Device, policy: SelectionPolicy | None = None) -> Any:
     """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for
-    ``device`` by the policy in force.
+    ``device`` by the policy, None for the one in force.
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
-    policy = get_policy()
+    policy = get_policy() if policy is None else policy
     found = policy.chosen.get(device)
     return _chosen(device, policy) if found is None else found
 

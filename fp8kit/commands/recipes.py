@@ -107,6 +107,8 @@ def _show(options: argparse.Namespace) -> int:
     print(f"{options.name}: {found['recipe']}, {found['short_name']}\nsource: {source}")
     for device, support in found["devices"].items():
         print(f"on {device}: {recipe_info.Support(**support)}")
+    for least, support in found["capabilities"].items():
+        print(f"from compute capability {least} on: {recipe_info.Support(**support)}")
     history = recipe.history
     print("state: none" if history is None else f"state: scales of earlier steps, {history}")
     print(f"random bits: {'yes, in JAX from autocast(rng=key)' if found['random'] else 'none'}\n")

@@ -245,19 +245,21 @@ class BoundOp(Interface):
 
     # --- forward --------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: Addresses, outputs: Addresses, amaxes: Addresses) -> list[Any]:
+    def forward(
+        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: Any = None
+    ) -> list[Any]:
         """Fill the outputs and update the amaxes (each becomes the maximum of its old and its new value).
         Returns what was saved for backward, as arrays of the frontend: the block, if there is one, then each
-        streamed buffer."""
+        streamed buffer. ``block``: that array, where the caller has allocated it."""
         memory, nbytes = self.memory, self.saved.nbytes
         if self._shown is not None:
             shown, places = self._shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
-        saved = [memory.block(nbytes)] if nbytes else []
-        block = memory.address(saved[0]) if nbytes else 0
+        saved = [memory.block(nbytes) if block is None else block] if nbytes else []
+        place = memory.address(saved[0]) if nbytes else 0
         arena = memory.arena(self.scratch.nbytes, stream)
-        addresses = inputs, outputs, amaxes, block
+        addresses = inputs, outputs, amaxes, place
         if self._forward_replays is None:
             ws = self._working_set(*addresses, arena, stream)
             self.operation.forward(self.plan, ws)
@@ -266,7 +268,7 @@ class BoundOp(Interface):
                 kept.allocate_all()
                 saved += [kept[name].owner for name in self.saved.streamed]
         else:  # nothing is streamed then
-            key = (stream, arena.address, block, *inputs, *outputs, *amaxes)
+            key = (stream, arena.address, place, *inputs, *outputs, *amaxes)
             self._forward_replays.run(key, self._forward, *addresses, arena, stream)
         if arena.kept:
             memory.release(arena, stream)

@@ -195,9 +195,10 @@ class Arena:
 
 
 class _Own(threading.local):
-    """A thread's own arenas, None where it takes those of all threads."""
+    """The arenas that a thread takes: its own, or at first those of all threads."""
 
-    arenas: dict[tuple[Device, int], Arena] | None = None
+    def __init__(self, shared: dict[tuple[Device, int], Arena]) -> None:
+        self.arenas = shared
 
 
 class Scratch:
@@ -216,18 +217,16 @@ class Scratch:
 
     def __init__(self, allocate: Callable[[int, Device], tuple[int, object]]) -> None:
         self.allocate = allocate
-        self._shared: dict[tuple[Device, int], Arena] = {}
-        self._own = _Own()
+        self._own = _Own({})
 
     @property
     def arenas(self) -> dict[tuple[Device, int], Arena]:
         """The arenas that no call uses now."""
-        own = self._own.arenas
-        return self._shared if own is None else own
+        return self._own.arenas
 
     def arena(self, nbytes: int, device: Device, stream: int) -> Arena:
         """At least ``nbytes`` bytes, contents undefined, for work on ``stream``."""
-        found: Arena | None = self.arenas.pop((device, stream), None)
+        found: Arena | None = self._own.arenas.pop((device, stream), None)
         if found is None or found.nbytes < nbytes:
             found = None  # so that its memory may be the next one's
             kept = nbytes <= self.KEPT and device.kind != "cpu"
@@ -238,7 +237,7 @@ class Scratch:
         """Give an arena back."""
         if not (arena.kept and arena.nbytes):
             return
-        arenas = self.arenas
+        arenas = self._own.arenas
         if len(arenas) >= self.STREAMS:
             with suppress(KeyError, RuntimeError, StopIteration):  # another thread was quicker
                 del arenas[next(iter(arenas))]

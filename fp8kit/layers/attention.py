@@ -132,7 +132,7 @@ class MultiheadAttention(AttentionHeads):
                 op,
                 "hidden_size",
                 hidden_size,
-                f"a multiple of num_attention_heads, {num_attention_heads}; or give the size of a head as kv_channels",
+                f"a multiple of num_attention_heads ({num_attention_heads}), or kv_channels, a head's size",
             )
         if kv_channels is None:
             arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers import context_group
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase

@@ -90,7 +90,7 @@ def chunk_sums(xp: Any, lengths: Any, starts: Any, numbers: Sequence[int]) -> An
     ``lengths``: running sums of the true lengths, ``starts``: where the whole sequences start."""
     count, number = numbers
     chunk = xp.diff(starts) // count
-    return _running(xp, xp.clip(xp.diff(lengths) - number * chunk, 0 * chunk, chunk))
+    return running(xp, xp.clip(xp.diff(lengths) - number * chunk, 0 * chunk, chunk))
 
 
 def all_chunk_sums(xp: Any, lengths: Any, starts: Any, numbers: Sequence[int]) -> Any:
@@ -104,7 +104,7 @@ def sums_up_to(xp: Any, lengths: Any, starts: Any, numbers: Sequence[int]) -> An
     most)."""
     count, most = numbers
     chunk = xp.diff(starts) // count
-    return _running(xp, xp.clip(xp.diff(lengths), 0 * chunk, most * chunk))
+    return running(xp, xp.clip(xp.diff(lengths), 0 * chunk, most * chunk))
 
 
 def packed_order(xp: Any, tokens: Any, starts: Any, parts: int) -> Any:
@@ -132,7 +132,7 @@ def packed_chunks(xp: Any, tokens: Any, starts: Any, part: int | None) -> Any:
 def chunk_starts(xp: Any, starts: Any, size: int) -> Any:
     """Where a rank's chunks start among its tokens, two of each sequence: (2 b + 1,)."""
     chunk = xp.diff(starts) // (2 * size)
-    return _running(xp, xp.stack([chunk, chunk], 1).reshape(-1))
+    return running(xp, xp.stack([chunk, chunk], 1).reshape(-1))
 
 
 def chunk_positions(xp: Any, starts: Any, size: int, rank: int) -> Any:
@@ -141,7 +141,7 @@ def chunk_positions(xp: Any, starts: Any, size: int, rank: int) -> Any:
     return xp.stack([chunk * rank, chunk * (2 * size - 1 - rank)], 1).reshape(-1)
 
 
-def _running(xp: Any, lengths: Any) -> Any:
+def running(xp: Any, lengths: Any) -> Any:
     """(b + 1,)."""
     return xp.cumsum(xp.concatenate([0 * lengths[:1], lengths]), 0)
 

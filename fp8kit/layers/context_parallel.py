@@ -34,7 +34,7 @@ from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec
 from fp8kit.ops.attention_views import side_of
 from fp8kit.ops.communicate import columns_to_rows, gather_rows, rows_to_columns
 from fp8kit.ops.permute import permute, unpermute
-from fp8kit.ops.ring_attention import ring_attention
+from fp8kit.ops.ring_attention import chunks_of, ring_attention
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.spec import Operation
 
@@ -144,7 +144,7 @@ class _Call:
         spec = _changed(self.spec, **changed, **self._longest(ranks.size, ("q",)))
         whole["q"] = self._of_chunk("q")[1:]
         outputs = []
-        for number, part in zip((ranks.rank, 2 * ranks.size - 1 - ranks.rank), (0, 1), strict=True):
+        for number, part in zip(chunks_of(ranks.rank, ranks.size, 2), (0, 1), strict=True):
             row_map = self._chunk_map("q", part)
             rows = {**self.rows, "q": self._permuted(self.rows["q"], row_map)}
             count = 2 * ranks.size

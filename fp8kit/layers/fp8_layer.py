@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from fp8kit import inspection
+from fp8kit import inspection, scaled_products
 from fp8kit.autocast import AutocastState, current
 from fp8kit.collectives import Collectives, named
 from fp8kit.errors import ArgumentError
@@ -129,7 +129,7 @@ class FP8Layer(Layer):
     def _forget(self) -> None:
         """Drop what is derived from the rest."""
         self._specs: dict[Any, tuple[Any, Quantization | None]] = {}
-        self._fp8: tuple[Recipe, Quantization] | None = None
+        self._fp8: tuple[Recipe, Quantization, Quantization] | None = None
         self._binding: Any = None
         self._weights: WeightCache | None = None
 
@@ -374,10 +374,17 @@ class FP8Layer(Layer):
         return operands._replace(weights=_NOTHING, codes=None) if watch.changed else operands
 
     def _fp8_of(self, recipe: Recipe) -> Quantization:
+        """What a recipe means for the layer's products where its weights are."""
         known = self._fp8
         if known is None or known[0] is not recipe:
-            self._fp8 = known = (recipe, recipe.quantization)
-        return known[1]
+            fp8 = recipe.quantization
+            self._fp8 = known = (recipe, fp8, scaled_products.scaled(fp8))
+        _, fp8, scaled = known
+        if scaled is not fp8 and scaled_products.takes_scales(
+            next(iter(self.weight_inputs().values())).device
+        ):
+            return scaled
+        return fp8
 
     def _spec_for(
         self,

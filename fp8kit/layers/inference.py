@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8kit.arguments import NamedWell, Rule, check, integer
 from fp8kit.arrays import Shape
-from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.layers.arguments import size
 from fp8kit.layers.cache_manager import CacheManager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.blocks import tile_of
-from fp8kit.formats import E4M3, E8M0, float32
+from fp8kit.formats import E4M3, E8M0, float32, uint8
 from fp8kit.ops.product import Product
 from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, WorkingSet
@@ -52,8 +52,8 @@ class Cast(NamedTuple):
 
 class Target(NamedTuple):
     """Where a cast goes, each None where nobody wants it: the operand's ``values``; ``inverse``, what
-    multiplies products of them; ``codes`` and ``scales``, one a tile, of which they are made; ``inside``, the
-    mask of what was not clipped."""
+    multiplies products of them; ``codes`` and ``scales``, one a tile, of which they are made, float32 or,
+    uint8, as codes; ``inside``, the mask of what was not clipped."""
 
     values: Any
     inverse: Any
@@ -206,16 +206,21 @@ class EmulatedCasts(Product):
         kind = SCALE_FORMATS.get(quantizer.granularity.partition("_")[0])
         if target.scales is not None and kind is None:
             scales = target.scales
+        elif target.scales is not None and target.scales.dtype is uint8:
+            tile_codes = target.scales
         elif target.scales is not None:
             tile_codes = ws.scratch[self._name("tile_codes")].slice(0, 0, target.scales.size)
             tile_codes = tile_codes.reshape(*target.scales.shape)
         draws = self._draw(name), rng if quantizer.needs_rng else None
         made = target.codes, scales, tile_codes, target.values, amax, target.inverse
         k.cast_blocks(matrix, *made, quantizer, along, *draws, target.inside, stream)
-        if tile_codes is not None:
-            assert kind is not None
-            one = self._one(ws)
-            k.dequantize(tile_codes, target.scales, one, kind, target.scales.shape, stream)
+        if tile_codes is not None and tile_codes is not target.scales:
+            self._decode_scales(ws, quantizer, tile_codes, target.scales)
+
+    def _decode_scales(self, ws: WorkingSet, own: Quantizer, codes: ArrayView, scales: ArrayView) -> None:
+        """The values, float32, of the codes of an operand's scales."""
+        kind = SCALE_FORMATS[own.granularity.partition("_")[0]]
+        ws.kernels.dequantize(codes, scales, self._one(ws), kind, scales.shape, ws.stream)
 
     def _one(self, ws: WorkingSet) -> ArrayView:
         """1, float32 [1]: the rule of scales for an amax of 1 in a format with that largest value."""

@@ -340,8 +340,9 @@ class NormMLP(Products):
         passes = self._passes(spec, metas, needs)
         first, st = passes.forward, passes.backward
         fc1, fc2 = st.fc1, st.fc2
-        sizes = fc1.workspace(kernels), fc2.workspace(kernels), kernels.norm_bwd_workspace(fc1.m, fc1.k)
-        space = workspace(max(sizes))
+        products = {first.fc1, first.fc2, fc1, fc2}
+        sizes = [own.workspace(kernels) for own in products]
+        space = workspace(max(kernels.norm_bwd_workspace(fc1.m, fc1.k), *sizes))
         forward = first.scratch() | space
         backward = st.norm.backward_scratch() | fc2.backward_scratch() | fc2.bias_workspace(kernels) | space
         if passes.numbers is not None:

@@ -237,7 +237,8 @@ class Product:
         return out
 
     def workspace(self, k: Any) -> int:
-        """Bytes of workspace for any of the three products and the casts around them."""
+        """Bytes of workspace for any of the three products and the casts around them. A plan asks before it
+        asks for ``scratch`` and ``backward_scratch``: a product may learn here what the engine takes."""
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
     def bias_workspace(self, k: Any) -> dict[str, Meta]:

@@ -11,55 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8kit import accumulation as models
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import FormatError
-from fp8kit.formats import DType, float32, uint8
-from fp8kit.ops.emulated_casts import FPROP, LINES, OPERANDS, SCALE_FORMATS
-from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.product_emulated import EmulatedProduct
-from fp8kit.ops.product_quantized import GEMMS, unsupported
+from fp8kit.formats import float32, uint8
+from fp8kit.ops.emulated_casts import LINES, SCALE_FORMATS
+from fp8kit.ops.product_coded import Coded, CodedProduct
+from fp8kit.ops.product_quantized import unsupported
 from fp8kit.quantization import Gemm, Quantizer
 from fp8kit.spec import Meta, WorkingSet
 
 
-class Coded(NamedTuple):
-    """An operand of a modelled GEMM: codes (rows, contraction), the scales of its tiles, how it was cast."""
+class ModelledProduct(CodedProduct):
+    """``CodedProduct`` whose GEMMs on codes have an ``Accumulation``."""
 
-    codes: ArrayView
-    scales: ArrayView
-    quantizer: Quantizer
+    kernels = (*CodedProduct.kernels, "model_gemm", "copy")
 
-    @property
-    def dtype(self) -> DType:
-        """That of its codes."""
-        return self.codes.dtype
-
-
-class ModelledProduct(EmulatedProduct):
-    """``EmulatedProduct`` of which some GEMMs have an ``Accumulation``. Their operands are arrays of codes,
-    ``x_q_codes`` uint8, lying as the matrix does, and of one scale a tile, ``x_q_scales`` float32. One whose
-    values another GEMM reads as well has these besides.
-    """
-
-    kernels = (*EmulatedProduct.kernels, "model_gemm", "copy")
-
-    def __init__(self, spec: ProductSpec, *how: Any) -> None:
-        super().__init__(spec, *how)
-        # GEMM -> how it is summed
-        self.modelled: dict[str, Accumulation] = {
-            name: gemm.how
-            for name, gemm in self.fp8.gemms.items()
-            if gemm.compute == "quantized" and isinstance(gemm.how, Accumulation)
-        }
-        # operand of such a GEMM -> whether it is the first one
-        self.sides = {operand: i == 0 for name in self.modelled for i, operand in enumerate(GEMMS[name])}
-        self.coded = {self.arrays[operand] for operand in self.sides}
-        valued = {array for operand, array in self.arrays.items() if operand not in self.sides}
-        self.valued = valued | {self.arrays[FPROP[operand]] for operand in self.recasts}
+    @staticmethod
+    def on_codes(gemm: Gemm) -> bool:
+        return gemm.compute == "quantized" and isinstance(gemm.how, Accumulation)
 
     @classmethod
     def check_supported(cls, gemms: Iterable[tuple[str, Gemm]]) -> None:
@@ -89,19 +62,6 @@ class ModelledProduct(EmulatedProduct):
 
     # --- what there is --------------------------------------------------------------------------------------
 
-    def _metas(self, names: Iterable[str]) -> dict[str, Meta]:
-        made: dict[str, Meta] = {}
-        for array in names:
-            own, name, cast = super()._metas([array]), self._name(array), self._how(array)
-            if array not in self.valued:
-                del own[name]
-            if array in self.coded:
-                shape = self.matrices[cast.source].shape
-                own[f"{name}_codes"] = Meta(shape, uint8)
-                own[f"{name}_scales"] = Meta(cast.grid(shape), float32)
-            made |= own
-        return made
-
     def _amaxes(self) -> dict[str, Meta]:
         made = super()._amaxes()
         shapes = {self._how(array): self.matrices[self._how(array).source].shape for array in self.coded}
@@ -121,8 +81,7 @@ class ModelledProduct(EmulatedProduct):
             return super()._operand(ws, operand, matrix)
         array = self.arrays[operand]
         codes, scales = self._part(ws, array, "_codes"), self._part(ws, array, "_scales")
-        source, along = OPERANDS[operand]
-        if not (along if source != "w" or self.oi else 1 - along):  # its contraction is the rows
+        if not self._along(operand):  # its contraction is the rows
             lying = ws.scratch[self._name("lying_a" if self.sides[operand] else "lying_b")]
             transposed = lying.slice(0, 0, codes.size).reshape(*codes.shape[::-1])
             ws.kernels.copy(codes.transpose(1, 0), transposed, ws.stream)
@@ -140,15 +99,12 @@ class ModelledProduct(EmulatedProduct):
         bias: ArrayView | None = None,
         addend: ArrayView | None = None,
     ) -> None:
-        how = self.modelled.get(gemm)
-        if how is None:
+        if gemm not in self.coding:
             super()._gemm(ws, gemm, a, b, out, layout, bias, addend)
             return
         p, q = a.quantizer, b.quantizer
-        scales = a.scales, b.scales, p.tile, q.tile
-        ws.kernels.model_gemm(
-            a.codes, b.codes, out, p.format, q.format, *scales, how, bias, addend, ws.stream
-        )
+        how = *(a.scales, b.scales), p.tile, q.tile, self.coding[gemm].how
+        ws.kernels.model_gemm(a.codes, b.codes, out, p.format, q.format, *how, bias, addend, ws.stream)
 
 
 def _kind(quantizer: Quantizer) -> str:

@@ -152,7 +152,8 @@ class WatchedProduct(Product):
         }
 
     def workspace(self, k: Any) -> int:
-        return max(super().workspace(k), *(own.workspace(k) for own in self.collectors.values()), 0)
+        alone = 0 if self.alone is None else self.alone.workspace(k)
+        return max(super().workspace(k), *(own.workspace(k) for own in self.collectors.values()), alone)
 
     # --- what it does ---------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from fp8kit.ops.product_modelled import ModelledProduct
 from fp8kit.ops.product_parallel import ParallelProduct
 from fp8kit.ops.product_quantized import QuantizedProduct, unsupported
 from fp8kit.ops.product_row import RowProduct
+from fp8kit.ops.product_scaled import ScaledProduct
 from fp8kit.ops.product_tensor import TensorProduct
 from fp8kit.quantization import OPERANDS, Quantization, Quantizer
 
@@ -49,8 +50,8 @@ _SUPPORTED = {
 @lru_cache(maxsize=256)
 def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
     """The products of operands that are cast so: the tensor cores' own where there are such, else emulated,
-    with a chip's sums where a GEMM names these. UnsupportedError, which names GEMM, operand and field, for
-    what none carries out."""
+    with a chip's sums where a GEMM names these, or on codes where one is ``scaled``. UnsupportedError, which
+    names GEMM, operand and field, for what none carries out."""
     _want_fprop_quantized(quantization)
     try:
         return _native(quantization)
@@ -61,8 +62,11 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
     known = ("current", "static", "delayed")
     if not operands or any(operand.scale_source not in known for operand in operands):
         raise why
-    modelled = any(not isinstance(gemm.how, bool) for gemm in used)
-    kind = ModelledProduct if modelled else EmulatedProduct
+    kind: type[EmulatedProduct] = EmulatedProduct
+    if any(gemm.scaled for gemm in quantization.gemms.values()):
+        kind = ScaledProduct
+    elif any(not isinstance(gemm.how, bool) for gemm in used):
+        kind = ModelledProduct
     kind.check_supported(quantization.gemms.items())
     return kind
 
@@ -83,6 +87,8 @@ def _native(quantization: Quantization) -> type[QuantizedProduct]:
                     raise unsupported(f"{name}.{place}.{field}", value, wanted)
         if gemm.emulated:
             raise unsupported(f"{name}.emulated", True, "False: products on codes are not emulated")
+        if gemm.scaled:
+            raise unsupported(f"{name}.scaled", True, "False: scales are not E8M0 or E4M3")
         if gemm.recast:
             raise unsupported(f"{name}.recast", True, "False: no kernel casts codes anew")
         if not isinstance(gemm.how, bool) and gemm.how.group:

@@ -25,7 +25,7 @@ from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import float32, int32
 from fp8kit.lru import memoized
 from fp8kit.ops.attention import attention
-from fp8kit.ops.attention_spec import ARGUMENTS, AttentionSpec
+from fp8kit.ops.attention_spec import ARGUMENTS, UNBOUNDED, AttentionSpec
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
 _PARTS = ("q", "k", "v")
@@ -33,6 +33,18 @@ _STARTS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _SUMS = {"cu_seqlens_q": "sums_q", "cu_seqlens_kv": "sums_kv"}
 # stands for the log-sum-exp of a row that has seen nothing yet: -Inf would make NaN of weights
 NOTHING = -1e30
+
+
+def chunks_of(rank: Any, ranks: int, chunks: int) -> tuple[Any, ...]:
+    """The numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it may be
+    an array."""
+    return (rank,) if chunks == 1 else (rank, 2 * ranks - 1 - rank)
+
+
+def off_diagonal(spec: AttentionSpec) -> AttentionSpec:
+    """The attention of a chunk of queries over an earlier chunk of keys, or over any without a causal mask:
+    all see all, but for padding. ``spec``: that of a chunk over itself."""
+    return replace(spec, mask="padding" if spec.padded else "no_mask", window_size=UNBOUNDED)
 
 
 @dataclass(frozen=True)
@@ -76,15 +88,11 @@ class _Ring(NamedTuple):
     o: Meta
     lse: Meta
 
-    def owned(self, rank: int, chunks: int) -> tuple[int, ...]:
-        """Which chunks of a sequence a rank has."""
-        return (rank,) if chunks == 1 else (rank, 2 * self.ranks.size - 1 - rank)
-
     def blocks(self, spec: RingSpec, source: int) -> Iterator[tuple[int, int, int, int, _Block]]:
         """Of this rank's queries and the keys of the rank ``source``, what the mask leaves: the places of the
         two chunks on their ranks, their numbers in the sequence, and the kind of block."""
-        for i, row in enumerate(self.owned(self.ranks.rank, spec.chunks)):
-            for j, column in enumerate(self.owned(source, spec.chunks)):
+        for i, row in enumerate(chunks_of(self.ranks.rank, self.ranks.size, spec.chunks)):
+            for j, column in enumerate(chunks_of(source, self.ranks.size, spec.chunks)):
                 if not spec.attention.causal or column <= row:
                     yield i, j, row, column, self.diagonal if row == column else self.other
 
@@ -151,10 +159,9 @@ class RingAttention(Operation):
     def plan(self, spec: RingSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, chunk = self.infer(spec, metas, needs), self._of_chunk(spec, metas)
         whole = spec.attention
-        free = replace(whole, mask="padding" if whole.padded else "no_mask")
         diagonal, other = (
             _Block(kind, attention.plan(each, chunk, frozenset(_PARTS), kernels))
-            for kind, each in (("diagonal", whole), ("other", free))
+            for kind, each in (("diagonal", whole), ("other", off_diagonal(whole)))
         )
         o, lse = diagonal.plan.signature.outputs["o"], diagonal.plan.signature.saved["lse"]
         ring = _Ring(collectives.named(spec.group), diagonal, other, o, lse)
@@ -258,7 +265,7 @@ class RingAttention(Operation):
     def _places(self, plan: Plan, ws: WorkingSet, i: int) -> tuple[ArrayView, ArrayView]:
         """Lengths and starts of the sequences in this rank's chunk i of q."""
         ring = plan.extra
-        lengths = _row(ws.inputs["sums_q"], ring.owned(ring.ranks.rank, plan.spec.chunks)[i])
+        lengths = _row(ws.inputs["sums_q"], chunks_of(ring.ranks.rank, ring.ranks.size, plan.spec.chunks)[i])
         return lengths, ws.inputs["cu_seqlens_q_padded"]
 
     # --- backward -------------------------------------------------------------------------------------------

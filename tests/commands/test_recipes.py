@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8kit import cli, recipe_check, recipe_info
+from fp8kit import cli, recipe_check, recipe_info, scaled_products
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends.cuda.compile import arch_of
 from fp8kit.blocks import hadamard
@@ -66,7 +67,16 @@ def test_support_follows_from_the_capability():
     ]
     why = recipe_info.support_of(block, (7, 5)).why
     assert why == "FP8 with scales of blocks needs compute capability 8.0, not 7.5"
-    assert {recipe_info.support_of(mx, c).status for c in (None, (8, 9), (12, 0))} == {"emulated"}
+    assert {recipe_info.support_of(mx, c).status for c in (None, (8, 9), (9, 0))} == {"emulated"}
+    untried = ("native", "simulated, not run on such a chip")
+    assert recipe_info.support_of(mx, (10, 0)) == recipe_info.support_of(mx, (12, 0)) == untried
+    for name in ("mxfp6_e2m3", "mxfp4", "mxfp8_blackwell", "moss"):
+        assert recipe_info.support_of(NAMED[name].recipe, (10, 0)) == ("emulated", "")
+    backward = MXFP8BlockScaling(backward_override="dequantized")
+    assert recipe_info.support_of(backward, (10, 0)) == untried
+    forward = DataRecipe(replace(mx.quantization, wgrad=replace(mx.quantization.wgrad, emulated=True)), "own")
+    said = "fprop and dgrad native (simulated, not run on such a chip)"
+    assert recipe_info.support_of(forward, (10, 0)) == ("emulated", said)
     # emulated products need no FP8 tensor cores, but the engine needs bfloat16
     refused = recipe_info.support_of(mx, (7, 5))
     assert refused == ("refused", "the CUDA engine needs compute capability 8.0, not 7.5")
@@ -110,6 +120,10 @@ def test_show_says_what_the_recipe_says(name, capsys):
     given = [each.name for each in recipe.__dataclass_fields__.values() if each.init]
     assert list(found["fields"]) == given
     said = ran(capsys, "show", name)
+    native = scaled_products.scaled(recipe.quantization) is not recipe.quantization
+    assert (
+        "\nfrom compute capability 10.0 on: native: simulated, not run on such a chip\n" in said
+    ) == native
     assert said.startswith(f"{name}: {type(recipe).__name__}, {recipe.short_name()}\nsource: ")
     assert all(field in said for field in found["fields"])
 

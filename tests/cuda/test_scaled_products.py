@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import formats, quantized_product
+from fp8kit import formats, quantized_product, scaled_products
 from fp8kit.arrays import CPU, ArrayView, Device, as_view
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import block, cublaslt, launch
+from fp8kit.backends.cuda import block, cublaslt, launch, mma_gemm
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import E2M1, E4M3, E5M2, bfloat16
@@ -87,6 +87,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             product(tiles, pair)
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     with pytest.raises(CannotTake, match=r"compute capability 9\.0.*from 10\.0 on"):
+        product(((1, 32), (1, 32)), (E4M3, E4M3))
+    monkeypatch.setattr(block, "block_gemm", mma_gemm.block_gemm)
+    with pytest.raises(CannotTake, match=r"\(1, 32\), \(1, 32\)"):  # the next one is asked
         product(((1, 32), (1, 32)), (E4M3, E4M3))
 
 
@@ -161,5 +164,5 @@ def test_when_the_product_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why in said
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     assert way(mx, mx.T) == ("gemm", "the FP8 products take no mx_1x32 @ mx_1x32")
-    monkeypatch.setattr(quantized_product, "_takes_scales", lambda where: True)
+    monkeypatch.setattr(scaled_products, "takes_scales", lambda where: True)
     assert "native, the block-scaled product (kernel block_gemm), on the codes, because this" in mx.explain()

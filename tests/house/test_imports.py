@@ -20,7 +20,7 @@ PACKAGES = {
             *("dlpack", "codec", "lru", "nests", "collectives", "aliases", "rendezvous"),
             *("buffers", "checkpoint_format", "recipe", "recipe_fields", "recipes", "layer_recipes"),
             *("attention_quantization", "quantization", "blocks", "accumulation", "autocast", "packing"),
-            *("printing", "tiles", "scoped", "inspection"),
+            *("printing", "tiles", "scoped", "inspection", "scaled_products"),
             *("moments", "raw_kernels"),
         )
     ),

@@ -18,6 +18,7 @@ from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import UNTYPED
+from fp8kit_jax.context_parallel import placed
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import (
     FIXED,
@@ -40,6 +41,13 @@ from fp8kit_jax.sequences import SequenceDescriptor
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
+# fields about sequences that are split
+_SPLIT = (
+    "context_parallel_axis",
+    "context_parallel_causal_load_balanced",
+    "context_parallel_strategy",
+    "stripe_size",
+)
 
 
 class DotProductAttention(NamedWell, nn.Module):
@@ -55,9 +63,8 @@ class DotProductAttention(NamedWell, nn.Module):
     "thd_t2hd" and "t3hd" are the same shapes with up to ``max_segments_per_seq`` sequences in each row, as a
     SequenceDescriptor says; tokens of none are 0. ``dtype``: what the
     inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
-    ``context_parallel_axis``, ``context_parallel_causal_load_balanced``: see
-    ``fp8kit_jax.dot_product_attention``, which gathers keys and values whatever
-    ``context_parallel_strategy`` says ("DEFAULT", "ALL_GATHER", "RING").
+    ``context_parallel_axis``, ``context_parallel_causal_load_balanced``, ``context_parallel_strategy`` and
+    ``stripe_size``: see ``fp8kit_jax.dot_product_attention``.
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
     ``common.FIXED`` have one value.
     """
@@ -83,6 +90,7 @@ class DotProductAttention(NamedWell, nn.Module):
     softmax_type: str = "vanilla"
     score_mod: Any = None
     score_mod_bprop: Any = None
+    stripe_size: int | None = None
 
     @nn.compact
     @draws_keys
@@ -106,9 +114,6 @@ class DotProductAttention(NamedWell, nn.Module):
         if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
             sequence_descriptor, mask = None, sequence_descriptor
         options = self._options(layers, sequence_descriptor, bias, mask)
-        sizes = layers[0].shape[:2]
-        if options["qkv_format"] == "thd":
-            layers = [a.reshape(-1, *a.shape[2:]) for a in layers]
         if mask is not None and "causal" in self.attn_mask_type:
             options["mask"] = jnp.asarray(mask) != 0
         rate = 0.0 if deterministic else self.attention_dropout
@@ -120,8 +125,8 @@ class DotProductAttention(NamedWell, nn.Module):
             )
         given = dict(zip(("query", "key", "value"), [*layers, None, None], strict=False))
         name = ".".join(map(str, self.path))
-        o = functions.attend(name, functions.DEFAULTS | given | options)
-        o = o.reshape(*sizes, *o.shape[-2:])
+        packed = options["qkv_format"] == "thd"
+        o = functions.attend(name, functions.DEFAULTS | given | options, packed)
         return checkpoint_name(o, self.context_checkpoint_name)
 
     def validate(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
@@ -143,9 +148,6 @@ class DotProductAttention(NamedWell, nn.Module):
         """The arguments of the function beside the layers; the mask as it came. ShapeError for layers that do
         not fit the fields."""
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
-        choice(
-            op, "context_parallel_strategy", self.context_parallel_strategy, ("DEFAULT", "ALL_GATHER", "RING")
-        )
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
         if len(layers) != count:
@@ -155,25 +157,31 @@ class DotProductAttention(NamedWell, nn.Module):
             if layers[at].shape[-2:] != (most, dim):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
-        options: dict[str, Any] = {}
         packed = self.qkv_layout.startswith("t")
+        options: dict[str, Any] = {name: getattr(self, name) for name in _SPLIT}
+        options["qkv_format"] = "thd" if packed else form(self)
+        how = placed(options)
         if packed:
             if not isinstance(sequence_descriptor, SequenceDescriptor):
                 wanted = f"a SequenceDescriptor with qkv_layout {self.qkv_layout!r}"
                 raise ArgumentError(op, "sequence_descriptor", shown(sequence_descriptor), wanted)
             if form(self) != "bshd":
                 raise ArgumentError(op, "transpose_batch_sequence", True, "False with a packed qkv_layout")
-            sizes = layers[0].shape[:2], layers[-1].shape[:2]
-            options = sequence_descriptor.packed(sizes, self.max_segments_per_seq)
-            options |= {"max_seqlen_q": sizes[0][1], "max_seqlen_kv": sizes[1][1]}
+            # of the whole sequences
+            devices = how.devices if how is not None and how.manual else 1
+            sizes = tuple((a.shape[0], a.shape[1] * devices) for a in (layers[0], layers[-1]))
+            options |= sequence_descriptor.packed(sizes, self.max_segments_per_seq, how)
         elif sequence_descriptor is not None:
             if isinstance(sequence_descriptor, SequenceDescriptor):
-                sequence_descriptor = sequence_descriptor.lengths()
+                sequence_descriptor = sequence_descriptor.lengths(how)
             lone = not isinstance(sequence_descriptor, tuple)
             pair = (sequence_descriptor,) * 2 if lone else sequence_descriptor
             if len(pair) != 2:
                 raise ShapeError(op, "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair")
-            options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
+            sums = functions.running_sums(pair[0])
+            options |= {"cu_seqlens_q": sums, "cu_seqlens_kv": sums}
+            if pair[1] is not pair[0]:
+                options["cu_seqlens_kv"] = functions.running_sums(pair[1])
         kind, window, corner = self.attn_mask_type, self.window_size, None
         if mask is not None:
             if not hasattr(mask, "shape") or len(mask.shape) < 2:
@@ -185,12 +193,9 @@ class DotProductAttention(NamedWell, nn.Module):
             "bias": bias,
             "attn_bias_type": self.attn_bias_type,
             "scale_factor": self.scale_factor,
-            "qkv_format": "thd" if packed else form(self),
             "window_size": window,
             "bottom_right_diagonal": corner,
             "softmax_type": self.softmax_type,
-            "context_parallel_axis": self.context_parallel_axis,
-            "context_parallel_causal_load_balanced": self.context_parallel_causal_load_balanced,
         }
 
 

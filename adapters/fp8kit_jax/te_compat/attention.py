@@ -132,6 +132,7 @@ def fused_attn(
     context_parallel_axis: str = "",
     context_checkpoint_name: str = "context",
     softmax_offset: Any = None,
+    stripe_size: int | None = None,
     **score: Any,
 ) -> Any:
     """``flax.DotProductAttention`` as a function: (b, s, heads, d) of queries, keys and values, one to three
@@ -160,6 +161,7 @@ def fused_attn(
         context_parallel_axis=context_parallel_axis,
         context_parallel_strategy=context_parallel_strategy.name,
         softmax_type=softmax_type.value,
+        stripe_size=stripe_size,
     )
     rngs = {"dropout": jax.random.wrap_key_data(seed) if _raw(seed) else seed} if rate else None
     o = module.apply(learned, *qkv, *[None] * (3 - len(qkv)), sequence_descriptor, bias, rngs=rngs)

@@ -417,7 +417,7 @@ TRANSLATED = frozenset(_TRANSLATIONS)  # names of operations
 
 # operation of torch -> its translation
 te_translation_table: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    OPS[name][0]: _translation(name) for name in _TRANSLATIONS
+    OPS[name].call: _translation(name) for name in _TRANSLATIONS
 }
 
 __all__ = ["te_translation_table"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8kit import scaled_products
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import gemm, launch, mma_gemm
@@ -15,11 +16,9 @@ from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
-from fp8kit.formats import Format
+from fp8kit.formats import DType, Format
 
 CAPABILITY = (9, 0)  # compute capability, the only one on which cuBLASLt has the product with float32 scales
-# the least with products of MX and NVFP4 codes; cuBLASLt takes them from CUDA 12.8 on
-SCALED_CAPABILITY = (10, 0)
 _BLOCK = 128
 _THREADS = 256
 _SCALINGS: dict[tuple[int, int], Scaling] = {
@@ -82,10 +81,11 @@ def block_gemm(
     timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses, for two operands scaled by
-    squares as well. Products of MX and NVFP4 codes have been run by nobody here: there was no such chip."""
+    squares as well. Products of MX and NVFP4 codes (from CUDA 12.8 on) have been run by nobody here: there
+    was no such chip."""
     operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
     capability, scaled = launch.capability(out.device.index), a_tile[1] < _BLOCK or b_tile[1] < _BLOCK
-    if scaled and (capability < SCALED_CAPABILITY or a_tile != b_tile):
+    if scaled and (capability < scaled_products.CAPABILITY or a_tile != b_tile):
         got = f"{a_tile}, {b_tile} on compute capability {'.'.join(map(str, capability))}"
         raise CannotTake("block_gemm", "tiles", got, "(1, 32) or (1, 16) twice, from 10.0 on")
     if not scaled and capability != CAPABILITY:
@@ -93,6 +93,35 @@ def block_gemm(
         return
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
     gemm.fp8_gemm(*operands, *scales, bias, addend, False, workspace, stream, timed, scaling)
+
+
+def scaled_gemm_workspace(
+    rows: int, columns: int, contraction: int, a_format: Format, b_format: Format, width: int, out: DType
+) -> int:
+    """See ``backends.protocol``. Of the current device: what cuBLASLt has an algorithm for."""
+    index = launch.runtime().getDevice()
+    if launch.capability(index) < scaled_products.CAPABILITY:
+        return 0
+    mode = _SCALINGS[1, width]
+    return gemm.scaled_workspace(index, (rows, columns, contraction), (a_format, b_format), out, (mode, mode))
+
+
+def block_operand(
+    codes: ArrayView,
+    scales: ArrayView,
+    q: ArrayView,
+    q_scales: ArrayView,
+    tile: tuple[int, int],
+    along: int,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    jobs, index = q.size // 16 + q_scales.size, codes.device.index
+    if jobs:
+        function = launch.kernel("block_operand.cu", "block_operand", index, WIDTH=str(tile[1]))
+        pointers = codes.ptr, scales.ptr, q.ptr, q_scales.ptr
+        arguments = *pointers, *codes.shape, *q.shape, q_scales.size, tile[0], along
+        launch.launch(function, launch.blocks(jobs, _THREADS, index), _THREADS, arguments, stream)
 
 
 def sums(call: Any) -> Accumulation | None:

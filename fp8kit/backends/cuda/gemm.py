@@ -9,6 +9,7 @@ instead of the first (``algorithms``).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fp8kit import formats
@@ -21,6 +22,8 @@ from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format, float32
 from fp8kit.lru import memoized
+
+log = logging.getLogger("fp8kit")
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
@@ -218,6 +221,29 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
     """See ``backends.protocol``. The padded output is float32."""
     padded = ceil_div(rows, 16) * ceil_div(columns, 16) * 16**2
     return WORKSPACE + (0 if padded == rows * columns else 4 * padded)
+
+
+def scaled_workspace(
+    index: int,
+    sizes: tuple[int, int, int],
+    pair: tuple[Format, Format],
+    out: DType,
+    scaling: tuple[Scaling, Scaling],
+) -> int:
+    """Workspace of a product of codes by their blocks' scales, of ``sizes`` M, N, K; 0 where cuBLASLt has no
+    algorithm for it."""
+    m, n, _ = sizes
+    (rows, columns), k = (ceil_div(size, 16) * 16 for size in (m, n)), ceil_div(sizes[2], 32) * 32
+    types = (_code_type(own, scaling) for own in pair)
+    kind = out if (rows, columns) == (m, n) else float32
+    rest = k, k, columns, False, False, scaling, False, WORKSPACE, _ALIGNMENT, False
+    try:
+        if all(sizes):
+            _plan(index, rows, columns, k, "nt", *types, kind, *rest)
+    except BackendError as error:
+        log.info("%s", error)
+        return 0
+    return fp8_gemm_workspace(m, n)
 
 
 def _usable(workspace: ArrayView | None) -> int:

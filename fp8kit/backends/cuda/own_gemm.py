@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import gemm, launch
 from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
@@ -99,8 +100,9 @@ def contract(
             return
         scales = SCALES.get((a_tile, b_tile))
         if scales is None:
+            kind = BackendError if a_tile[1] == b_tile[1] == PROMOTE else CannotTake
             wanted = "(1, 128) for at least one operand"
-            raise BackendError("block_gemm", "tiles", f"{a_tile}, {b_tile}", wanted)
+            raise kind("block_gemm", "tiles", f"{a_tile}, {b_tile}", wanted)
         steps = launch.row_stride(a_scale_inv), launch.row_stride(b_scale_inv)
         left, right = names(a_format, b_format, bias, out)
         blocks = Product(

@@ -1,4 +1,5 @@
-"""The contract of scaling by blocks of 128 elements: casts, and the product of such operands."""
+"""The contract of scaling by blocks of 128 elements, casts and the product of such operands, and of products
+of codes by blocks of 32 and 16."""
 
 from __future__ import annotations
 
@@ -6,22 +7,26 @@ from typing import Protocol
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol.gemm import product_flops, product_workspace
-from fp8kit.backends.protocol.spec import kernel
-from fp8kit.formats import Format
+from fp8kit.backends.protocol.spec import kernel, workspace_of
+from fp8kit.formats import DType, Format
 
 BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
 
 
 def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
     """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its
-    scale_inv, float32."""
-    r, k = -(-rows // 16) * 16, -(-columns // BLOCK) * BLOCK
+    scale_inv, float32. With a tile (1, 32) or (1, 16): of its codes and of the scales' codes, both uint8."""
+    r = -(-rows // 16) * 16
+    if tile[1] < BLOCK:
+        k = -(-columns // 32) * 32
+        return (r, k * tile[1] // 32), (-(-r // 128) * -(-k // (4 * tile[1])) * 512,)
+    k = -(-columns // BLOCK) * BLOCK
     scales = (k // BLOCK, r) if tile[0] == 1 else (-(-r // BLOCK), -(-k // (4 * BLOCK)) * 4)
     return (r, k), scales
 
 
 class Blocks(Protocol):
-    """Scaling by blocks of 128."""
+    """Scaling by blocks of 128, and products of codes by smaller ones."""
 
     @kernel(writes="q scale_inv q_t scale_inv_t", exact=True)
     def block_quantize(
@@ -75,3 +80,36 @@ class Blocks(Protocol):
         with (1, 32), of E4M3 with (1, 16), as ``fp8kit.packing.swizzle`` lays them out. Kp is a multiple of
         32. (1, 32): E4M3 or E5M2; (1, 16): E2M1 for both, two codes in a byte, a: uint8 (Mp, Kp / 2), as
         ``fp8kit.packing.pack`` gives them."""
+
+    @workspace_of("block_gemm")
+    def scaled_gemm_workspace(
+        self,
+        rows: int,
+        columns: int,
+        contraction: int,
+        a_format: Format,
+        b_format: Format,
+        width: int,
+        out: DType,
+    ) -> int:
+        """Bytes of workspace for a product of codes with tiles (1, ``width``), 32 or 16, into (rows, columns)
+        of dtype ``out``, over a ``contraction`` before it is padded; 0 where the engine has no tensor cores
+        for it, or does not take it: layers then multiply values."""
+
+    @kernel(writes="q q_scales", exact=True)
+    def block_operand(
+        self,
+        codes: ArrayView,
+        scales: ArrayView,
+        q: ArrayView,
+        q_scales: ArrayView,
+        tile: tuple[int, int],
+        along: int,
+        stream: int,
+    ) -> None:
+        """An operand of ``block_gemm`` with the tile (1, 32) or (1, 16), of what ``cast_blocks`` writes for a
+        matrix (M, N). codes: uint8 (M, N), scales: uint8, one code a tile, as the tiles lie. ``tile``: (1,
+        32), (32, 32), (1, 16) or (16, 16) with ``along`` 1, the contraction being the matrix's last
+        dimension; with 0 it is the first, tiles lie likewise, and the operand is the transpose. q, q_scales:
+        of ``block_shapes`` of (M, N), or of (N, M), and (1, tile[1]). Of codes of 4 bits, tile[1] = 16, two
+        are in a byte. Codes and scales beyond the matrix are 0."""

@@ -107,3 +107,23 @@ def _decoded(
     blocks = values.reshape(rows, count, _BLOCK)
     blocks *= per_row[:rows, :, None]
     return values
+
+
+def block_operand(
+    codes: ArrayView,
+    scales: ArrayView,
+    q: ArrayView,
+    q_scales: ArrayView,
+    tile: tuple[int, int],
+    along: int,
+    stream: int,
+) -> None:
+    """See ``Kernels.block_operand``."""
+    plain, grid = (array.numpy() if along else array.numpy().T for array in (codes, scales))
+    (rows, k), width = plain.shape, tile[1]
+    padded = np.zeros((q.shape[0], q.shape[1] * 32 // width), np.uint8)
+    padded[:rows, :k] = plain
+    q.numpy()[...] = packing.pack(padded) if width == 16 else padded
+    each = np.zeros((q.shape[0], padded.shape[1] // width), np.uint8)
+    each[:rows, : grid.shape[1]] = np.repeat(grid, tile[0], axis=0)[:rows]
+    q_scales.numpy()[...] = packing.swizzle(each)

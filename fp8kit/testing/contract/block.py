@@ -173,6 +173,38 @@ def block_gemm_oracle(a: Any) -> Results:
     return product_results(a, left, right.T, slack)
 
 
+def block_operand(s: Sampler, m: int, n: int, tile: Tile = (1, 32), along: int = 1) -> Arguments:
+    """Any codes of the format's bits, and any codes of scales."""
+    rows, k = (m, n) if along else (n, m)
+    high, wide = tile if along else tile[::-1]
+    q, q_scales = block_shapes(rows, k, (1, tile[1]))
+    codes = s.random.integers(0, 256 if tile[1] == 32 else 16, (m, n))
+    scales = s.random.integers(0, 256, (-(-m // high), -(-n // wide)))
+    return {
+        "codes": s.put(codes.astype(np.uint8)),
+        "scales": s.put(scales.astype(np.uint8)),
+        "q": s.output(*q, dtype=uint8),
+        "q_scales": s.output(*q_scales, dtype=uint8),
+        "tile": tile,
+        "along": along,
+    }
+
+
+def block_operand_oracle(a: Any) -> Results:
+    """Byte by byte, from NVIDIA's text: the scale of row r and block c is byte 16 (r % 32) + 4 (r % 128 / 32)
+    + c % 4 of its tile of 128 x 4."""
+    (high, width), codes, scales = a.tile, a.codes, a.scales
+    codes, scales = (codes, scales) if a.along else (codes.T, scales.T)
+    (rows, k), (padded, nbytes) = codes.shape, a.q.shape
+    whole = np.zeros((padded, nbytes * 32 // width), np.uint8)
+    whole[:rows, :k] = codes
+    found, across = np.zeros(a.q_scales.size, np.uint8), -(-whole.shape[1] // (4 * width))
+    for r, c in np.ndindex(rows, scales.shape[1]):
+        tile = r // 128 * across + c // 4
+        found[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = scales[r // high, c]
+    return {"q": whole if width == 32 else whole[:, ::2] + 16 * whole[:, 1::2], "q_scales": found}
+
+
 _SHAPES = ((128, 128), (256, 384), (130, 70), (1, 1), (17, 129), (300, 513), (0, 64), (64, 0))
 _SIZES = sizes(
     (128, 128, 128),
@@ -213,7 +245,11 @@ _GEMM = {
     **product("{m}x{n}-{added}", {"m n": ((48, 160), (17, 33)), "added": _JOINED}, k=256),
 }
 
+_CODES = {"{}x{}".format(*tile): {"tile": tile} for tile in ((1, 32), (32, 32), (1, 16), (16, 16))}
+_OPERAND = product("{tile}-along{along}-{case}", {"tile": _CODES, "along": (1, 0), "case": sized(_SHAPES)})
+
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
+    KernelTest("block_operand", block_operand, block_operand_oracle, _OPERAND),
     KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM), bits=modelled),
 )

@@ -29,6 +29,41 @@ def training(rank):
     print(json.dumps({"losses": found, "state": own}), flush=True)
 
 
+def rings(rank):
+    """The largest error of a device's outputs and gradients, relative to one device's: packed sequences in
+    stripes over all processes' devices."""
+    import fp8kit_jax as fj
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from fp8kit.testing.compare import relative_error
+    from tests.support.split_sequences import HEADS, PLACES, D, T, draw, striped, value_and_gradients
+
+    def attend(*layers, **more):
+        return fj.dot_product_attention(*layers, **{"attn_mask_type": "padding_causal"} | PLACES | more)
+
+    arrays = [draw(seed, T, HEADS, D) for seed in range(4)]
+    wanted = [striped(np.asarray(a), 4, 4) for a in value_and_gradients(attend, arrays[:3], arrays[3])]
+    mesh = jax.make_mesh((jax.device_count(),), ("cp",))
+    split = {"context_parallel_axis": "cp", "context_parallel_causal_load_balanced": True, "stripe_size": 4}
+    with jax.set_mesh(mesh):
+        tokens = NamedSharding(mesh, P("cp"))
+        parts = [np.asarray(striped(a, 4, 4)) for a in arrays]
+        *layers, weight = [jax.make_array_from_callback(a.shape, tokens, a.__getitem__) for a in parts]
+        for strategy in ("RING", "ALL_GATHER"):
+
+            def step(*layers, how=split | {"context_parallel_strategy": strategy}):
+                return attend(*layers, **how)
+
+            got = value_and_gradients(step, layers, weight)
+            pairs = [
+                (np.asarray(part.data), np.asarray(whole)[part.index])
+                for own, whole in zip(got, wanted, strict=True)
+                for part in own.addressable_shards
+            ]
+            print(json.dumps(max(float(relative_error(*pair)) for pair in pairs)), flush=True)
+
+
 STEPS, HEARTBEAT = 10, 20
 CASES = [
     ("DenseGeneral", "current", "fsdp and tp"),
@@ -61,4 +96,4 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", ranks, rank, heartbeat_timeout_seconds=HEARTBEAT)
-    {f.__name__: f for f in (training, dying)}[name](rank)
+    {f.__name__: f for f in (training, rings, dying)}[name](rank)

@@ -12,6 +12,7 @@ import pytest
 from tests.adapters.jax.processes import CASES, HEARTBEAT, STEPS
 from tests.support.meshes import train
 from tests.support.processes import start
+from tests.support.split_sequences import PACKED_BOUND
 
 pytestmark = pytest.mark.programs
 TOTAL = 1e-3  # of the losses, whose sums over devices are in another order
@@ -39,6 +40,14 @@ def test_training_by_two_processes():
         got = found["losses"][f"{model} {recipe} {layout}"]
         assert len(got) == STEPS
         assert abs(sum(got) - sum(want)) <= TOTAL * sum(want)
+
+
+def test_keys_and_values_go_round_processes():
+    ended = [(rank.communicate(timeout=200), rank.returncode) for rank in started("rings", 2)]
+    assert [code for _, code in ended] == [0, 0], ended[0][0][1][-2000:]
+    for (out, _), _ in ended:
+        errors = [json.loads(line) for line in out.splitlines()[-2:]]
+        assert max(errors) <= PACKED_BOUND, errors
 
 
 def test_a_killed_process_ends_the_other():

@@ -299,8 +299,6 @@ def test_what_does_not_fit_is_said():
         thd.apply({}, Q, K, V, PACKED["lengths"])
     with pytest.raises(ArgumentError, match="a packed qkv_layout"):
         modules.DotProductAttention(8, 4, 2, attn_mask_type="padding").apply({}, Q, K, V, PACKED["lengths"])
-    with pytest.raises(UnsupportedError, match="is_segment_ids_reordered"):
-        fj.SequenceDescriptor.from_segment_ids_and_pos(IDS, is_segment_ids_reordered=True)
     with pytest.raises(ShapeError, match="segment_ids: got"):
         fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10))
 
