@@ -59,6 +59,7 @@ def test_a_folder_that_others_can_write_is_not_read(folder, caplog, monkeypatch,
     assert folder not in path.parents
     assert cache.read("kernels", "entry") == (path, b"own")
     assert (folder / "kernels" / "entry").read_bytes() == b"planted"
+    cache.check()  # as `fp8kit doctor`
     assert len(slowness.said()) == 1
     assert "is not used" in cli._cache()
 
