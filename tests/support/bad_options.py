@@ -116,7 +116,7 @@ SELF = {
     "starts without thd": PADDED | {"cu_seqlens_q": sums(0, 3, 8), "cu_seqlens_q_padded": sums(0, 4, 9)},
     "gaps that are none": {"pad_between_seqs": True},
     "gaps that are no flag": {"pad_between_seqs": "yes"},
-    "a length of 0": {"max_seqlen_q": 0},
+    "a negative length": {"max_seqlen_q": -1},
     "a length that is none": {"max_seqlen_kv": "long"},
     "fast_zero_fill that is no flag": {"fast_zero_fill": "yes"},
     "checkpoint_core_attention that is no flag": {"checkpoint_core_attention": "yes"},
