@@ -100,7 +100,7 @@ def convert(
         warnings.warn(
             f"convert: model: {type(model).__name__} has no layer that was replaced{why}: "
             "it computes as before",
-            stacklevel=2,
+            stacklevel=3,  # past named_well
         )
     return model
 

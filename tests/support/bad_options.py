@@ -113,7 +113,6 @@ SELF = {
     "sums that fall": PADDED | {"cu_seqlens_q": sums(0, 3, 2)},
     "a sequence that is too long": PADDED | {"cu_seqlens_q": sums(0, S + 1, S + 3)},
     "lengths of queries alone": {"attn_mask_type": "padding", "cu_seqlens_q": sums(0, 3, 8)},
-    "starts without thd": PADDED | {"cu_seqlens_q": sums(0, 3, 8), "cu_seqlens_q_padded": sums(0, 4, 9)},
     "gaps that are none": {"pad_between_seqs": True},
     "gaps that are no flag": {"pad_between_seqs": "yes"},
     "a negative length": {"max_seqlen_q": -1},
