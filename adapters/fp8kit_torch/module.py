@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import inspection
-from fp8kit.autocast import AutocastState, current, touch_forward, traced_state, want_no_checks
+from fp8kit.autocast import AutocastState, current, touch_forward, traced_state
 from fp8kit.errors import ArgumentError, AutogradError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
@@ -82,8 +82,6 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     # --- what the shared layers ask -------------------------------------------------------------------------
 
     def open_operands(self, inputs: Inputs, state: AutocastState | None, first: bool | None) -> Operands:
-        if state is not None and state.check_finite:  # asked here: a call takes time
-            want_no_checks(self.layer_name, state)
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:

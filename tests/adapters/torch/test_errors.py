@@ -406,15 +406,3 @@ def test_a_packed_batch_without_tokens_has_0_for_its_longest_sequence():
     assert y.shape == (0, H * D)
     with pytest.raises(ArgumentError, match=r"cu_seqlens_q: got \[0, 5\], expected sequences of at most 1"):
         call([0, 5])
-
-
-@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "delayed"])
-def test_layers_that_do_not_look_for_nan_refuse_to(recipe):
-    layer, x = ft.TransformerLayer(H * D, 16, H, device="cpu"), torch.ones(T, 2, H * D)
-    scope = fk.autocast(enabled=recipe is not None, recipe=recipe, check_finite=True)
-    with scope, pytest.raises(UnsupportedError, match=r"check_finite of autocast: got True, expected False"):
-        layer(x)
-    with scope, fk.autocast(enabled=False, check_finite=False):
-        layer(x)
-    with scope, pytest.raises(Exception, match="check_finite"):
-        torch.compile(layer, backend="eager", fullgraph=True)(x)
