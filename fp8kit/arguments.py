@@ -149,7 +149,9 @@ def _names_of(function: Any) -> tuple[str, ...]:
     )
 
 
-def _want_names(said: str, function: Any, named: Iterable[str]) -> None:
+def want_names(said: str, function: Any, named: Iterable[str]) -> None:
+    """TypeError for a name that is no argument of ``function``, which is ``said`` to be called so, with the
+    one that was meant."""
     known = _names_of(function)
     for name in named:
         if known and name not in known:
@@ -160,7 +162,7 @@ def _want_names(said: str, function: Any, named: Iterable[str]) -> None:
 def want_known(cls: type, named: Iterable[str]) -> None:
     """TypeError for a name that the constructor of ``cls`` does not have, with the one that was meant."""
     if named:
-        _want_names(f"{cls.__name__}.__init__", cls.__init__, named)  # type: ignore[misc]
+        want_names(f"{cls.__name__}.__init__", cls.__init__, named)  # type: ignore[misc]
 
 
 class NamedWell:
@@ -179,7 +181,7 @@ def named_well(function: _Function) -> _Function:
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if named:
-            _want_names(function.__name__, function, named)
+            want_names(function.__name__, function, named)
         return function(*arguments, **named)
 
     return call  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from fp8kit.arguments import shown, want_known
 from fp8kit.collectives import Collectives
-from fp8kit.errors import Fp8kitError, RecipeError
+from fp8kit.errors import Fp8kitError, RecipeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Recipe
 
 
@@ -185,6 +185,13 @@ def traced_active() -> bool:
     return False
 
 
+class _Looks:
+    ever = False
+
+
+looks = _Looks()  # whether any autocast had ``check_finite`` so far: what is read where every call counts
+
+
 def checking_finite() -> bool:
     """Whether modules are to look for Inf and NaN."""
     found = _INNERMOST.get()
@@ -265,6 +272,13 @@ class _Named(ContextDecorator):
         return super().__new__(cls)
 
 
+def want_no_checks(operation: str, state: AutocastState | None) -> None:
+    """UnsupportedError in the scope of ``check_finite``, for layers that do not look for Inf and NaN."""
+    if state is not None and state.check_finite:
+        wanted = "False: fp8kit.nn's and fp8kit_torch's eager layers alone look for Inf and NaN"
+        raise UnsupportedError(operation, "check_finite of autocast", True, wanted)
+
+
 class autocast(_Named):
     """Context manager and decorator: modules within compute in FP8.
 
@@ -272,10 +286,11 @@ class autocast(_Named):
     * ``calibrating``: record amaxes and update scales, also with ``enabled=False`` (high-precision compute)
       and without gradients: this prepares a model for FP8 inference.
     * ``recipe``: a Recipe, which counts as it is when the block is entered; None is ``DelayedScaling()``.
-    * ``check_finite``: True makes modules look at every activation, weight and gradient for Inf and NaN, in
-      high precision too, and raise NonFiniteError that names the first layer and tensor with one; what the
-      step recorded is dropped. For finding faults: it waits for the device after every operation. None is as
-      the autocast around this one, False where there is none.
+    * ``check_finite``: True makes ``fp8kit.nn``'s modules and PyTorch's eager ones look at every activation,
+      weight and gradient for Inf and NaN, in high precision too, and raise NonFiniteError that names the
+      first layer and tensor with one; what the step recorded is dropped. For finding faults: it waits for the
+      device after every operation. None is as the autocast around this one, False where there is none. JAX's
+      linear layers, and PyTorch's within ``torch.compile``, cannot look, and are refused in its scope.
     * ``amax_reduction_group``: ranks over which delayed scaling's amaxes are reduced by their maximum before
       each update, where the recipe has ``reduce_amax``: a ``Collectives``; None is all processes, where
       ``distributed.init`` was called. They run the same layers in the same order.
@@ -328,6 +343,8 @@ class autocast(_Named):
             above = _innermost()
         depth, outer = (1, False) if above is None else (above.value.depth + 1, above.value.check_finite)
         check = outer if self.check_finite is None else self.check_finite
+        if check:
+            looks.ever = True
         state = AutocastState(self.enabled, self.calibrating, self.recipe.fixed, depth, check)
         self._open[_Entered(self, state, self.enabled or self.calibrating, above)] = None
         return self

@@ -180,12 +180,14 @@ def tell(folder: Path, why: str) -> None:
 
 
 def tell_distrusted(folder: Path, why: str) -> None:
-    """Say that a folder is not read, since others can write it."""
+    """Say that a folder is not read, since others can write it: the whole cache, where that is why."""
+    root = settings.cache_dir()
+    folder = root if why == why_not(root) else folder
     slowness.say(
         f"the cache folder {folder} is not used ({why})",
         EFFECT,
-        "remove it, or take from others the right to write there (chmod -R go-w) if nobody used it; "
-        "or set FP8KIT_CACHE_DIR to a folder of your own",
+        f"remove {folder}, unless only you have written in it, and let nobody else write what the "
+        "parentheses name (chmod go-w); or set FP8KIT_CACHE_DIR to a folder of your own",
     )
 
 

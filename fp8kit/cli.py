@@ -270,7 +270,6 @@ def _continuation(arguments: Sequence[str], keep: Path, every: int, resumed: boo
 
 def _info(options: argparse.Namespace) -> int:
     from fp8kit.backends.cuda import support
-    from fp8kit.bench.report import versions
 
     if options.attention is not None:
         _print_attention(" ".join(options.attention))
@@ -285,7 +284,7 @@ def _info(options: argparse.Namespace) -> int:
             ("default device", "", _said(lambda: str(dispatch.default_device()))),
             ("kernel cache", "", _said(_cache)),
         ],
-        "libraries": [(name, "", version) for name, version in versions().items()],
+        "libraries": _libraries(),
         "engine reference": [_reference()],
         "engine cuda": [(row.component, row.status, row.detail) for row in support.report()],
     }
@@ -302,6 +301,17 @@ def _info(options: argparse.Namespace) -> int:
     if bad:
         print(f"fp8kit info: {', '.join(bad)}: see environment", file=sys.stderr)
     return FAILED if bad else 0
+
+
+def _libraries() -> list[tuple[str, str, str]]:
+    """Every package that an extra brings, with its version, or else with the extra."""
+    from fp8kit.bench.report import ABSENT, EXTRAS, versions
+
+    found = versions()
+    extras = {name: extra for extra, names in EXTRAS.items() for name in names if extra}
+    for name in extras.keys() & {name for name, version in found.items() if version == ABSENT}:
+        found[name] = f"{ABSENT}: extra {extras[name]}"
+    return [(name, "", version) for name, version in found.items()]
 
 
 def _settings() -> list[tuple[str, str, str]]:

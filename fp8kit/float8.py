@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arguments import choice, flag, integer, is_integer, shown
+from fp8kit.arguments import choice, flag, integer, is_integer, named_well, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
@@ -36,6 +36,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quant
 _QUANTISED = f"one of {', '.join(_FLOATS)}"
 
 
+@named_well
 def quantize(
     x: Any,
     format: Format | None = None,
@@ -237,7 +238,10 @@ def _by_rule(
 def _rng(rounding: str, rng: Any, random_signs: bool, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest" and not random_signs):
-        wanted = 'int64 (seed, offset) with "stochastic" and random signs, None with "nearest"'
+        if rng is None:
+            wanted = 'a seed and an offset, such as rng=(0, 0), for rounding="stochastic" or random signs'
+        else:
+            wanted = 'None with rounding="nearest" and no random signs, which draw nothing'
         raise FormatError("quantize", "rng", shown(rng), wanted)
     if rng is None:
         return None

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import check, shown
+from fp8kit.arguments import check, named_well, shown
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ShapeError, meant, on_behalf_of
+from fp8kit.errors import ArgumentError, ShapeError, meant, on_behalf_of
 from fp8kit.layers.attention_inputs import alibi_slopes
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 
 
+@named_well
 def dot_product_attention(
     query: Any,
     key: Any = None,
@@ -171,13 +172,14 @@ def validate(query: Any, key: Any = None, value: Any = None, **options: Any) -> 
     )
 
 
-def known(operation: str, options: Iterable[str], more: Iterable[str] = ()) -> None:
+def known(operation: str, options: Iterable[str], more: Iterable[str] = (), own: Iterable[str] = ()) -> None:
     """TypeError for a name that is neither an option of ``dot_product_attention`` that callers set, nor one
-    of ``more``."""
+    of ``more``, with the one that was meant, one of ``own`` perhaps."""
     names = (*OPTIONS, *more)
     for name in options:
         if name not in names:
-            raise TypeError(f"{operation}: unexpected argument {name!r}{meant(name, names)}")
+            near = meant(name, {*names, *own} - {"self", "options"})
+            raise TypeError(f"{operation}: unexpected argument {name!r}{near}")
 
 
 class _Call(NamedTuple):
@@ -203,7 +205,7 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
     layers, window = list(tensors.values()), options["window_size"]
     rate = as_number(_OP, "dropout_rate", options["dropout_rate"], below=1.0)
     if rate and options["dropout_key"] is None:
-        raise ShapeError(_OP, "dropout_key", None, f"a JAX key with dropout_rate {rate}")
+        raise ArgumentError(_OP, "dropout_key", None, f"a JAX key with dropout_rate {rate}")
     scale = options["scale_factor"]
     scale = 0.0 if scale is None else as_number(_OP, "scale_factor", scale, least=-math.inf)
     form = options["qkv_format"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import formats
-from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.arguments import choice, flag, integer, named_well, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import want_rotation
@@ -68,6 +68,7 @@ class ScaledTensor:
         return dequantize(self, dtype)
 
 
+@named_well
 def quantize(
     x: Any,
     format: Format | None = None,

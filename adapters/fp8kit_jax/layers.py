@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import scaled_products
-from fp8kit.arguments import choice, flag, shown
+from fp8kit.arguments import choice, flag, named_well, shown
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, on_behalf_of
@@ -37,6 +37,7 @@ Dims = tuple[Sequence[int], Sequence[int]]
 Shapes = dict[str, tuple[int, ...]]
 
 
+@named_well
 @on_behalf_of("dense", weight0="kernel", bias0="bias")
 def dense(
     x: Any,
@@ -102,7 +103,8 @@ def dense(
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if deferred else y
 
 
-@on_behalf_of("layernorm_dense", weight0="kernel", bias0="bias")
+@named_well
+@on_behalf_of("layernorm_dense", weight0="kernel", bias0="bias", norm_weight="gamma", norm_bias="beta")
 def layernorm_dense(
     x: Any,
     kernel: Any,
@@ -141,6 +143,7 @@ def layernorm_dense(
     if kernel.ndim < 2:
         raise ShapeError(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions")
     features = kernel.shape[1:] if io else kernel.shape[:-1]
+    _want_features(op, x, gamma, "kernel", kernel.shape[0 if io else -1])
     product = _product(kernel, kernel_layout, found, bias)
     spec = NormLinearSpec(
         norm_spec(op, x, norm_type, epsilon, zero_centered_gamma, beta),
@@ -171,12 +174,15 @@ def layernorm_dense(
     return (y, *(out[name] for name in beside)) if beside else y
 
 
+@named_well
 @on_behalf_of(
     "layernorm_mlp",
     fc1_weight0="kernels[0]",
     fc2_weight0="kernels[1]",
     fc1_bias0="biases[0]",
     fc2_bias0="biases[1]",
+    norm_weight="gamma",
+    norm_bias="beta",
 )
 def layernorm_mlp(
     x: Any,
@@ -242,6 +248,7 @@ def layernorm_mlp(
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
         wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
         raise ShapeError(op, "kernels[0]", f"shape {k1.shape}", wanted)
+    _want_features(op, x, gamma, "kernels[0]", k1.shape[0 if io else -1])
     first, second = (
         resolve(op, one, name, ending) for one, ending in zip(quantizer_sets, (".fc1", ".fc2"), strict=True)
     )
@@ -288,6 +295,13 @@ def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
     """The input ``rng`` of an operation whose casts draw random bits."""
     fp8 = fp8_of(found)
     return rng_inputs(next_key(operation)) if fp8 is not None and fp8.needs_rng else {}
+
+
+def _want_features(operation: str, x: Any, gamma: Any, kernel: str, features: int) -> None:
+    """ShapeError for an x that has not the features of both the norm and the kernel: it is what is wrong."""
+    if gamma is not None and gamma.shape == (features,) and x.shape[-1] != features:
+        wanted = f"a last dimension of {features}, as gamma and {kernel} have it"
+        raise ShapeError(operation, "x", f"shape {x.shape}", wanted)
 
 
 def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:

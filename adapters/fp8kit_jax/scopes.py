@@ -13,7 +13,7 @@ import jax
 
 from fp8kit.arguments import named_well, shown
 from fp8kit.attention_quantization import AttentionQuantization
-from fp8kit.autocast import WANTED, current
+from fp8kit.autocast import WANTED, current, want_no_checks
 from fp8kit.autocast import autocast as scope
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
@@ -109,6 +109,7 @@ def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
     """The recipe of the innermost autocast where it is enabled, else None; as it is for a layer of that class
     and name, None where it has none, where recipes differ from layer to layer."""
     state = current()
+    want_no_checks(kind or "recipe", state)
     if state is None or not state.enabled:
         return None
     if isinstance(state.recipe, PerLayer) and name is None:

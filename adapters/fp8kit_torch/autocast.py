@@ -34,7 +34,8 @@ class autocast(_autocast):
 
     * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: True leaves the update of scales to an
       autocast around this one, and there is none without one: amaxes stay where they were recorded, as in
-      Transformer Engine, whose graphs ask for it. There is no ``check_finite``.
+      Transformer Engine, whose graphs ask for it. ``check_finite`` is
+      ``fp8kit.autocast``'s alone: use that one.
     * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum
       before each update, where the recipe has ``reduce_amax``: a process group of ``torch.distributed``, None
       for all processes. They run the same layers, in the same order. Within a compiled function that opens

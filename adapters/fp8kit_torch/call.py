@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.autocast import checking_finite, looks
 from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
 from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
 from fp8kit_torch.bound import TorchOp, addresses, bind, want_no_transform
 from fp8kit_torch.distributed_weights import arrived
+from fp8kit_torch.finite import Look
 from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
@@ -85,6 +87,9 @@ def run(
 ) -> dict[str, Tensor]:
     """The outputs by name of a call that was prepared. ``state``: of delayed scaling; ``main``: the
     parameters whose gradients go into their ``main_grad``."""
+    look = None
+    if looks.ever and checking_finite():
+        look = Look(op.operation.name, dict(zip(op.inputs, tensors, strict=False)))
     tensors, inputs = addresses(op, tensors)
     outputs, held = op.call(inputs, state)
     results: Any = outputs
@@ -94,7 +99,10 @@ def run(
         results = _record((op, state, main), outputs, held, *tensors)
     elif op.through:
         results = [*outputs, *[tensors[at] for at in op.through]]
-    return dict(zip(op.results, results, strict=True))
+    found = dict(zip(op.results, results, strict=True))
+    if look is not None:
+        look.follow(found, () if main is None else main.buffers(op.needs))
+    return found
 
 
 class _Node(torch.autograd.Function):

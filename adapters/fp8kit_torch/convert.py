@@ -43,19 +43,26 @@ def convert(
     * ``linear_classes``: subclasses of ``nn.Linear`` that are replaced too, Falcon's ``FalconLinear`` for
       one. Those that compute anything but x W^T + b are left alone.
 
-    Parameters stay the same objects, and a new module is an instance of the class that it stands for. Their
-    dtype is float32, bfloat16 or float16; other modules, modules whose ``forward`` was replaced, those whose
-    weight is made of others before each call (pruned, with a spectral or weight norm) or not made yet (lazy),
-    and other weights of experts in one array of three dimensions are left alone; ``coverage`` tells why.
-    Whether a norm of some library is one is found out by running it on a few numbers; on the meta device it
-    is not looked at. ``nn.MultiheadAttention`` keeps its projections: it reads their weights itself.
+    Parameters stay the same objects, and a new module is an instance of the class that it stands for. Outside
+    of ``autocast`` the model computes what it did, up to the last bits. Convert before ``torch.compile``,
+    DistributedDataParallel, fully_shard or ``parallelize_module``, and ``revert`` before a ``state_dict`` for
+    the plain model, since FP8 state is among a converted one's keys.
+
+    What stays as it is (``coverage`` tells why):
+
+    * modules of other dtypes than float32, bfloat16 and float16, and those whose ``forward`` was replaced;
+    * weights that are made of others before each call (pruned, with a spectral or weight norm), or are not
+      made yet (lazy), and experts' weights in one array of three dimensions that lie in another way;
+    * norms of other libraries that are not found to be one when they are run on a few numbers, which on the
+      meta device they are not;
+    * the projections of ``nn.MultiheadAttention``, which reads their weights itself.
+
+    What is different afterwards: there is no gradient of a gradient, no ``torch.func`` and no float64, and
     ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by, and which sets padded
-    positions to 0; convert it whole: over layers converted alone it keeps that path. But for these positions,
-    outside of ``autocast`` a converted model computes what it did, up to the last bits, but no gradient of a
-    gradient, not under ``torch.func``, nor in float64: ``revert`` first, also before a ``state_dict`` for the
-    plain model, since FP8 state is among its keys. Convert before ``torch.compile``, DistributedDataParallel,
-    fully_shard or ``parallelize_module``. Fp8kitError where ``model`` itself would have to be replaced, and
-    then nothing is; a UserWarning where nothing was replaced, neither now nor before.
+    positions to 0. Convert such a model whole: over layers converted alone it keeps that path.
+
+    ArgumentError where ``model`` itself would have to be replaced, and then nothing is; a UserWarning where
+    nothing was replaced, neither now nor before.
     """
     module("convert", "model", model)
     if filter_fn is not None:

@@ -55,6 +55,9 @@ def unpack(state: Tensor) -> dict[str, Tensor]:
             raise ValueError("another dtype")
     except (ValueError, CheckpointError):
         raise CheckpointError(
-            "_extra_state", "state", f"{data.size} bytes of another layout", "a state that fp8kit_torch saved"
+            "_extra_state",
+            "state",
+            f"{data.size} bytes that hold no such state",
+            "a state that fp8kit_torch saved",
         ) from None
     return {name: torch.from_numpy(part) for name, part in found.items()}

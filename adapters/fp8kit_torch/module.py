@@ -198,6 +198,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             if asked:
                 raise not_compiled(name)
         state = traced_state()
+        if state is not None and state.check_finite:
+            raise not_compiled("check_finite of fp8kit.autocast")
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
 

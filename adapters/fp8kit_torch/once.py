@@ -11,8 +11,8 @@ import torch
 from fp8kit_torch.torch_compat import DelayedError
 
 _REFUSAL = (
-    b"fp8kit_torch: double backward is not supported: what a backward pass gave, with create_graph=True, "
-    b"is differentiated"
+    b"fp8kit_torch: double backward is not supported: this differentiates a gradient that a layer of "
+    b"fp8kit_torch computed (under create_graph=True)"
 )
 
 

@@ -44,8 +44,8 @@ def placed(operation: str, device: Any) -> torch.device:
         raise BackendError(operation, "device", where, "cpu, cuda or meta")
     if where.type == "cuda" and not torch.cuda.is_available():
         none = torch.version.cuda is None
-        why = "this build of torch has no CUDA" if none else "torch finds no usable CUDA device"
-        wanted = f'a CUDA device, but {why}; device="cpu" computes the same, slowly'
+        why = "is built without CUDA" if none else "finds no GPU that it can use (torch.cuda.is_available())"
+        wanted = f'another device, since this torch {why}; device="cpu" computes the same, slowly'
         raise BackendError(operation, "device", where, wanted)
     if where.type == "cuda" and (where.index or 0) >= (count := torch.cuda.device_count()):
         raise BackendError(operation, "device", where, f"one of the {count} CUDA devices that are here")

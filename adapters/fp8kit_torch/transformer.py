@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8kit import inspection, layers
-from fp8kit.autocast import current
+from fp8kit.autocast import checking_finite, current, looks
 from fp8kit_torch import recompute
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.chains import Call, Pending, run_chain
@@ -33,8 +33,9 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
 
     def _may_chain(self, x: Any, core: Mapping[str, Any]) -> bool:
         """Whether the layer's operations may run as one chain: the layer is small, and nothing reads, keeps
-        or recomputes what its parts return (hooks, subclasses, calibration, checkpoints, an inspector)."""
-        if self.is_compiling() or inspection.inspector is not None:
+        or recomputes what its parts return (hooks, subclasses, calibration, checkpoints, an inspector, a look
+        for NaN)."""
+        if self.is_compiling() or inspection.inspector is not None or (looks.ever and checking_finite()):
             return False
         state, modules = current(), self._modules
         if type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():

@@ -112,6 +112,7 @@ class OpManager:
             with LOCK:
                 if self._discovered is None:
                     settings.set_log_level()
+                    settings.replays()  # refuses
                     self._registering = threading.get_ident()
                     try:
                         self._discovered = discovery.register_plugins(self.registry, plugins)

@@ -38,22 +38,28 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.bench.sizes import FULL, SMALL, Sizes
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 
-PACKAGES = (
-    "numpy",
-    "ml_dtypes",
-    "numba",
-    "tbb",
-    "matplotlib",
-    "cupy-cuda13x",
-    "nvmath-python",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-frontend",
-    "torch",
-    "jax",
-    "jax-tvm-ffi",
-)
+ABSENT = "not installed"
+# what fp8kit's extras bring, "" for fp8kit itself
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "": ("numpy", "ml_dtypes", "numba", "tbb", "rich"),
+    "cuda13": (
+        "cupy-cuda13x",
+        "nvmath-python",
+        "cuda-bindings",
+        "nvidia-cudnn-cu13",
+        "nvidia-cudnn-frontend",
+    ),
+    "distributed": ("nccl4py", "nvidia-nccl-cu13"),
+    "torch": ("torch",),
+    "jax": ("jax", "jax-tvm-ffi", "apache-tvm-ffi"),
+    "flax": ("flax",),
+    "demo": ("matplotlib",),
+    "inspect": ("pyyaml",),
+    "tensorboard": ("tensorboardX",),
+    "wandb": ("wandb",),
+}
+# those, and what CuPy and Flax bring
+PACKAGES = (*(name for own in EXTRAS.values() for name in own), "nvidia-cuda-nvrtc", "optax")
 Row = dict[str, Any]
 # figure -> how it is printed
 COLUMNS = {
@@ -229,7 +235,7 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = ABSENT
     return found
 
 

@@ -25,6 +25,11 @@ def size(operation: str, name: str, value: Any) -> int:
     return integer(operation, name, value, 1, 2**31 - 1)
 
 
+def extent(operation: str, name: str, value: Any) -> int:
+    """An int that an extent can be."""
+    return integer(operation, name, value, 0, 2**31 - 1)
+
+
 def whole(operation: str, name: str, value: Any) -> int:
     """An int of 32 bits."""
     return integer(operation, name, value, -(2**31), 2**31 - 1)
@@ -172,7 +177,8 @@ CALLED: dict[str, Rule] = {
     ),
     **named(optional(window), "window_size enc_dec_window_size"),
     **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    **named(optional(size), "max_seqlen_q max_seqlen_kv"),
+    # 0 where a batch has no tokens
+    **named(optional(extent), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "p label_smoothing"),
     **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num num_splits"),
     "qkv_format": optional(one(*FORMATS)),

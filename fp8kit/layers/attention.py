@@ -129,7 +129,10 @@ class MultiheadAttention(AttentionHeads):
         )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ArgumentError(
-                op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels"
+                op,
+                "hidden_size",
+                hidden_size,
+                f"a multiple of num_attention_heads ({num_attention_heads}), or kv_channels, a head's size",
             )
         if kv_channels is None:
             arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads

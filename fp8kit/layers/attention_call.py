@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers import context_group
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
@@ -75,6 +75,9 @@ class AttentionCall(AttentionBase):
         else:
             choice(op, "attn_mask_type", mask, MASKS + MASK_ALIASES)
         choice(op, "core_attention_bias_type", bias, BIASES)
+        if form == "thd" and "padding" not in mask and of("inference_params") is None:
+            wanted = "one of the padding masks, with qkv_format 'thd'"
+            raise ArgumentError(op, "attn_mask_type", repr(mask), wanted)
         interleave = of("qkv_interleave_dim", -3)
         if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
             raise ArgumentError(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer")
@@ -226,7 +229,7 @@ class AttentionCall(AttentionBase):
                 raise ArgumentError(op, name, values.numpy().tolist(), wanted)
         if mask == "arbitrary":
             wanted = "a causal or padding mask or no_mask, with inference_params"
-            raise Fp8kitError(op, "attn_mask_type", repr(mask), wanted)
+            raise ArgumentError(op, "attn_mask_type", repr(mask), wanted)
         return "padding_causal_bottom_right" if "causal" in mask else "padding"
 
     def _sums_of_masks(self, masks: Any, form: str, layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +268,7 @@ class AttentionCall(AttentionBase):
     def _longest(self, side: str, most: int | None, inputs: Mapping[str, Any]) -> int:
         """The longest sequence: ``most``, or what cu_seqlens say."""
         if most is not None:
-            return int(most)
+            return max(int(most), 1)
         op, lengths = self.layer_name, inputs.get(f"cu_seqlens_{side}")
         if lengths is None:
             raise ArgumentError(op, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")

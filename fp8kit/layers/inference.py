@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8kit.arguments import NamedWell, Rule, check, integer
 from fp8kit.arrays import Shape
-from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.layers.arguments import size
 from fp8kit.layers.cache_manager import CacheManager
@@ -307,17 +307,17 @@ class InferenceParams(NamedWell):
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:
-            raise Fp8kitError(_OP, "inference_params", "no step", "pre_step before each step")
+            raise ArgumentError(_OP, "inference_params", "no step", "pre_step before each step")
         return self._on_device[name]
 
     # --- caches ---------------------------------------------------------------------------------------------
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make a layer's caches now instead of at its first step; nothing where it has them. Fp8kitError
-        where ``num_heads_kv``, ``head_dim_k`` or ``dtype`` were not given."""
+        """Make a layer's caches now instead of at its first step; nothing where it has them.
+        ArgumentError where ``num_heads_kv``, ``head_dim_k`` or ``dtype`` were not given."""
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
-                raise Fp8kitError(
+                raise ArgumentError(
                     _OP, name, None, "a value, where memory is made before a layer says its own"
                 )
         number = integer(_OP, "layer_number", layer_number)
@@ -326,10 +326,11 @@ class InferenceParams(NamedWell):
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
         """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in
-        the step's order, 0 beyond a sequence's length. Fp8kitError for a layer without caches."""
+        the step's order, 0 beyond a sequence's length. ArgumentError for a layer without
+        caches."""
         pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
         if integer(_OP, "layer_number", layer_number) not in self._caches:
-            raise Fp8kitError(
+            raise ArgumentError(
                 _OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"
             )
         rows = self.batch_size, self.max_seqlen_kv
@@ -340,9 +341,9 @@ class InferenceParams(NamedWell):
         return k, v
 
     def check_layer(self, operation: str, layer_number: int | None) -> None:
-        """Fp8kitError for a layer without a number."""
+        """ArgumentError for a layer without a number."""
         if isinstance(layer_number, bool) or not isinstance(layer_number, int):
-            raise Fp8kitError(
+            raise ArgumentError(
                 operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"
             )
 
@@ -370,7 +371,7 @@ class InferenceParams(NamedWell):
         again = recorded and written == self.sequences  # of warm-ups and the capture
         if written == self.sequences and not again:
             wanted = "pre_step before each step, and a number of its own for each layer"
-            raise Fp8kitError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
+            raise ArgumentError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
         for name, length in () if again else self.sequences.items():
             if written.get(name, 0) != length - self._new[name]:
                 got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
@@ -380,7 +381,7 @@ class InferenceParams(NamedWell):
                 )
                 raise ShapeError(operation, "layer_number", got, wanted)
         if qkv_format != self.qkv_format:
-            raise Fp8kitError(
+            raise ArgumentError(
                 operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
             )
         tokens, longest = sum(self._new.values()), self.max_seqlen_q

@@ -18,20 +18,11 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tape import watcher, watching
 from fp8kit.backends import dispatch
-from fp8kit.errors import NonFiniteError
 from fp8kit.formats import float32
+from fp8kit.layers.finite import MAY_BE_INFINITE, refuse
 
 if TYPE_CHECKING:
     from fp8kit.nn.module import Module
-
-# a mask's -Inf is no fault, nor is what lies in the free room of a cache
-_MAY_BE_INFINITE = {
-    ("attention", "bias"),
-    ("attention", "softmax_offset"),
-    ("cached_attention", "softmax_offset"),
-    ("cached_attention", "k_cache"),
-    ("cached_attention", "v_cache"),
-}
 
 
 class _Where(NamedTuple):
@@ -60,7 +51,7 @@ class _Finder:
         rest = {
             name: value
             for name, value in inputs.items()
-            if name not in named and (operation, name) not in _MAY_BE_INFINITE
+            if name not in named and (operation, name) not in MAY_BE_INFINITE
         }
         _look(where, "weight", {path: inputs[name] for name, path in named.items()})
         _look(where, "input", rest)
@@ -98,10 +89,7 @@ def _look(where: _Where, what: str, values: Mapping[str, Any]) -> None:
     for name, view in views.items():
         host = view.numpy().astype(np.float32)
         nans, infs = int(np.isnan(host).sum()), int(np.isinf(host).sum())
-        if nans or infs:
-            raise NonFiniteError(
-                where.layer, f"{what} {name}", f"{nans} NaN and {infs} Inf of {host.size}", "finite numbers"
-            )
+        refuse(where.layer, f"{what} {name}", nans, infs, host.size)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from fp8kit import arguments, arrays, captured, formats, serialization
-from fp8kit.arguments import flag, shown
+from fp8kit.arguments import flag, shown, want_names
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import checking_finite
 from fp8kit.autograd import Tensor
@@ -75,6 +75,9 @@ class Module(serialization.Loadable):
                 with finite.looking(self):
                     return self.forward(*inputs, **options)
             return self.forward(*inputs, **options)
+        except TypeError:
+            want_names(f"{type(self).__name__}.forward", type(self).forward, options)
+            raise
         except FormatError as error:
             renamed = _of_the_input(self, error)
             if renamed is None:

@@ -205,7 +205,12 @@ def _loaded(path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ArgumentError(_ASKED, "config", f"{path}, without PyYAML", install("inspect")) from None
+        raise ArgumentError(
+            _ASKED,
+            "config",
+            f"{path}, and PyYAML, which reads it, is not installed",
+            f"a mapping, or PyYAML; {install('inspect')}",
+        ) from None
     try:
         twice = _twice(yaml.compose(text, yaml.SafeLoader))
         if twice is not None:

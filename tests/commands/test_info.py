@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from importlib import metadata
+
 import pytest
 
 from fp8kit import cache, cli
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import support
 from fp8kit.backends.manager import OpManager
+from fp8kit.bench.report import EXTRAS, PACKAGES
 from fp8kit.lru import SHAPES
+from tests.support.source import ROOT
 
 
 def test_info_names_every_engine_and_attention(capsys):
@@ -257,3 +263,28 @@ def test_info_shows_the_settings_that_are_good(monkeypatch, capsys):
     monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
     assert cli.main(["info"]) == 0
     assert rows_of(capsys.readouterr().out)["environment"]["FP8KIT_DEVICE"] == "cpu"
+
+
+def test_info_lists_what_every_extra_brings(monkeypatch, capsys):
+    """The table is pyproject.toml's, but for what only this project's own work needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {"": project["dependencies"], **project["optional-dependencies"]}
+    for ours in ("dev", "docs", "notebooks", "test", "clients"):
+        del wanted[ours]
+    names = {
+        extra: {re.match(r"[\w-]+", each)[0] for each in own} - {"fp8kit"} for extra, own in wanted.items()
+    }
+    assert {extra: set(own) for extra, own in EXTRAS.items()} == names
+    real = metadata.version
+
+    def version(name):
+        if name == "flax":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert cli.main(["info"]) == 0
+    rows = rows_of(capsys.readouterr().out)["libraries"]
+    assert rows.keys() == {"fp8kit", *PACKAGES}
+    assert rows["flax"] == "not installed: extra flax"
+    assert rows["numpy"] == real("numpy")

@@ -405,3 +405,16 @@ def test_mistakes_of_a_first_hour_are_named() -> None:
     for scale in (0.0, float("nan"), -1.0):
         with pytest.raises(FormatError, match=r"quantize: scale: .*finite positive"):
             fk.quantize(np.ones((2, 2), np.float32), fk.E4M3, scale=scale)
+
+
+def test_unknown_keywords_of_a_call_are_told_with_the_ones_that_were_meant():
+    x = np.ones((2, 4), np.float32)
+    layer = nn.Linear(4, 4, device="cpu")
+    with pytest.raises(
+        TypeError, match=r"^Linear.forward\(\) .* 'is_first_micobatch'; did you mean is_first_m"
+    ):
+        layer(x, is_first_micobatch=True)
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'inp'"):
+        layer(is_first_microbatch=True)
+    with pytest.raises(TypeError, match=r"^quantize\(\) .* 'scalling'; did you mean scaling\?$"):
+        fk.quantize(x, scalling="row")

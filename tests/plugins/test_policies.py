@@ -158,6 +158,10 @@ def test_environment_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
             variables.setenv(name, value)
             with pytest.raises(Fp8kitError, match=said):
                 settings.log_level() if name == "TEFL_LOG_LEVEL" else policy_from_env()
+    with monkeypatch.context() as variables:
+        variables.setenv("FP8KIT_REPLAYS", "maybe")
+        with pytest.raises(Fp8kitError, match="environment: FP8KIT_REPLAYS: got 'maybe', expected 0 or 1"):
+            OpManager().discovered()
     monkeypatch.setenv("TE_FL_PER_OP", "rmsnorm_fwd=vendor")
     assert settings.per_op(KERNELS) == ()
     assert caplog.messages == ["TE_FL_PER_OP: rmsnorm_fwd is no kernel of fp8kit and is left out"]

@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8kit.arguments import choice, shown
+from fp8kit.arguments import NamedWell, choice, shown
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import check_fused
@@ -50,7 +50,7 @@ _SPLIT = (
 )
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(NamedWell, nn.Module):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
     with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
     ``softmax_offset`` of softmax "learnable".
@@ -199,7 +199,7 @@ class DotProductAttention(nn.Module):
         }
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(NamedWell, nn.Module):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where
     ``return_layernorm_output``, else None), and with ``return_residual`` inputs_q itself, as
     ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None.
@@ -382,7 +382,7 @@ class MultiHeadAttention(nn.Module):
         return rotation(self.head_dim, GROUPINGS[method], windows, form(self), *positions)
 
 
-class RelativePositionBiases(nn.Module):
+class RelativePositionBiases(NamedWell, nn.Module):
     """T5's learned biases by distance (Raffel et al. 2020): parameter ``rel_embedding`` (heads, buckets);
     returns (1, heads, s_q, s_k)."""
 

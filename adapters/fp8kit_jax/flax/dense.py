@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8kit.arguments import NamedWell
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax import functional
 from fp8kit_jax import layers as functions
@@ -93,7 +94,7 @@ def _normed_product(
     return adapted(module, y, normed, (x.ndim - 1,), kernel.shape[1:], prefix), normed, residual
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(NamedWell, nn.Module):
     """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``;
     x: h (..., N), returned alike.
 
@@ -118,7 +119,7 @@ class LayerNorm(nn.Module):
         return functional.layernorm(x, *norm_parameters(self, x.shape[-1], x.dtype))
 
 
-class DenseGeneral(nn.Module):
+class DenseGeneral(NamedWell, nn.Module):
     """y = x kernel + bias, in FP8 under ``autocast``.
 
     * ``features``: int or several: the output's last dimensions. ``axis``: the input's dimensions that are
@@ -175,7 +176,7 @@ class DenseGeneral(nn.Module):
         return y if self.return_bias else y[0]
 
 
-class LayerNormDenseGeneral(nn.Module):
+class LayerNormDenseGeneral(NamedWell, nn.Module):
     """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else
     None), and with ``return_residual`` x itself as a third, for a residual connection to start at: see
     ``fp8kit_jax.layernorm_dense``.
@@ -231,7 +232,7 @@ class LayerNormDenseGeneral(nn.Module):
         return returned(self, y, normed, residual)
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(NamedWell, nn.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where
     ``return_layernorm_output``, else None), and with ``return_residual`` x itself, as
     ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.arguments import flag
+from fp8kit.arguments import NamedWell, flag
 from fp8kit.layers.arguments import size
 from fp8kit_jax import grouped
 from fp8kit_jax.checks import RULES
@@ -23,7 +23,7 @@ from fp8kit_jax.flax.common import (
 _RULES = RULES | {"experts": size, "features": size, "use_bias": flag}
 
 
-class GroupedDense(nn.Module):
+class GroupedDense(NamedWell, nn.Module):
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e, in FP8 under ``autocast``; rows of no group
     are 0.
 

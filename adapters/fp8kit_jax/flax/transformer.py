@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.arguments import optional
+from fp8kit.arguments import NamedWell, optional
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.flax import lora
@@ -29,7 +29,7 @@ class TransformerLayerType(Enum):
     DECODER = "decoder"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(NamedWell, nn.Module):
     """One layer, norms before the branches: x + dropout(attention(norm(x))), of a decoder + dropout(cross
     attention), + dropout(mlp(norm)).
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check, flag, optional
+from fp8kit.arguments import NamedWell, check, flag, optional
 from fp8kit.errors import ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import as_array, check_fused
@@ -17,7 +17,7 @@ from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotati
 from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, norm_options, want_rngs
 
 
-class Dropout(nnx.Module):
+class Dropout(NamedWell, nnx.Module):
     """A probability and the keys for it: none in evaluation (``module.eval()``). ``rate`` in [0, 1)."""
 
     def __init__(self, rate: float, rngs: nnx.Rngs | None) -> None:
@@ -37,7 +37,7 @@ class Dropout(nnx.Module):
         return (0.0, None) if self.idle or self.stream is None else (self.rate, self.stream())
 
 
-class DotProductAttention(nnx.Module):
+class DotProductAttention(NamedWell, nnx.Module):
     """Attention without projections, as ``fp8kit_jax.dot_product_attention``. Parameter ``softmax_offset``
     (heads,) of softmax "learnable".
 
@@ -81,7 +81,7 @@ class DotProductAttention(nnx.Module):
         return dict(self.options) | offset
 
 
-class MultiHeadAttention(nnx.Module):
+class MultiHeadAttention(NamedWell, nnx.Module):
     """Projections, attention, output projection.
 
     * ``hidden_size`` H, ``num_attention_heads``, ``num_gqa_groups`` (None: as many), ``head_dim`` (None: H /

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check, shown
+from fp8kit.arguments import NamedWell, check, shown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit_jax import functional, layers
@@ -105,7 +105,7 @@ def _value(parameter: nnx.Param | None, dtype: Any) -> Any:
     return None if parameter is None else parameter[...].astype(dtype)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(NamedWell, nnx.Module):
     """norm(x) over the last dimension, N features. Parameters ``scale`` and, of "layernorm", ``ln_bias``
     (N,); ``gain``: what the factor starts at. x: h (..., N)."""
 
@@ -134,7 +134,7 @@ class LayerNorm(nnx.Module):
         return functional.layernorm(x, *self.arguments(x.dtype))
 
 
-class DenseGeneral(nnx.Module):
+class DenseGeneral(NamedWell, nnx.Module):
     """y = x kernel + bias over the last dimension, in FP8 under ``autocast``. Parameters ``kernel`` (K,
     features...) and ``bias``."""
 
@@ -200,7 +200,7 @@ class LayerNormDenseGeneral(DenseGeneral):
         )
 
 
-class LayerNormMLP(nnx.Module):
+class LayerNormMLP(NamedWell, nnx.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias in one operation, H features in and out,
     ``intermediate_dim`` F between.
 

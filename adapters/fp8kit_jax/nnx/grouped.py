@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check, flag
+from fp8kit.arguments import NamedWell, check, flag
 from fp8kit.layers.arguments import size
 from fp8kit_jax import grouped
 from fp8kit_jax.arguments import as_array
@@ -17,7 +17,7 @@ from fp8kit_jax.nnx.dense import _Quantizers, _value, _zeros, want_rngs
 _RULES = RULES | {"experts": size, "in_features": size, "features": size, "use_bias": flag}
 
 
-class GroupedDense(nnx.Module):
+class GroupedDense(NamedWell, nnx.Module):
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e, in FP8 under ``autocast``; rows of no group
     are 0. Parameters ``kernel`` (experts, K, N) and, with ``use_bias``, ``bias`` (experts, N)."""
 

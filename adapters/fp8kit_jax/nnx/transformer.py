@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check
+from fp8kit.arguments import NamedWell, check
 from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit_jax import attention as functions
 from fp8kit_jax.activations import activation_of
@@ -30,7 +30,7 @@ _ATTENTION = (
 )
 
 
-class TransformerLayer(nnx.Module):
+class TransformerLayer(NamedWell, nnx.Module):
     """x + dropout(attention(norm(x))), then + dropout(mlp(norm(x))); children ``attention`` and ``mlp``,
     which hold the norms.
 
@@ -67,7 +67,7 @@ class TransformerLayer(nnx.Module):
         dtype: Any = jnp.float32,
         **options: Any,
     ) -> None:
-        functions.known("TransformerLayer", options, _ATTENTION)
+        functions.known("TransformerLayer", options, _ATTENTION, locals())
         check("TransformerLayer", RULES, locals() | options)
         with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
             activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)

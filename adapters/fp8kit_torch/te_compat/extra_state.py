@@ -258,4 +258,6 @@ def any_extra_state(value: Any, gemms: int) -> dict[str, Tensor]:
         try:
             return extra_state.unpack(convert_extra_state(value, gemms))
         except CheckpointError as other:
-            raise CheckpointError(f"{own}; as Transformer Engine's: {other}") from None
+            raise CheckpointError(
+                f"{own}; nor is it Transformer Engine's: {str(other).removeprefix('_extra_state: ')}"
+            ) from None

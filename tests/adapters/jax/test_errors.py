@@ -14,7 +14,8 @@ from flax import nnx
 from fp8kit_jax import flax as ff
 from fp8kit_jax import nnx as fn
 
-from fp8kit.errors import ArgumentError, Fp8kitError
+import fp8kit as fk
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
@@ -238,3 +239,46 @@ def test_flax_packages_are_imported_when_asked_for():
 def test_an_unknown_keyword_of_autocast_is_told_with_the_one_that_was_meant():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'recip'; did you mean recipe\?$"):
         fj.autocast(recip=None)
+
+
+MEANT = {
+    "kernel": lambda: fj.dense(X, kernal=W),
+    "gamma": lambda: fj.layernorm_dense(X, W, gama=X[0], beta=None),
+    "biases": lambda: fj.layernorm_mlp(X, None, None, (W, W), bias=(None, None)),
+    "scaling": lambda: fj.quantize(X, scalling="row"),
+    "attn_mask_type": lambda: fj.dot_product_attention(X, attn_masktype="causal"),
+    "intermediate_dim": lambda: ff.LayerNormMLP(intermediate_dims=8),
+    "use_bias": lambda: fn.DenseGeneral(4, 4, use_bais=True, rngs=nnx.Rngs(0)),
+    "hidden_dropout": lambda: fn.TransformerLayer(4, 4, 1, hiden_dropout=0.1, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_an_unknown_keyword_is_told_with_the_one_that_was_meant(name):
+    with pytest.raises(TypeError, match=rf"unexpected (keyword )?argument '\w+'; did you mean {name}\?$"):
+        MEANT[name]()
+
+
+def test_an_input_that_fits_neither_norm_nor_kernel_is_what_is_wrong():
+    module = fn.LayerNormMLP(4, 8, rngs=nnx.Rngs(0))
+    said = r"layernorm_mlp: x: got shape \(3, 2\), expected a last dimension of 4, as gamma and kernels\[0\]"
+    with pytest.raises(ShapeError, match=said):
+        module(X[:, :2])
+    with pytest.raises(ShapeError, match=r"layernorm_dense: x: got shape \(3, 2\), .* gamma and kernel have"):
+        fj.layernorm_dense(X[:, :2], W, X[0], X[0])
+    with pytest.raises(ShapeError, match=r"layernorm_dense: gamma: got shape \(3,\)"):
+        fj.layernorm_dense(X, W, X[:, 0], X[0])
+
+
+def test_a_missing_key_is_a_wrong_argument():
+    with pytest.raises(ArgumentError, match=r"^dot_product_attention: dropout_key: missing"):
+        fj.dot_product_attention(Q[None], Q[None], Q[None], dropout_rate=0.5)
+
+
+def test_layers_that_do_not_look_for_nan_refuse_to():
+    said = r"^dense: check_finite of autocast: got True, expected False"
+    for call in (fj.dense, jax.jit(lambda x, w: fj.dense(x, w))):
+        with fk.autocast(enabled=False, check_finite=True), pytest.raises(UnsupportedError, match=said):
+            call(X, W)
+        with fk.autocast(check_finite=True), fj.autocast(False), pytest.raises(UnsupportedError, match=said):
+            call(X, W)

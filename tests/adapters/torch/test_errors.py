@@ -380,3 +380,29 @@ def test_a_native_tensor_is_called_one():
 def test_an_unknown_keyword_is_told_with_the_one_that_was_meant(call, name):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '\w+'; did you mean {name}\?$"):
         call()
+
+
+def test_a_mask_of_packed_sequences_is_called_by_the_layers_name():
+    layer = ft.TransformerLayer(H * D, 16, H, attn_input_format="thd", device="cpu")
+    lengths = sums([0, T])
+    with pytest.raises(
+        ArgumentError, match=r"^TransformerLayer: self_attn_mask_type: got 'causal', expected"
+    ):
+        layer(torch.ones(T, H * D), cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+
+
+def test_a_packed_batch_without_tokens_has_0_for_its_longest_sequence():
+    layer = ft.TransformerLayer(
+        H * D, 16, H, attn_input_format="thd", self_attn_mask_type="padding_causal", device="cpu"
+    )
+
+    def call(lengths):
+        longest = {f"max_seqlen_{side}": 0 for side in ("q", "kv")}
+        options = {f"cu_seqlens_{side}": sums(lengths) for side in ("q", "kv")} | longest
+        return layer(torch.ones(lengths[-1], H * D, requires_grad=True), **options)
+
+    y = call([0, 0, 0])
+    y.sum().backward()
+    assert y.shape == (0, H * D)
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q: got \[0, 5\], expected sequences of at most 1"):
+        call([0, 5])

@@ -322,7 +322,8 @@ def test_cuda_without_cuda_is_one_error(monkeypatch):
     }
     for name, make in makes.items():
         with pytest.raises(
-            BackendError, match=rf"^{name}: device: got cuda.*, expected a CUDA device, but .* device=\"cpu\""
+            BackendError,
+            match=rf"^{name}: device: got cuda.*, expected another device, since .* device=\"cpu\"",
         ):
             make()
 
