@@ -106,11 +106,10 @@ def dot_product_attention(
 def attend(name: str, arguments: Mapping[str, Any], rows: bool = False) -> Any:
     """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``.
     ``rows``: with "thd" tokens lie in rows, (b, s, heads, d), and so does what it returns."""
-    how = division(arguments)
+    how = division(arguments, name, rows)
     if how is not None:
-        quantized = attention_in_force(_OP, name) is not None
         own = partial(_attend, name), lambda options: _resolved(options, name).spec
-        return attend_split(*own, arguments, how, quantized, rows)
+        return attend_split(*own, arguments, how, rows)
     if not rows:
         return _attend(name, arguments)
     lead, layers = arguments["query"].shape[:2], ("query", "key", "value")
