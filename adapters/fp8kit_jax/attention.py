@@ -90,7 +90,8 @@ def dot_product_attention(
       1 or a multiple of the devices). ``cu_seqlens`` are those of the whole sequences in natural order.
       ``context_parallel_strategy``: "RING" has keys and values go round a ring; "ALL_GATHER", which "DEFAULT"
       is, gathers them, and knows windows left of the diagonal, but not beside stripes. UnsupportedError
-      beside masks, biases, dropout and quantised operands.
+      beside masks, biases, dropout and quantised operands, ShapeError for tokens that do not divide; where
+      only the MeshResource asks, under ``jax.jit``, such calls run whole.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` the operands of its products are quantised

@@ -44,12 +44,7 @@ _NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes")
 
 
 # arguments that say how sequences lie, and others on which it depends whether they are split
-_PLACED = (
-    "qkv_format",
-    "context_parallel_strategy",
-    "context_parallel_causal_load_balanced",
-    "stripe_size",
-)
+_PLACED = ("qkv_format", "context_parallel_strategy", "context_parallel_causal_load_balanced", "stripe_size")
 _ASKED = ("attn_mask_type", "window_size")
 
 

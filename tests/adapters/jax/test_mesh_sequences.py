@@ -282,7 +282,10 @@ REFUSED = {
     "strategy": ({"context_parallel_strategy": "P2P"}, "context_parallel_strategy: got 'P2P'"),
     "stripes": ({"stripe_size": 2}, "stripe_size: got 2, expected None without 'thd'"),
     "format": ({"qkv_format": "bhsd"}, "qkv_format: got 'bhsd', expected one of sbhd, bshd, thd"),
-    "tokens": ({"query": jnp.zeros((B, 31, HEADS, D))}, "query: got shape .*, expected a sequence of 2 equal"),
+    "tokens": (
+        {"query": jnp.zeros((B, 31, HEADS, D))},
+        "query: got shape .*, expected a sequence of 2 equal",
+    ),
     "lengths": ({"key": jnp.zeros((B, 64, HEADS, D))}, "key: got 32 queries and 64 keys"),
 }
 
@@ -320,7 +323,7 @@ def test_what_runs_whole_where_only_cp_resource_asks(name):
         wanted = jax.jit(attend)(*layers)
         with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)), fj.global_shard_guard(RESOURCE):
             np.testing.assert_array_equal(jax.jit(attend)(*layers), wanted)
-            with pytest.raises(Fp8kitError, match="chunks|as many as queries|without fp8_dpa"):
+            with pytest.raises(Fp8kitError, match=r"2 equal chunks|as many as queries|without fp8_dpa"):
                 attend(*layers, context_parallel_axis="cp")
 
 
