@@ -43,8 +43,14 @@ _STARTS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes")
 
 
-# arguments that say how sequences lie, and others on which it depends whether they are split
-_PLACED = ("qkv_format", "context_parallel_strategy", "context_parallel_causal_load_balanced", "stripe_size")
+# arguments about sequences that are split, and others on which it depends whether they are
+SPLIT = (
+    "context_parallel_axis",
+    "context_parallel_causal_load_balanced",
+    "context_parallel_strategy",
+    "stripe_size",
+)
+_PLACED = ("qkv_format", *SPLIT[1:])
 _ASKED = ("attn_mask_type", "window_size")
 
 
@@ -395,4 +401,4 @@ def _mesh() -> Any:
     return in_force()
 
 
-__all__ = ["Division", "attend_split", "division", "placed"]
+__all__ = ["SPLIT", "Division", "attend_split", "division", "placed"]
