@@ -91,7 +91,8 @@ def dot_product_attention(
       1 or a multiple of the devices). ``cu_seqlens`` are those of the whole sequences in natural order.
       ``context_parallel_strategy``: "RING" has keys and values go round a ring; "ALL_GATHER", which "DEFAULT"
       is, gathers them, and knows windows left of the diagonal, but not beside stripes. UnsupportedError
-      beside masks, biases, dropout and quantised operands.
+      beside masks, biases, dropout and quantised operands, ShapeError for tokens that do not divide; where
+      only the MeshResource asks, under ``jax.jit``, such calls run whole.
     * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Under ``autocast`` with a recipe that has ``fp8_dpa`` the operands of its products are quantised
@@ -107,11 +108,10 @@ def dot_product_attention(
 def attend(name: str, arguments: Mapping[str, Any], rows: bool = False) -> Any:
     """``dot_product_attention`` of all its ``arguments`` by name, of a module that is called ``name``.
     ``rows``: with "thd" tokens lie in rows, (b, s, heads, d), and so does what it returns."""
-    how = division(arguments)
+    how = division(arguments, name, rows)
     if how is not None:
-        quantized = attention_in_force(_OP, name) is not None
         own = partial(_attend, name), lambda options: _resolved(options, name).spec
-        return attend_split(*own, arguments, how, quantized, rows)
+        return attend_split(*own, arguments, how, rows)
     if not rows:
         return _attend(name, arguments)
     lead, layers = arguments["query"].shape[:2], ("query", "key", "value")

@@ -29,7 +29,7 @@ from fp8kit.ops.ring_attention import chunks_of
 from fp8kit_jax.arguments import as_array, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
 from fp8kit_jax.ring_attention import ring_attention
-from fp8kit_jax.scopes import mesh_resource
+from fp8kit_jax.scopes import attention_in_force, mesh_resource
 from fp8kit_jax.sequences import ReorderStrategy, inverse_reorder_causal_load_balancing
 from fp8kit_jax.split_sequences import SIDES, chunk_sums, packed_sequences, part_of, seen_by, whole_sums
 
@@ -41,6 +41,17 @@ _SUMS = ("cu_seqlens_q", "cu_seqlens_kv")
 _STARTS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 # what a call with split sequences does not have
 _NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes")
+
+
+# arguments about sequences that are split, and others on which it depends whether they are
+SPLIT = (
+    "context_parallel_axis",
+    "context_parallel_causal_load_balanced",
+    "context_parallel_strategy",
+    "stripe_size",
+)
+_PLACED = ("qkv_format", *SPLIT[1:])
+_ASKED = ("attn_mask_type", "window_size")
 
 
 class Division(NamedTuple):
@@ -63,22 +74,25 @@ class Division(NamedTuple):
         return striped if self.packed else (ReorderStrategy.DualChunkSwap, self.devices, None)
 
 
-def division(arguments: Mapping[str, Any]) -> Division | None:
+def division(arguments: Mapping[str, Any], module: str = "", rows: bool = False) -> Division | None:
     """How the sequences of a call are split: along ``context_parallel_axis``, or the ``cp_resource`` of the
-    MeshResource in force where the call is one that can be split; None where they are not. ArgumentError for
-    an axis that no mesh in force has, UnsupportedError for a call that cannot be split."""
+    MeshResource in force where the call is one that can be split; None where they are not. ``module``: the
+    name of the module that calls; ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
+    ArgumentError for an axis that no mesh in force has; for a call that cannot be split UnsupportedError, or
+    ShapeError where that is for its sequences' lengths."""
     found = placed(arguments)
     if found is None:
         return None
+    check(_OP, {name: RULES[name] for name in _ASKED}, arguments)
     padded = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"]) in _PADDING
     if padded and any(arguments[name] is None for name in _SUMS):
         return None  # which no call takes
-    why = _refused(arguments, found)
-    if why is None:
+    why = _refused(arguments, found, module)
+    error = _misfit(arguments, found, rows) if why is None else UnsupportedError(_OP, *why)
+    if error is None:
         return found
-    asked = arguments["context_parallel_axis"] or found.balanced
-    if asked or found.manual:
-        raise UnsupportedError(_OP, *why)
+    if arguments["context_parallel_axis"] or found.balanced or found.manual:
+        raise error
     return None
 
 
@@ -86,8 +100,7 @@ def placed(arguments: Mapping[str, Any]) -> Division | None:
     """``division`` of a call, whatever else it asks for."""
     asked = arguments["context_parallel_axis"]
     balanced, stripe = arguments["context_parallel_causal_load_balanced"], arguments["stripe_size"]
-    names = "context_parallel_strategy", "context_parallel_causal_load_balanced", "stripe_size"
-    check(_OP, {name: RULES[name] for name in names}, arguments)
+    check(_OP, {name: RULES[name] for name in _PLACED}, arguments)
     packed = arguments["qkv_format"] == "thd"
     if stripe is not None and not (packed and balanced):
         wanted = "None without 'thd' and context_parallel_causal_load_balanced"
@@ -113,29 +126,16 @@ def attend_split(
     resolve: Callable[[Mapping[str, Any]], Any],
     arguments: Mapping[str, Any],
     how: Division,
-    quantized: bool,
     rows: bool = False,
 ) -> Any:
     """``attend(arguments)`` with sequences split as ``how`` says. ``resolve(arguments)``: their
-    ``AttentionSpec``. ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
-    UnsupportedError where the call is ``quantized``: operands share scales."""
-    if quantized:
-        wanted = "a recipe without fp8_dpa: scales are those of the whole sequence"
-        raise UnsupportedError(_OP, "context_parallel_axis", shown(how.axis), wanted)
+    ``AttentionSpec``. ``rows``: as ``division`` has it."""
     layers, flat = _separate(arguments), how.packed and not rows
     if flat:
         layers = tuple(layer[None] for layer in layers)
     at = 1 if how.packed else arguments["qkv_format"].index("s")
     mesh = _mesh()
-    parts = how.devices * (how.stripe if how.packed else 2 if how.balanced else 1)
-    for name, layer in zip(("query", "key", "value"), layers, strict=True):
-        if layer.ndim != 4 or layer.shape[at] % (parts // (how.devices if how.manual else 1)):
-            raise ShapeError(_OP, name, f"shape {layer.shape}", f"a sequence of equal {parts} chunks")
     lengths = [layer.shape[at] * (how.devices if how.manual else 1) for layer in layers[:2]]
-    if "causal" in arguments["attn_mask_type"] and lengths[0] != lengths[1]:
-        got = f"{lengths[0]} queries and {lengths[1]} keys"
-        raise ShapeError(_OP, "key", got, "as many as queries, with split sequences and a causal mask")
-
     beside, offset = _sequences(arguments, how, layers, lengths), arguments["softmax_offset"]
     if offset is not None:
         beside["softmax_offset"] = offset
@@ -308,9 +308,9 @@ def _changed_stripes(x: Any, how: Division, back: bool = False) -> Any:
     return (x if back else x.swapaxes(2, 3)).reshape(rows, tokens, *rest)
 
 
-def _refused(arguments: Mapping[str, Any], how: Division) -> tuple[str, Any, str] | None:
-    """(argument, what it is, what it may be) of a call whose sequences cannot be split; None for one that
-    can."""
+def _refused(arguments: Mapping[str, Any], how: Division, module: str) -> tuple[str, Any, str] | None:
+    """(argument, what it is, what it may be) of a call whose sequences cannot be split, whatever their
+    lengths; None for another."""
     kind = ALIASES.get(arguments["attn_mask_type"], arguments["attn_mask_type"])
     ring, window = arguments["context_parallel_strategy"] == "RING", arguments["window_size"]
     if kind not in (_PADDING if how.packed else _MASKS):
@@ -319,7 +319,7 @@ def _refused(arguments: Mapping[str, Any], how: Division) -> tuple[str, Any, str
     if arguments["dropout_rate"]:
         places = "its draws belong to places in the whole, of which a part of the rows knows nothing"
         return "dropout_rate", arguments["dropout_rate"], f"0 with split sequences: {places}"
-    if window not in (None, (-1, -1), (-1, 0) if "causal" in kind else None):
+    if window is not None and tuple(window) not in ((-1, -1), (-1, 0 if "causal" in kind else -1)):
         blocks = "a block of a ring, or of stripes, has no part of a window"
         if ring or (how.packed and how.balanced):
             return "window_size", window, f"none with split sequences: {blocks}"
@@ -338,6 +338,27 @@ def _refused(arguments: Mapping[str, Any], how: Division) -> tuple[str, Any, str
     for name in _NONE:
         if arguments[name] is not None and arguments[name] != "no_bias":
             return name, "given", "none with split sequences"
+    if attention_in_force(_OP, module) is not None:
+        wanted = "a recipe without fp8_dpa: scales are those of the whole sequence"
+        return "context_parallel_axis", shown(how.axis), wanted
+    return None
+
+
+def _misfit(arguments: Mapping[str, Any], how: Division, rows: bool) -> ShapeError | None:
+    """What is wrong with the layers of a call whose sequences are to be split; None for nothing."""
+    given = {n: as_array(_OP, n, a) for n in ("query", "key", "value") if (a := arguments[n]) is not None}
+    at, dims = (int(rows), 3 + rows) if how.packed else (arguments["qkv_format"].index("s"), 4)
+    parts = how.devices * (how.stripe if how.packed else 2 if how.balanced else 1)
+    here, lengths = (how.devices if how.manual else 1), []
+    for number, (name, layer) in enumerate(given.items(), 1):
+        several = number == len(given) < 3  # the last one then holds keys and values
+        if layer.ndim != dims + several or layer.shape[at] % (parts // here):
+            return ShapeError(_OP, name, f"shape {layer.shape}", f"a sequence of {parts} equal chunks")
+        lengths.append(layer.shape[at] * here)
+    queries, keys = lengths[0], lengths[:2][-1]
+    if "causal" in arguments["attn_mask_type"] and queries != keys:
+        got = f"{queries} queries and {keys} keys"
+        return ShapeError(_OP, "key", got, "as many as queries, with split sequences and a causal mask")
     return None
 
 
@@ -380,4 +401,4 @@ def _mesh() -> Any:
     return in_force()
 
 
-__all__ = ["Division", "attend_split", "division", "placed"]
+__all__ = ["SPLIT", "Division", "attend_split", "division", "placed"]

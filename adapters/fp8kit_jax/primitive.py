@@ -185,23 +185,24 @@ for _platform in DEVICES:
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
-    named = {name: (a, dim) for (name, _), a, dim in zip(program.arguments, arrays, dims, strict=True)}
-    batched = {n: jax.numpy.moveaxis(a, dim, 0) for n, (a, dim) in named.items() if dim is not None}
-    whole = {name: array for name, (array, dim) in named.items() if dim is None}
+    # by place: backward may read an output and its gradient, which have one name
+    names = [name for name, _ in program.arguments]
+    batched = {i: jax.numpy.moveaxis(arrays[i], dim, 0) for i, dim in enumerate(dims) if dim is not None}
+    whole = {i: arrays[i] for i, dim in enumerate(dims) if dim is None}
 
-    def run(parts: dict[str, Any], program: Program = program) -> list[Any]:
+    def run(parts: dict[int, Any], program: Program = program) -> list[Any]:
         every = whole | parts
-        return bind(*(every[name] for name in named), program=program)
+        return bind(*(every[i] for i in range(len(names))), program=program)
 
     rows, front = _independent_rows(program), [0] * len(program.results)
-    if batched.keys() != named.keys() & rows:
+    if batched.keys() != {i for i, name in enumerate(names) if name in rows}:
         return jax.lax.map(run, batched), front
-    size = next(iter(batched.values())).shape[0]
+    size, alone = next(iter(batched.values())).shape[0], {names[i] for i in whole}
     metas = tuple(
         (name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta)
         for name, meta in program.metas
     )
-    views = tuple((name, shape if name in whole else (size, *shape)) for name, shape in program.views)
+    views = tuple((name, shape if name in alone else (size, *shape)) for name, shape in program.views)
     results = run(batched, replace(program, metas=metas, views=views))
     seen = zip(results, program.seen("results"), strict=True)
     return [result.reshape(size, *shape) for result, (_, shape) in seen], front

@@ -111,11 +111,11 @@ def _forward(how: Ring, q: Any, k: Any, v: Any, offset: Any, sums: Any) -> tuple
         for block in _blocks(how, step, (q, k), sums):
             own, both = _half(how, q, block.queries), _halves(how, (key, value), block.keys)
             found = _run(how, block, {"q": own, "k": both[0], "v": both[1]})
-            lse = _by_rows(how, block, found["lse"], own)
-            if block.seen is not None:
-                lse = jnp.where(block.seen, lse, -jnp.inf)
+            made, lse = found["o"], _by_rows(how, block, found["lse"], own)
+            if block.seen is not None:  # 0 instead of an output that may be no number
+                made, lse = jnp.where(block.seen, made, 0), jnp.where(block.seen, lse, -jnp.inf)
             before = _halves(how, (o, total), block.queries)
-            after = _merged(*before, found["o"], lse)
+            after = _merged(*before, made, lse)
             o, total = (
                 _with_half(how, whole, part, block.queries)
                 for whole, part in zip((o, total), after, strict=True)
@@ -142,7 +142,7 @@ def _ring_backward(how: Ring, kept: Any, do: Any) -> tuple[Any, ...]:
             inputs = {"q": own, "k": both[0], "v": both[1], "o": out, "lse": lse}
             found = _run(how, block, inputs, dout)
             if block.seen is not None:
-                found = {name: jnp.where(block.seen, a, jnp.zeros_like(a)) for name, a in found.items()}
+                found = {name: jnp.where(block.seen, a, 0) for name, a in found.items()}
             dq = _added(how, dq, found["q"], block.queries)
             dkv = tuple(_added(how, a, found[n], block.keys) for n, a in zip("kv", dkv, strict=True))
         parts.append(dkv)
@@ -179,7 +179,7 @@ def _blocks(how: Ring, step: int, sides: Layers, sums: Any) -> list[_Block]:
     rank = jax.lax.axis_index(how.axis).astype(jnp.int32)
     source, spec = (rank - step) % how.devices, how.spec
     free = off_diagonal(spec)
-    hidden = source < rank if spec.causal and step else None
+    earlier = source < rank if spec.causal and step else None
     if spec.packed:
         own, other = (
             part_of(sums[side], device, how.devices, a.shape[0] // how.rows, how.striped)
@@ -188,7 +188,7 @@ def _blocks(how: Ring, step: int, sides: Layers, sums: Any) -> list[_Block]:
         if how.striped and spec.causal:  # the diagonal starts at the first key that is not later
             own = own.without_first(other.places > own.places)
         kind = spec if how.striped or not step else free
-        return [_Block(kind, own.sums("q") | other.sums("kv"), seen=None if how.striped else hidden)]
+        return [_Block(kind, own.sums("q") | other.sums("kv"), seen=None if how.striped else earlier)]
 
     lengths = [a.shape[how.at] * how.devices for a in sides]
 
@@ -203,7 +203,7 @@ def _blocks(how: Ring, step: int, sides: Layers, sums: Any) -> list[_Block]:
         return _Block(spec, here, queries, keys, seen)
 
     if how.chunks == 1 or not step or not spec.causal:
-        return [block(free if step else spec, seen=hidden)]
+        return [block(free if step else spec, seen=earlier)]
     half = jnp.where(source < rank, 0, 1).astype(jnp.int32)
     return [block(free, jnp.int32(1), jnp.int32(0)), block(free, half, half)]
 

@@ -21,6 +21,8 @@ import pytest
 import torch
 from fp8kit_jax.calls import default_device
 from fp8kit_torch.availability import check_mxfp8_support
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fp8kit as fk
 from fp8kit import arrays, codec, scaled_products, slowness
@@ -39,6 +41,7 @@ from fp8kit.ops.products import product_class
 from fp8kit.recipe import DataRecipe
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from fp8kit.testing.compare import ROUNDOFF, relative_error
 from tests.support.cuda_libraries import Library
 
 GPU = Device("cuda", 0)
@@ -473,6 +476,32 @@ def test_what_lays_operands_out_is_launched_with(monkeypatch: pytest.MonkeyPatch
 def test_in_jax(recipe: str, layer: str, chip: Chip) -> None:
     calls = assert_native_is_emulated(chip, of_jax, NAMED[recipe].recipe, layer)
     assert all(call.native for call in calls)
+
+
+def test_in_jax_over_devices(chip: Chip) -> None:
+    """Rows and features of products are split as those of emulated ones are; nothing is gathered."""
+    x, w, v = (jnp.asarray(draw(i, *shape)) for i, shape in enumerate(((128, 64), (64, 128), (128, 64))))
+
+    def step(x: Any, w: Any, v: Any) -> Any:
+        def loss(*own: Any) -> Any:
+            with fj.autocast(enabled=True, recipe=NAMED["mxfp8"].recipe):
+                return (fj.dense(jnp.tanh(fj.dense(own[0], own[1])), own[2]) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, w, v)
+
+    wanted = jax.block_until_ready(jax.tree.leaves(jax.jit(step)(x, w, v)))
+    chip.calls.clear()
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    places = P("dp"), P(None, "tp"), P("tp")
+    placed = [jax.device_put(a, NamedSharding(mesh, own)) for a, own in zip((x, w, v), places, strict=True)]
+    with jax.set_mesh(mesh):
+        program = jax.jit(step).lower(*placed).compile()
+        got = jax.tree.leaves(jax.block_until_ready(program(*placed)))
+    assert "all-gather" not in program.as_text()
+    assert [call.native for call in chip.calls] == [True] * 6 * 4
+    assert {call.left.shape for call in chip.calls} == {(64, 64)}
+    for own, want in zip(got, wanted, strict=True):  # float32 sums of at most 128 terms in another order
+        assert relative_error(own, want) <= 128 * ROUNDOFF
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -18,7 +18,7 @@ from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import UNTYPED
-from fp8kit_jax.context_parallel import placed
+from fp8kit_jax.context_parallel import SPLIT, placed
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import (
     FIXED,
@@ -41,13 +41,6 @@ from fp8kit_jax.sequences import SequenceDescriptor
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
-# fields about sequences that are split
-_SPLIT = (
-    "context_parallel_axis",
-    "context_parallel_causal_load_balanced",
-    "context_parallel_strategy",
-    "stripe_size",
-)
 
 
 class DotProductAttention(NamedWell, nn.Module):
@@ -158,7 +151,7 @@ class DotProductAttention(NamedWell, nn.Module):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         packed = self.qkv_layout.startswith("t")
-        options: dict[str, Any] = {name: getattr(self, name) for name in _SPLIT}
+        options: dict[str, Any] = {name: getattr(self, name) for name in SPLIT}
         options["qkv_format"] = "thd" if packed else form(self)
         how = placed(options)
         if packed:

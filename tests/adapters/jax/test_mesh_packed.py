@@ -246,7 +246,7 @@ def test_rows_in_a_shard_map(layout):
 
 REFUSED = {
     "stripes": ({"stripe_size": 3}, "stripe_size: got 3, expected 1 or a multiple of the 2 devices"),
-    "tokens": ({"stripe_size": 64}, "query: got shape .*, expected a sequence of equal 128 chunks"),
+    "tokens": ({"stripe_size": 64}, "query: got shape .*, expected a sequence of 128 equal chunks"),
     "dropout": ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "dropout_rate: got 0.5"),
     "sums": ({"cu_seqlens_q": SUMS[::-1].copy()}, "cu_seqlens_q: got"),
     "dtype": ({"cu_seqlens_q": SUMS.astype(np.float32)}, "cu_seqlens_q: got float32"),

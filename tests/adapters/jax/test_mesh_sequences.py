@@ -281,6 +281,11 @@ REFUSED = {
     "groups": ({"key": jnp.zeros((B, S, 3, D))} | RING, "key: got"),
     "strategy": ({"context_parallel_strategy": "P2P"}, "context_parallel_strategy: got 'P2P'"),
     "stripes": ({"stripe_size": 2}, "stripe_size: got 2, expected None without 'thd'"),
+    "format": ({"qkv_format": "bhsd"}, "qkv_format: got 'bhsd', expected one of sbhd, bshd, thd"),
+    "tokens": (
+        {"query": jnp.zeros((B, 31, HEADS, D))},
+        "query: got shape .*, expected a sequence of 2 equal",
+    ),
     "lengths": ({"key": jnp.zeros((B, 64, HEADS, D))}, "key: got 32 queries and 64 keys"),
 }
 
@@ -291,6 +296,68 @@ def test_what_is_not_split(name):
     layers = {name: draw(i, HEADS) for i, name in enumerate(("query", "key", "value"))}
     with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)), pytest.raises(Fp8kitError, match=text):
         fj.dot_product_attention(**layers | {"context_parallel_axis": "cp"} | options)
+
+
+ODD = jnp.array([0, 9, 12, 31], jnp.int32)
+WHOLE = {
+    "tokens": ((31, 31), {}),
+    "keys": ((16, 32), {"attn_mask_type": "causal"}),
+    "packed": (
+        (31, 31),
+        {"qkv_format": "thd", "attn_mask_type": "padding_causal", "max_seqlen_q": 19, "max_seqlen_kv": 19}
+        | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ODD),
+    ),
+    "fp8": ((32, 32), {}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_runs_whole_where_only_cp_resource_asks(name):
+    """As on one device, to the bit; in a shard_map, where nobody has the whole, it is refused."""
+    lengths, options = WHOLE[name]
+    layers = [draw(i, HEADS)[:, :length] for i, length in enumerate((lengths[0], lengths[1], lengths[1]))]
+    layers = [a[0] for a in layers] if name == "packed" else layers
+    attend = functools.partial(fj.dot_product_attention, **options)
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+    with fj.autocast(enabled=name == "fp8", recipe=recipe):
+        wanted = jax.jit(attend)(*layers)
+        with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)), fj.global_shard_guard(RESOURCE):
+            np.testing.assert_array_equal(jax.jit(attend)(*layers), wanted)
+            with pytest.raises(Fp8kitError, match=r"2 equal chunks|as many as queries|without fp8_dpa"):
+                attend(*layers, context_parallel_axis="cp")
+
+
+def test_keys_that_are_not_seen_leave_no_trace():
+    """Later devices' keys and values that are no numbers: in outputs, and in gradients of earlier queries."""
+    layers, seen = [draw(i, HEADS) for i in range(3)], slice(S // 2)
+    late = [layers[0], *(a.at[:, S // 2 :].set(jnp.nan) for a in layers[1:])]
+    how = {"context_parallel_axis": "cp"} | RING
+
+    def loss(*layers, **how):
+        o = fj.dot_product_attention(*layers, **how)[:, seen]
+        return (o**2).sum(), o
+
+    (_, wanted), dq = jax.value_and_grad(loss, has_aux=True)(*(a[:, seen] for a in layers))
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
+        split = jax.value_and_grad(functools.partial(loss, **how), has_aux=True)
+        (_, got), own = jax.jit(split)(*late)
+    for a, want in ((got, wanted), (own[:, seen], dq)):
+        assert relative_error(np.asarray(a), np.asarray(want)) <= BOUND
+
+
+@pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+def test_split_sequences_under_vmap(strategy):
+    layers = [jnp.stack([draw(i, HEADS), draw(i + 3, HEADS)]) for i in range(3)]
+    weight = jnp.stack([draw(6, HEADS), draw(7, HEADS)])
+    how = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+    each = [
+        value_and_gradients(fj.dot_product_attention, [a[i] for a in layers], weight[i]) for i in range(2)
+    ]
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
+        split = jax.vmap(functools.partial(fj.dot_product_attention, **how))
+        got = value_and_gradients(split, layers, weight)
+    for own, *wanted in zip(got, *each, strict=True):
+        assert relative_error(np.asarray(own), np.stack(wanted)) <= BOUND
 
 
 def test_quantised_operands_are_not_split():

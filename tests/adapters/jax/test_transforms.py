@@ -95,6 +95,14 @@ def test_vmap_of_values_and_gradients_is_exact(recipe):
     )
 
 
+def test_vmap_of_gradients_that_read_an_output():
+    """Attention's backward reads o and the gradient of o."""
+    q, k, v = (draw(i, 3, 2, 8, 2, 16) for i in range(3))
+    grads = jax.grad(lambda *own: (fj.dot_product_attention(*own) ** 2).sum(), (0, 1, 2))
+    want = [grads(*own) for own in zip(q, k, v, strict=True)]
+    same("gradients", jax.jit(jax.vmap(grads))(q, k, v), jax.tree.map(lambda *g: jnp.stack(g), *want))
+
+
 def test_vmap_of_rows_alone_is_the_same_bits():
     """Norms and activations flatten the batch into rows of one call."""
     x, gamma = draw(0, 4, 16, 2, K), draw(1, K)
