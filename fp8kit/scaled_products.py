@@ -27,12 +27,12 @@ _TAKEN = "E4M3 and E5M2 (not E5M2 twice) by MX's blocks of 32, and E2M1 by NVFP4
 
 def takes_scales(where: object) -> bool:
     """Whether the tensor cores of a device (a Device, or what ``arrays.device`` takes for one) multiply codes
-    by the scales of their blocks. False for a device that nobody serves."""
+    by the scales of their blocks. False for a device that is not here."""
     try:
         device = arrays.device(where)
         arch = getattr(arrays.provider(device), "arch", None)
         return arch is not None and arch(device) >= 10 * CAPABILITY[0] + CAPABILITY[1]
-    except BackendError:
+    except (BackendError, RuntimeError):  # CuPy's own kind: no driver, no such device
         return False
 
 

@@ -514,3 +514,7 @@ def test_in_torch(layer: str, chip: Chip) -> None:
 def test_in_a_compiled_program_of_torch(chip: Chip) -> None:
     calls = assert_native_is_emulated(chip, of_torch, NAMED["mxfp8"].recipe, "Linear", True)
     assert [call.native for call in calls] == [True] * 3
+
+
+def test_a_device_that_is_not_here_takes_no_scales():
+    assert not scaled_products.takes_scales("cuda:99")
