@@ -83,6 +83,15 @@ def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture)
     )
 
 
+def test_a_rule_for_attention_alone_is_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    eight = recipe.Float8CurrentScaling(fp8_dpa=True)
+    how = recipe.PerLayer(recipe.Float8CurrentScaling(), (("*.attention", eight),))
+    with autocast(recipe=how):
+        make("model.fc1")(np.ones((32, 32), np.float32))
+        assert how.attention_for("model.attention") is not None
+    assert not caplog.messages
+
+
 def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
     def by_name(role: Any) -> Quantizer | None:
         return None if role.name == "head" else Quantizer(E4M3)
