@@ -13,6 +13,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import nn, recipe, slowness
+from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
@@ -86,9 +87,11 @@ def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture)
 def test_a_rule_for_attention_alone_is_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     eight = recipe.Float8CurrentScaling(fp8_dpa=True)
     how = recipe.PerLayer(recipe.Float8CurrentScaling(), (("*.attention", eight),))
-    with autocast(recipe=how):
-        make("model.fc1")(np.ones((32, 32), np.float32))
-        assert how.attention_for("model.attention") is not None
+    with fk.autocast(recipe=how):
+        make("model.fc1")(fk.tensor(X))
+        scope = current()
+        assert scope is not None
+        assert scope.recipe.attention_for("model.attention") is not None
     assert not caplog.messages
 
 
