@@ -227,9 +227,13 @@ class PerLayer(Recipe):
         found = self._found(name)
         if self.rules and not name and not any(fnmatchcase("", pattern) for pattern, _ in self.rules):
             _say_unnamed(self, kind or "a layer", "no rule of PerLayer fits it", self)
+        self._note(name)
+        return None if found is None else found.for_layer(kind, name)
+
+    def _note(self, name: str) -> None:
+        """A layer of that name runs."""
         if name and self.rules:
             self.__dict__.setdefault("asked", {}).setdefault(name)
-        return None if found is None else found.for_layer(kind, name)
 
     def ended(self) -> None:
         asked = self.__dict__.get("asked")
@@ -247,6 +251,7 @@ class PerLayer(Recipe):
 
     def attention_for(self, name: str) -> AttentionQuantization | None:
         found = self._found(name)
+        self._note(name)
         return None if found is None else found.attention_for(name)
 
     @property

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from fp8kit_torch.views import FLOATS
 
 GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # biases end in "_bias"
-_REACH = 50.0  # as far go the gates that are looked at, so that a limit shows: models have 7 or 10
+# as far go the gates that are looked at: where activations differ most, and so that a limit shows, which is 7
+# or 10 in models
+_NEAR, _FAR = 3.0, 50.0
+# what float32 operands of products are rounded to, by torch.get_float32_matmul_precision()
+_OPERANDS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,8 @@ _CHOSEN, _WEIGHTS = ((0, 1), (1, 0)), ((0.75, 0.25), (0.5, -1.0))  # of every se
 
 @torch.no_grad()
 def _computed(module: nn.Module, kind: ExpertKind) -> ExpertKind | str:
-    """The kind by which a few rows become what ``module`` makes of them, to the rounding of their dtype, or
-    why there is none."""
+    """The kind by which a few rows become what ``module`` makes of them, to the rounding of their dtype; the
+    nearest of several; or why there is none."""
     w1, b1, w2, b2 = _of_two_experts(module, kind)
     limits, dtype = _numbers(module, "limit"), next(module.parameters()).dtype
     ramp = torch.linspace(-1.5, 2.5, w1.shape[-1], device=w1.device, dtype=torch.float64)
@@ -110,20 +114,23 @@ def _computed(module: nn.Module, kind: ExpertKind) -> ExpertKind | str:
     largest = float((x @ w1.mT).abs().max())
     if not 0 < largest < math.inf:
         return "experts whose weights are 0 or not finite: what their forward computes is not known"
-    far = x * (max([_REACH, *(4 * limit for limit in limits)]) / largest)
-    x = torch.cat((x, far, -far)).to(dtype)
-    got, wide = _outputs(module, kind, x), x.double()
-    first = wide @ w1.mT + b1, wide.abs() @ w1.abs().mT + b1.abs()
-    # a few roundings to the dtype on the way, and sums in float32
-    limit = 8 * torch.finfo(dtype).eps + (w1.shape[2] + w2.shape[2]) * torch.finfo(torch.float32).eps
+    near, far = (x * (reach / largest) for reach in (_NEAR, max([_FAR, *(4 * limit for limit in limits)])))
+    x = torch.cat((near, -near, far, -far)).to(dtype)
+    got, wide, eps = _outputs(module, kind, x), x.double(), torch.finfo(dtype).eps
+    first = _product(wide, torch.zeros_like(wide), w1, b1, eps)
+    fitting: dict[float, ExpertKind] = {}
     for candidate in _candidates(module, kind, limits):
-        hidden, bound = _hidden(candidate, *first)
-        y, allowed = hidden @ w2.mT + b2, bound @ w2.abs().mT + b2.abs()
+        y, error = _product(*_hidden(candidate, *first, eps), w2, b2, eps)
         if not kind.in_groups:
             probs = torch.tensor(_WEIGHTS * (len(x) // 2), device=x.device, dtype=torch.float64)
-            y, allowed = _weighted(y, probs), _weighted(allowed, probs.abs())
-        if got is not None and got.shape == y.shape and ((got.double() - y).abs() <= limit * allowed).all():
-            return candidate
+            y, error = _weighted(y, probs), _weighted(error, probs.abs())
+        if got is not None and got.shape == y.shape:
+            off = (got.double() - y).abs()
+            worst = float(torch.where(off == 0, 0, off / error).max())
+            if worst <= 1:  # a quarter of that, where it is the same function; NaN is not
+                fitting.setdefault(worst, candidate)
+    if fitting:
+        return fitting[min(fitting)]
     return (
         "experts whose forward does not compute the weighted sum of down(silu(gate(x)) * up(x)), nor that "
         "with gelu, relu or relu^2, without a gate or with limits that are its attributes"
@@ -183,26 +190,36 @@ def _candidates(module: nn.Module, kind: ExpertKind, limits: list[float]) -> Ite
             yield replace(own, activation="clamped_swiglu", params=params)
 
 
-def _hidden(kind: ExpertKind, u: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """a(u), and what a relative error of 1 in the sums u, whose terms are as large as ``size``, can make of
-    it."""
+def _product(x: Tensor, error: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x W^T + b, its error): that of x and those of float32 sums, which add up as independent ones do, so
+    that they stay small beside sums of many terms, and the result's own rounding. ``eps``: of the dtype."""
+    y, sums = x @ w.mT + b, torch.finfo(torch.float32).eps
+    rounded = _OPERANDS[torch.get_float32_matmul_precision()] if eps == sums else 0.0
+    spread = error.square() + (sums**2 * x.shape[-1] + 2 * rounded**2) * x.square()
+    return y, (spread @ w.square().mT).sqrt() + eps * (y.abs() + b.abs())
+
+
+def _hidden(kind: ExpertKind, u: Tensor, error: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(a(u), its error) for an ``error`` of u."""
     if not kind.gated:
-        return _ACTIVATIONS[kind.activation](u), _steep(kind, size)
+        acted = _ACTIVATIONS[kind.activation](u)
+        return acted, _steep(kind, u) * (error + eps * u.abs()) + eps * acted.abs()
     (gate, up), (of_gate, of_up) = (
-        (each[..., ::2], each[..., 1::2]) if kind.interleaved else each.chunk(2, -1) for each in (u, size)
+        (each[..., ::2], each[..., 1::2]) if kind.interleaved else each.chunk(2, -1) for each in (u, error)
     )
     if kind.params:
         limit, alpha, offset = kind.params
-        gate, up, of_up = gate.clamp(max=limit), up.clamp(-limit, limit) + offset, of_up + offset
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + offset
         acted = gate * torch.sigmoid(alpha * gate)
     else:
         acted = _ACTIVATIONS[next(n for n, name in _GATES.items() if name == kind.activation)](gate)
-    return acted * up, _steep(kind, of_gate) * (up.abs() + of_up) + acted.abs() * of_up
+    of_acted = _steep(kind, gate) * (of_gate + eps * gate.abs()) + eps * acted.abs()
+    return acted * up, of_acted * up.abs() + acted.abs() * (of_up + 2 * eps * up.abs())
 
 
-def _steep(kind: ExpertKind, size: Tensor) -> Tensor:
-    """The slope is at most 1.13 for gelu, 1.1 for silu at any alpha, and 2 u for relu^2."""
-    return 2 * size.square() if kind.activation in ("srelu", "sreglu") else 1.13 * size
+def _steep(kind: ExpertKind, u: Tensor) -> Tensor | float:
+    """The slope, which is at most 1.13 for gelu, 1.1 for silu at any alpha, and 2 u for relu^2."""
+    return 2 * u.abs() if kind.activation in ("srelu", "sreglu") else 1.13
 
 
 __all__ = ["ExpertKind", "kind_of", "layout_of"]

@@ -28,7 +28,7 @@ from fp8kit.backends.policy import (
     process_policy,
     traced_policy,
 )
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError, UnsupportedError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.memory import Layout
 from fp8kit.execution.refusals import signature_of, want_spec
@@ -39,6 +39,7 @@ from fp8kit.quantization import AmaxHistory
 from fp8kit.scaling import FORWARD_SLOTS, Placed, backward_slots, forward_slots, placed
 from fp8kit.spec import Meta, Operation, Signature
 from fp8kit_torch import state as states
+from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.bound import TensorMeta, TorchOp, addresses, as_the_user_calls_it, bind
 from fp8kit_torch.constants import constant_result, exporting, onnx_mode
@@ -267,6 +268,11 @@ def _forward(filled: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence
         op.call(addresses(op, tensors)[1], NO_STATE, filled)
         return
     recorded = len(state) > 1
+    if recorded and found.when == NEITHER and torch_compat.current_backward() != -1:
+        # by scales that the graph has updated meanwhile, which autograd's count of writes does not show
+        got = "a forward pass that backward computes again"
+        wanted = "what forward kept: torch._functorch.config.activation_memory_budget = 1"
+        raise UnsupportedError(found.operation.name, "delayed scaling", got, wanted)
     binding = found.binding(state[0], filled[-1] if recorded else None, False)
     op.call(addresses(op, tensors)[1], binding, filled)
     if recorded:

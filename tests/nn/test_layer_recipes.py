@@ -13,6 +13,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import nn, recipe, slowness
+from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
@@ -81,6 +82,17 @@ def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture)
         "no rule of PerLayer fits a layer that ran (per_layer(mxfp8(E4M3), 2 rules)): "
         "the rules are for 'layers.0.*', 'layers.1.*', the layers are called 'model.layers.0.fc1'"
     )
+
+
+def test_a_rule_for_attention_alone_is_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    eight = recipe.Float8CurrentScaling(fp8_dpa=True)
+    how = recipe.PerLayer(recipe.Float8CurrentScaling(), (("*.attention", eight),))
+    with fk.autocast(recipe=how):
+        make("model.fc1")(fk.tensor(X))
+        scope = current()
+        assert scope is not None
+        assert scope.recipe.attention_for("model.attention") is not None
+    assert not caplog.messages
 
 
 def test_a_function_that_asks_for_names_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.recorded import unsafe_calls
 from fp8kit.collectives import Collectives, Reduction, described, differing
 from fp8kit.errors import BackendError, FormatError
 from fp8kit.rendezvous import Store
@@ -181,6 +182,10 @@ class NcclCollectives(Collectives):
     def _watch(self) -> None:
         """Look after the calls of this group until it is closed."""
         launch.runtime().setDevice(self.device.index)  # a thread begins on the first GPU
+        with unsafe_calls():  # another thread's capture stands the questions about events
+            self._look()
+
+    def _look(self) -> None:
         ended = 0.0  # when the process of rank 0 was found to have ended, as it does after its last call
         while not self._closed.wait(_POLL) and self.failed is None:
             oldest, now = self._oldest(), time.monotonic()

@@ -16,6 +16,7 @@ import fp8kit as fk
 from fp8kit.backends import dispatch
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import get_policy
+from fp8kit.errors import UnsupportedError
 from fp8kit.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, QParams, Recipe
 from tests.support.combinations import combinations
 
@@ -500,3 +501,16 @@ def test_export(device, strict):
         pytest.raises(Unsupported if strict else NotImplementedError, match=refused),
     ):
         torch.export.export(module, (x,), strict=strict)
+
+
+def test_a_graph_that_computes_forward_again_by_later_scales_is_refused():
+    layer = ft.Linear(32, 32, device="cpu")
+
+    def step(x):
+        with ft.autocast(recipe=DelayedScaling()):
+            return layer(torch.tanh(layer(x)))
+
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        y = compiled(step, "inductor")(torch.randn(32, 32))
+        with pytest.raises(UnsupportedError, match="backward computes again"):
+            y.sum().backward()

@@ -6,6 +6,7 @@ import fp8kit_torch.experts
 import pytest
 import torch
 from fp8kit_torch import autocast, convert, coverage, revert
+from fp8kit_torch.expert_kinds import kind_of
 from fp8kit_torch.experts import ConvertedExperts, expert_product
 from torch import nn
 
@@ -242,3 +243,43 @@ def test_what_computes_something_else_stays():
     assert "does not compute" in why["1"]
     net[1].down_proj = nn.Parameter(torch.randn(2, 4, 5))
     assert "are not (E, 2 F, H)" in {row.name: row.why for row in coverage(net).modules}["1"]
+
+
+ACTS = {
+    "swiglu": nn.functional.silu,
+    "geglu": lambda u: nn.functional.gelu(u, approximate="tanh"),
+    "reglu": nn.functional.relu,
+    "sreglu": lambda u: nn.functional.relu(u).square(),
+    "": torch.tanh,  # which none of ours is
+}
+
+
+class Wide(nn.Module):
+    """Gated experts whose sums are as long as a model's."""
+
+    def __init__(self, act, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up_proj = nn.Parameter((torch.randn(2, 512, 512) * 0.02).to(dtype))
+        self.down_proj = nn.Parameter((torch.randn(2, 512, 256) * 0.02).to(dtype))
+        self.act = act
+
+    def forward(self, x, index, weights):
+        y = torch.zeros_like(x)
+        for e in range(2):
+            rows, at = torch.where(index == e)
+            gate, up = nn.functional.linear(x[rows], self.gate_up_proj[e]).chunk(2, -1)
+            own = nn.functional.linear(self.act(gate) * up, self.down_proj[e])
+            y.index_add_(0, rows, own * weights[rows, at, None])
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ACTS)
+def test_long_sums_do_not_hide_another_activation(name, dtype):
+    found = kind_of(Wide(ACTS[name], dtype))
+    assert (found.activation if name else found.split(" does")[0]) == (name or "experts whose forward")
+
+
+def test_experts_that_give_no_numbers_stay():
+    assert "does not compute" in kind_of(Wide(lambda u: u * torch.nan, torch.float32))
