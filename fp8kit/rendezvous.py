@@ -12,6 +12,7 @@ import socket
 import socketserver
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from fp8kit.errors import BackendError
@@ -70,11 +71,13 @@ class Store:
     """The texts of a job, of which this process is ``place``; rank 0 keeps them at the port that its launcher
     named, or at the next one where the launcher listens there itself. All meet it at the launcher's address;
     it listens there if that is a loopback address, else on all interfaces. BackendError where rank 0 is not
-    met within ``timeout`` seconds, or cannot listen; OSError, later, where it has ended."""
+    met within ``timeout`` seconds, or cannot listen; later TimeoutError where it is slow to answer, after
+    which one may ask again, and another OSError where it has ended."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self.place, port = place, place.port + place.agent
         self._lock = threading.Lock()
+        self._address = place.address, port
         at = f"{place.address}:{port}"
         if place.rank == 0:
             try:
@@ -88,20 +91,29 @@ class Store:
         end = time.monotonic() + timeout
         while True:
             try:
-                self._socket = socket.create_connection((place.address, port), _CONNECT)
+                self._connect()
                 break
             except OSError as error:
                 if time.monotonic() > end:
                     got, wanted = f"rank {place.rank} alone at {at} ({error})", "rank 0 there"
                     raise BackendError("distributed.init", "ranks", got, wanted) from None
                 time.sleep(0.1)
+
+    def _connect(self) -> None:
+        self._socket = socket.create_connection(self._address, _CONNECT)
         self._socket.settimeout(_ANSWER)
         self._file = self._socket.makefile("rb")
 
     def _ask(self, what: str, name: str, value: str | None = None) -> str | None:
         with self._lock:
-            self._socket.sendall(json.dumps([what, name, value]).encode() + b"\n")
-            line = self._file.readline(_LONGEST)
+            try:
+                self._socket.sendall(json.dumps([what, name, value]).encode() + b"\n")
+                line = self._file.readline(_LONGEST)
+            except TimeoutError:
+                self._file.close()
+                self._socket.close()
+                self._connect()  # what comes late on the old connection answers no later request
+                raise
         if not line:
             raise ConnectionError("the process of rank 0 has ended")
         found: str | None = json.loads(line)
@@ -118,13 +130,15 @@ class Store:
     def get(self, name: str, timeout: float) -> str:
         """The text, once somebody has set it; BackendError where nobody has within ``timeout`` seconds."""
         end = time.monotonic() + timeout
-        while (found := self.peek(name)) is None:
+        while True:
+            with suppress(TimeoutError):
+                if (found := self.peek(name)) is not None:
+                    return found
             if time.monotonic() > end:
                 raise BackendError(
                     "distributed", name, f"nothing for {timeout:g} s", "what another rank sets"
                 )
             time.sleep(0.05)
-        return found
 
     def close(self) -> None:
         """Leave; on rank 0, for all."""

@@ -188,6 +188,22 @@ def test_an_answer_may_take_longer_than_a_connection(monkeypatch):
     store.close()
 
 
+def test_an_answer_that_comes_too_late_answers_nothing_else(monkeypatch):
+    """One may ask again, and gets the answer to that."""
+    waits, answers = iter([0.6]), rendezvous._Answers.handle
+    monkeypatch.setattr(rendezvous, "_ANSWER", 0.2)
+    monkeypatch.setattr(
+        rendezvous._Answers, "handle", lambda self: (time.sleep(next(waits, 0.0)), answers(self))
+    )
+    store = Store(Place(0, 1, 0, "127.0.0.1", int(launch.places(1)[0]["MASTER_PORT"])), 5.0)
+    with pytest.raises(TimeoutError):
+        store.set("a", "late")
+    store.set("a", "b")
+    store.set("c", "d")
+    assert store.get("c", 1.0) == "d"
+    store.close()
+
+
 def test_ranks_share_texts():
     with_port = Place(0, 2, 0, "127.0.0.1", int(launch.places(1)[0]["MASTER_PORT"]))
     first = Store(with_port, 5.0)

@@ -98,10 +98,10 @@ class Runtime:
 
 
 class Texts:
-    """A store; ``ended``: that of a process that is gone."""
+    """A store; ``ended``: that of a process that is gone, or ``busy``."""
 
     def __init__(self):
-        self.texts, self.ended = {}, False
+        self.texts, self.ended, self.busy = {}, False, False
 
     def set(self, name, text):
         time.sleep(0.02)  # so that two who fail meet
@@ -111,6 +111,8 @@ class Texts:
     def peek(self, name):
         if self.ended:
             raise ConnectionError("ended")
+        if self.busy:
+            raise TimeoutError
         return self.texts.get(name)
 
     def get(self, name, timeout):
@@ -218,6 +220,17 @@ def test_rank_0_may_end_first(group):
     until(lambda: ranks.failed is not None)
     assert "all_reduce sum of float32 (4,)" in ranks.failed
     assert "rank 0 has ended" in ranks.failed
+
+
+def test_rank_0_may_be_busy(group):
+    """A step that waits for it is no failure until its own time is over."""
+    ranks, library = group
+    ranks._store.busy = True
+    call(ranks, 4)
+    time.sleep(0.4)
+    assert ranks.failed is None
+    ranks._store.busy = False
+    assert not library.done
 
 
 def test_every_call_is_watched(library):
