@@ -1,10 +1,11 @@
-"""Every operation as a pair of torch ops, ``torch.ops.fp8kit.NAME`` and ``NAME_backward``, and ``trace``,
-which calls them within ``torch.compile``.
+"""Every operation as torch ops, ``torch.ops.fp8kit.NAME``, and ``trace``, which calls them within
+``torch.compile``.
 
-One factory makes them of what an operation declares, also those of operations that are registered later. The
-fake implementation is ``infer``, the gradient ``backward``. Ops are functional; what changes FP8 state,
-``record_`` and ``update_``, is separate, because torch refuses an autograd formula on an op that mutates.
-What is static about a call travels as one text that any process can read.
+One factory makes them of what an operation declares, also those of operations that are registered later. What
+Dynamo sees is functional and differentiable. What the compiled graph calls has no autograd, which would cost
+each call some Python of torch's, and fills tensors that the graph allocates: ``NAME_forward`` and
+``NAME_backward``, which record delayed scaling's amaxes too. What is static about a call travels as one text
+that any process can read.
 """
 
 from __future__ import annotations
@@ -260,6 +261,7 @@ def _forward(filled: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence
     delayed scaling's scale and the state's handle, or the scale alone, or nothing. With a handle the last of
     ``filled`` is the history, whose row 0 takes the amaxes."""
     found, tensors = call_by(call), _contiguous(inputs)
+    assert all(map(Tensor.is_contiguous, filled))  # as they were allocated
     op = found.bind(tensors)
     if not state:
         op.call(addresses(op, tensors)[1], NO_STATE, filled)
@@ -283,6 +285,7 @@ def _backward(
     """Fill the gradients of the call's ``needs`` that are computed; ``state`` as in ``_forward``."""
     found, first = call_by(call), cotangents[0]
     assert first is not None  # it always arrives
+    assert all(map(Tensor.is_contiguous, filled))
     op = found.bind_shapes(shapes, dtypes, first.device)
     binding = NO_STATE
     if state:
