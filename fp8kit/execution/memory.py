@@ -55,7 +55,7 @@ class Layout:
         self.streamed: dict[str, Meta] = streamed(metas) if streaming else {}
         here = {name: meta for name, meta in metas.items() if name not in self.streamed}
         sizes = {name: -(-nbytes_of(meta) // ALIGNMENT) * ALIGNMENT for name, meta in here.items()}
-        # without spans sizes are never compared: where they are symbols that would be a guard of torch.compile
+        # without spans sizes are not compared: where they are symbols, torch.compile would guard on that
         large = [name for name in sizes if is_large(here[name])] if spans is not None else []
         shares = len(large) > (regions is None) and not self.streamed
         times = spans() if spans is not None and shares else {}
