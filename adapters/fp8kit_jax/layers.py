@@ -299,7 +299,7 @@ def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
 
 def _want_features(operation: str, x: Any, gamma: Any, kernel: str, features: int) -> None:
     """ShapeError for an x that has not the features of both the norm and the kernel: it is what is wrong."""
-    if gamma is not None and gamma.shape == (features,) and x.shape[-1] != features:
+    if getattr(gamma, "shape", None) == (features,) and x.shape[-1] != features:
         wanted = f"a last dimension of {features}, as gamma and {kernel} have it"
         raise ShapeError(operation, "x", f"shape {x.shape}", wanted)
 
