@@ -1,0 +1,96 @@
+"""How many graphs ``torch.compile`` makes of a layer whose batch and length change from call to call: as many
+as of plain torch's modules, because no size of memory is compared while it is a symbol."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from fp8kit.recipe import Float8BlockScaling
+from tests.support.combinations import combinations
+
+from .twins import RECIPES, WIDTH, same, scope
+
+HEADS, FFN = 4, 64
+# buffers of these take from 2 KiB to 2 MiB, below and above every size from which memory is shared
+LENGTHS = (7, 100, 33, 520, 9, 1030, 16, 17, 250, 260, 64, 128, 127, 5, 1, 2)
+SHAPES = {
+    "batches and lengths": [(1 + length % 5, length) for length in LENGTHS],
+    "lengths": [(4, length) for length in (*LENGTHS[:-2], 2, 2040, 3)],
+}
+
+
+class Block(nn.Module):
+    """A layer of plain torch's modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)
+
+    def forward(self, x):
+        """float32 (batch, length, WIDTH) to the same."""
+        batch, length, _ = x.shape
+        split = self.qkv(self.norms[0](x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def graphs_of(module, recipe, shapes, dynamic):
+    """How many graphs forward and backward of these shapes make, in order."""
+    torch._dynamo.reset()
+    counters.clear()
+    call = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with scope(ft, recipe):
+        for shape in shapes:
+            call(torch.randn(*shape, WIDTH)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+def layer():
+    return ft.TransformerLayer(
+        WIDTH, FFN, HEADS, attn_input_format="bshd", hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+    )
+
+
+@combinations(
+    {"recipe": RECIPES.keys(), "shapes": SHAPES.keys(), "dynamic": {"told": True, "found": None}},
+    usual=[
+        "delayed-batches and lengths-told",
+        "delayed-batches and lengths-found",
+        "current-lengths-found",
+        "block-batches and lengths-told",
+        "high-batches and lengths-found",
+    ],
+)
+def test_no_more_than_of_plain_torch(recipe, shapes, dynamic):
+    wanted = graphs_of(Block(), None, SHAPES[shapes], dynamic)
+    assert wanted > 0
+    if dynamic and recipe in ("delayed", "recent") and shapes == "batches and lengths":
+        # all extents are symbols then, the states' too, and torch takes those that are equal at first (three
+        # scales, a batch of three) for the same one
+        wanted += 1
+    assert graphs_of(layer(), RECIPES[recipe], SHAPES[shapes], dynamic) == wanted
+
+
+@pytest.mark.parametrize("rows", [[0], [5, 6, 0], [0, 5, 6]], ids=str)
+def test_no_rows(rows):
+    """Of an input without a gradient, of which blocks alone are saved; by Inductor too."""
+    linear = ft.Linear(WIDTH, WIDTH, device="cpu")
+    call = torch.compile(linear, fullgraph=True)
+    for count in rows:
+        x, grads = torch.randn(count, WIDTH), []
+        for function in (linear, call):
+            linear.zero_grad()
+            with ft.autocast(recipe=Float8BlockScaling()):
+                y = function(x)
+            y.sum().backward()
+            grads.append((y.detach(), linear.weight.grad, linear.bias.grad))
+        for got, want in zip(*grads, strict=True):
+            same(got, want, count)
