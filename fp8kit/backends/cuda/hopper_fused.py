@@ -183,17 +183,21 @@ def _run(
 
 
 def _want_codes(cast: Cast | None, m: int, columns: int) -> None:
-    """CannotTake for codes that are not written in eights, in q, and sixteens, in q_t, or reach beyond the
-    tiles of the result, which end at multiples of 128."""
-    for view, step, extents in (
-        () if cast is None else ((cast.q, 8, (m, columns)), (cast.q_t, 16, (columns, m)))
-    ):
-        if view is None:
-            continue
-        if (view.ptr | launch.row_stride(view) | view.shape[1]) % step:
-            raise CannotTake(_OUTSIDE, "cast", f"{view.shape} at {view.ptr:#x}", f"multiples of {step}")
-        if any(have > ceil_div(extent, 128) * 128 for have, extent in zip(view.shape, extents, strict=True)):
-            raise CannotTake(_OUTSIDE, "cast", f"codes {view.shape}", f"those of {extents}, little padding")
+    """``_want_view`` of q, by eights, and of q_t, by sixteens."""
+    if cast is not None:
+        _want_view(cast.q, 8, (m, columns))
+        _want_view(cast.q_t, 16, (columns, m))
+
+
+def _want_view(codes: ArrayView | None, step: int, extents: tuple[int, int]) -> None:
+    """CannotTake for codes that are not written ``step`` at a time, or reach beyond the tiles of the result,
+    which end at multiples of 128."""
+    if codes is None:
+        return
+    if (codes.ptr | launch.row_stride(codes) | codes.shape[1]) % step:
+        raise CannotTake(_OUTSIDE, "cast", f"{codes.shape} at {codes.ptr:#x}", f"multiples of {step}")
+    if any(have > ceil_div(extent, 128) * 128 for have, extent in zip(codes.shape, extents, strict=True)):
+        raise CannotTake(_OUTSIDE, "cast", f"codes {codes.shape}", f"those of {extents}, little padding")
 
 
 def _want_halves(gated: bool, features: int) -> None:
@@ -320,6 +324,7 @@ def fp8_gemm_lines(
     stream: int,
 ) -> None:
     """See ``backends.protocol``, and ``_run``; needs no workspace."""
+    _want_view(q, 8, shape)
     further = lines_bytes(format, q, scale_inv, power_2, epsilon)
     further = further + _FURTHER.pack(0, 0, 0, 0, shape[1], *_NO_PARAMS)
     operands = a, b, out, shape, dtype, (a_format, b_format), (a_scale_inv, b_scale_inv), (a_tile, b_tile)
