@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8kit.errors import NonFiniteError
 
-# (operation, input): a mask's -Inf is no fault, nor is what lies in the free room of a cache
+# (operation, input): a mask's -Inf is no fault, nor is what lies in the unused part of a cache
 MAY_BE_INFINITE = {
     ("attention", "bias"),
     ("attention", "softmax_offset"),

@@ -56,7 +56,7 @@ class KVCacheManager:
 
 
 class NonPagedKVCacheManager(KVCacheManager):
-    """Room for ``max_seqlen`` tokens of each of ``max_batch_size`` sequences, in ``cache``: layer number ->
+    """Memory for ``max_seqlen`` tokens of each of ``max_batch_size`` sequences, in ``cache``: layer number ->
     keys and values (max_batch_size, max_seqlen, num_heads, d)."""
 
     def __init__(
@@ -77,9 +77,9 @@ class NonPagedKVCacheManager(KVCacheManager):
         self._rows: dict[Hashable, int] = {}  # of the caches, by sequence
 
     def allocate_memory(self, layer_number: int) -> None:
-        room = self.max_batch_size, self.max_seqlen, self.num_heads
+        shape = self.max_batch_size, self.max_seqlen, self.num_heads
         self.cache[layer_number] = tuple(
-            torch.zeros(*room, dim, dtype=self.dtype, device=self.device)
+            torch.zeros(*shape, dim, dtype=self.dtype, device=self.device)
             for dim in (self.head_dim_k, self.head_dim_v)
         )
 
