@@ -86,6 +86,26 @@ def fixed_seeds() -> None:
         random.manual_seed(0)
 
 
+# of a kernel that ended its process's CUDA context
+LOST = ("IllegalAddress", "MisalignedAddress", "IllegalInstruction", "LaunchFailure", "ERROR_ILLEGAL_ADDRESS")
+_lost: list[str] = []
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Remember a test that lost the CUDA context."""
+    if call.excinfo is not None and any(name in str(call.excinfo.value) for name in LOST):
+        _lost.append(item.nodeid)
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Every later test of a process without its CUDA context fails: xdist starts another process, and counts
+    the test that was to come as one that crashed. Without xdist the run ends."""
+    if _lost and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)
+    if _lost:
+        pytest.exit(f"{_lost[0]} lost the CUDA context", 1)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """After the house's own tests: files that grow too long, and ideas whose files do not share a stem.
     Neither fails."""

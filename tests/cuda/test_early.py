@@ -228,6 +228,15 @@ CALLS: dict[str, Call] = {
         r.space(4 * HEADS[2] * ROWS),
         0,
     ),
+    "block_operand": lambda k, x, r: k.block_operand(
+        ArrayView(x.ptr, (ROWS, COLUMNS), uint8, GPU, x),
+        r.ones(ROWS, COLUMNS // 32, dtype=uint8),
+        r.blank(ROWS, COLUMNS, dtype=uint8),
+        r.blank(ROWS * COLUMNS // 32, dtype=uint8),
+        (1, 32),
+        1,
+        0,
+    ),
     "scale_from_amax": lambda k, x, r: k.scale_from_amax(
         ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0
     ),

@@ -62,9 +62,8 @@ def operand(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(cases("grouped_fp8_gemm")), ids=str)
 def test_contract(case: Case, hopper: None) -> None:
-    """Where it takes a case; else that of every chip keeps it."""
-    order = tuple(f"impl:cuda.{name}" for name in ("hopper_grouped_fp8_gemm", "grouped_fp8_gemm"))
-    with policy_context(SelectionPolicy(per_op={case.kernel: order})):
+    """The kernel of every chip keeps it too, where this one is chosen."""
+    with policy_context(SelectionPolicy(per_op={case.kernel: ("impl:cuda.grouped_fp8_gemm",)})):
         case.run(dispatch.kernels(GPU), GPU)
 
 
@@ -226,8 +225,9 @@ def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_it_is_not_chosen_where_no_policy_names_it() -> None:
+def test_it_is_chosen_on_hopper_alone() -> None:
     registry = OpRegistry()
     register(registry)
-    found = [impl.impl_id for impl in registry.get_implementations("grouped_fp8_gemm")]
-    assert found == ["cuda.grouped_fp8_gemm", "cuda.hopper_grouped_fp8_gemm"]
+    found = {impl.impl_id: impl.min_arch for impl in registry.get_implementations("grouped_fp8_gemm")}
+    assert list(found) == ["cuda.hopper_grouped_fp8_gemm", "cuda.grouped_fp8_gemm"]
+    assert found["cuda.hopper_grouped_fp8_gemm"] == hopper_grouped.LEAST_ARCH == 90

@@ -35,6 +35,8 @@ OWN = {
     },
     "mma_gemm.cu": {"fp8_gemm": "mma_gemm", "block_gemm": "mma_gemm"},
 }
+# modules of these that come before the library or the general source, being faster (docs/moe.md)
+FIRST = ("hopper_grouped",)
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
@@ -76,9 +78,10 @@ def register(registry: OpRegistry) -> None:
             timed, priority = functools.partial(function, timed=True), PRIORITY[Kind.VENDOR] + 1
             vars(timed).update(vars(function))
             registry.register_impl(impl(name, f"timed_{name}", timed, priority=priority, deterministic=False))
-    for source, modules in OWN.items():  # not chosen, unless a policy names them
+    for source, modules in OWN.items():  # not chosen unless a policy names them, or they are ``FIRST``
         for name, module in modules.items():
             own = importlib.import_module(f"{__name__}.{module}")
             impl_id = f"{module.partition('_')[0]}_{name}"
-            more = {"priority": PRIORITY[Kind.VENDOR] - 1, "min_arch": own.LEAST_ARCH}
+            priority = PRIORITY[Kind.VENDOR] + (1 if module in FIRST else -1)
+            more = {"priority": priority, "min_arch": own.LEAST_ARCH}
             registry.register_impl(impl(name, impl_id, implementation(name, source), **more))

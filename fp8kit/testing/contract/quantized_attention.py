@@ -94,7 +94,7 @@ def quantized_attention_bwd(
 ) -> Arguments:
     """The operands of products over rows are others than those of products over features. o and lse are the
     oracle's, or with ``run_forward`` the kernel's."""
-    made = quantized_attention_fwd(s, m, n, **options)
+    made = quantized_attention_fwd(s, m, n, ds=ds, **options)
     host = snapshot(made, s.device)
     if run_forward:
         plain.run(s, SPECS["quantized_attention_fwd"], made)
