@@ -116,9 +116,10 @@ def steady(name: str, series: list[int], size: Size) -> tuple[int, int, int]:
 
 
 def verdict(name: str, series: list[int], size: Size) -> str:
-    """ "ok", or what has grown after the warm-up, an allocator's share aside: by more than ``GROWTH`` of what it was then, and of the
-    process by more than its plans of the lengths that came later take, too."""
-    if name.startswith("held by"):  # figures that say where the device's memory is
+    """ "ok", or what has grown after the warm-up: by more than ``GROWTH`` of what it was then, and of the
+    process by more than its plans of the lengths that came later take, too. An allocator's share is a figure
+    that says where the device's memory is, and always "ok"."""
+    if name.startswith("held by"):
         return "ok"
     start, most, later = steady(name, series, size)
     allowed = GROWTH * start + (A_LENGTH * max(0, size.lengths - size.warm) if name == "process" else 0)
