@@ -9,6 +9,8 @@ that is allowed. One element may be off by more, where a large one of y meets a 
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import time
 
 import fp8kit_jax as fj
@@ -34,7 +36,19 @@ RECIPES = {
     "block": Float8BlockScaling(),
 }
 S, H, F = 64, 256, 1024
+LIMIT = 60  # seconds for a test: GPUs are lent by the minute
 VALUES, GRADIENTS = 2.0**-9, 2.0**-4
+
+
+@pytest.fixture(autouse=True)
+def _limit(capfd):
+    """A test that stands still ends its process, which says where: within XLA, Python hears no signal."""
+    with capfd.disabled():
+        error = os.dup(2)
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=error)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(error)
 
 
 def draw(seed, *shape):
