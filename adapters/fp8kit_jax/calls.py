@@ -188,11 +188,16 @@ def _receiver(kind: str) -> Callable[..., None]:
                     several_gpus.wait(device, stream)
                 if fresh:
                     op = plans.put(key, program.prepare(_text(low, high, text, size, device), device))
+                if several and not fresh:  # a first call compiles, which may take long
+                    several_gpus.launching(device)
                 op.run(pointers, stream)
             except BaseException as error:
                 if several:
                     several_gpus.failed(device, error)
                 raise
+            finally:
+                if several:
+                    several_gpus.launched()
 
     return receive
 

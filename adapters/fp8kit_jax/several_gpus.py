@@ -36,7 +36,8 @@ _LOOK = 0.2  # seconds between two looks
 
 # GPUs that this process lowers programs for, or runs some on
 _used: set[int] = set()
-_waiting: dict[int, tuple[Device, float]] = {}  # thread -> whose work it waits for, since when
+# thread -> of which GPU it is, since when it waits for that, or launches, which may wait for it as well
+_busy: dict[int, tuple[Device, float]] = {}
 _lock = threading.Lock()
 _watch: threading.Thread | None = None
 _until = 0.0  # what began to wait before then may wait for a call that has failed
@@ -60,12 +61,21 @@ def several(device: Device) -> bool:
 
 def wait(device: Device, stream: int) -> None:
     """Until ``device`` has done what it was given, where there are several (``let_others_come``)."""
-    thread = threading.get_ident()
-    _waiting[thread] = device, time.monotonic()
+    launching(device)
     try:
         arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
     finally:
-        del _waiting[thread]
+        launched()
+
+
+def launching(device: Device) -> None:
+    """From here to ``launched`` this thread may have to wait for ``device``."""
+    _busy[threading.get_ident()] = device, time.monotonic()
+
+
+def launched() -> None:
+    """See ``launching``."""
+    _busy.pop(threading.get_ident(), None)
 
 
 def failed(device: Device, error: BaseException) -> None:
@@ -89,7 +99,7 @@ def _look_after() -> None:
     """Look at the waits until those are over that may be for a call that has failed."""
     global _watch
     while True:
-        now, waits = time.monotonic(), list(_waiting.values())
+        now, waits = time.monotonic(), list(_busy.values())
         for device, began in waits:
             if now - max(began, _until - LIMIT) > LIMIT and began < _until:
                 _end(f"{device} has waited for {now - began:.0f} s, and will for ever, since {_cause}")

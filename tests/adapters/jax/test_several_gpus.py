@@ -153,32 +153,36 @@ def ends(monkeypatch):
     assert several_gpus._watch is None
 
 
-def _one_fails(gpus, over, after=lambda: None):
-    """GPU 0's thread waits for a collective that GPU 1 does not come to, since its call fails."""
+def _one_fails(gpus, over, first="attention", after=lambda: None):
+    """GPU 0's thread waits for a collective that GPU 1 does not come to, since its call fails: before an
+    attention, or while it launches."""
 
     def runs(text, index):
         if (text, index) == ("norm", 1):
             raise KeyError("mine")
+        if text == "linear":  # the queue is full
+            over.wait(20)
 
-    for text in ("attention", "norm"):  # no first calls
+    for text in ("attention", "linear", "norm"):  # no first calls
         for index in (0, 1):
             gpus.call(text, index)
     gpus.waits, gpus.runs = lambda index: over.wait(20), runs
-    waiting = threading.Thread(target=gpus.call, args=("attention", 0))
+    waiting = threading.Thread(target=gpus.call, args=(first, 0))
     waiting.start()
-    while not several_gpus._waiting:
+    while not several_gpus._busy:
         time.sleep(0.01)
     with pytest.raises(KeyError, match="mine"):
         gpus.call("norm", 1)
     after()
     begun = time.monotonic()
     waiting.join(20)
-    assert not several_gpus._waiting
+    assert not several_gpus._busy
     return time.monotonic() - begun
 
 
-def test_a_wait_for_a_gpu_whose_call_has_failed_ends_the_process(gpus, ends):
-    assert _one_fails(gpus, ends.over) < 10
+@pytest.mark.parametrize("first", ["attention", "linear"])
+def test_a_wait_for_a_gpu_whose_call_has_failed_ends_the_process(first, gpus, ends):
+    assert _one_fails(gpus, ends.over, first) < 10
     assert "cuda:0 has waited" in ends.found[0]
     assert "since cuda:1: KeyError: 'mine'" in ends.found[0]
 
