@@ -46,3 +46,11 @@ def test_what_a_process_started_ends_with_it():
     (worker,) = begin(STARTS)
     with pytest.raises(AssertionError, match="in stands"):  # whose words come when both have closed the pipe
         processes.said([worker], 3)
+
+
+@pytest.mark.programs
+def test_a_case_that_fails_in_one_process_ends_all(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(AssertionError, match=r"AssertionError: mine|Connection closed by peer"):
+        processes.run("tests.support.failing_case", 2, tmp_path, "cpu", ["fails"])
+    assert time.monotonic() - begun < processes.ALONE / 2

@@ -23,8 +23,9 @@ import pytest
 from tests.support.source import ROOT
 
 PLACES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]
-# seconds for a case: the first includes the start. GPUs are lent by the minute
-CASE = {"cpu": 240.0, "cuda": 60.0}
+# seconds for a case, the first includes the start: of a process that waits for no other, or on the CPU; of
+# several GPUs, which are lent by the minute
+ALONE, TOGETHER = 240.0, 60.0
 _WORDS = 6.0  # seconds that a process has to say where it stands
 _OTHERS = 10.0  # seconds that the others may go on when one has failed
 _LOOK = 0.1
@@ -107,9 +108,10 @@ def run(
 
 def work(module: dict[str, Any], arguments: Sequence[str]) -> None:
     """What such a module's process does: the cases by name, one after the other, in one group. One that takes
-    longer than ``CASE`` ends the process, which says where it stands."""
+    too long ends the process, which says where it stands."""
     rank, ranks, folder, place, *cases = arguments
-    faulthandler.dump_traceback_later(CASE[place], exit=True)
+    limit = TOGETHER if place == "cuda" and int(ranks) > 1 else ALONE
+    faulthandler.dump_traceback_later(limit, exit=True)
     import torch
     import torch.distributed as dist
 
@@ -126,7 +128,7 @@ def work(module: dict[str, Any], arguments: Sequence[str]) -> None:
             module[case](int(rank), int(ranks))
             print(case, "passed", flush=True)
             dist.barrier()
-            faulthandler.dump_traceback_later(CASE[place], exit=True)
+            faulthandler.dump_traceback_later(limit, exit=True)
     except BaseException:  # the end of a group may wait for the others
         traceback.print_exc()
         sys.stderr.flush()
