@@ -93,7 +93,7 @@ def _signal(workers: Sequence[subprocess.Popen[str]], number: signal.Signals) ->
 def run(
     module: str, ranks: int, folder: Path, place: str, cases: Sequence[str], timeout: float = 250.0
 ) -> None:
-    """Run the cases in so many processes; AssertionError with the end of what one said that failed."""
+    """Run the cases in so many processes; AssertionError with the end of what those said that failed."""
     if place == "cuda":
         import torch
 
@@ -101,8 +101,9 @@ def run(
         assert found >= ranks, f"a gpu2 test needs {ranks} CUDA devices, torch finds {found}"
     workers = start(module, ranks, folder, place, *cases)
     results = said(workers, timeout)
-    for (out, err), worker in zip(results, workers, strict=True):
-        assert worker.returncode == 0, err[-4000:]
+    failures = [err[-4000:] for (_, err), worker in zip(results, workers, strict=True) if worker.returncode]
+    assert not failures, "\n".join(failures)
+    for out, _ in results:
         assert out.split()[::2] == list(cases)
 
 
