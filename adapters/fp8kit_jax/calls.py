@@ -8,14 +8,8 @@ text without reading the constant. (jax-tvm-ffi 0.1.3 writes beyond the end of a
 keeps 16 bytes for each element of those that are arrays, in every call, as long as the thread lives.) Further
 arguments and results come as memory that XLA
 owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here, but that some
-calls on one of several GPUs wait for it. An exception surfaces from the jitted function with its text.
-
-With several GPUs in a process their threads share the interpreter, so none may keep it while its GPU waits
-for another one's thread. cuDNN's frontend keeps it when it makes a handle, when it first runs a plan, and
-when a GPU's queue of launches is full: by a thread that is a queue, some thousand launches, ahead of another
-one that has yet to come to a collective. So a program's first call on a GPU, and each call of an operation
-that cuDNN may run (``Operation.holds_interpreter``), first waits, without the interpreter, until its GPU has
-done what it was given. With one GPU a process none waits, nor where each program of it is one GPU's.
+calls on one of several GPUs wait for it (``several_gpus``). An exception surfaces from the jitted function
+with its text.
 
 XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE
 arithmetic while it runs.
@@ -40,13 +34,12 @@ import jax_tvm_ffi
 import numpy as np
 import tvm_ffi
 
-from fp8kit import arrays
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.execution.plans import plans
 from fp8kit.formats import DTYPES, uint8
 from fp8kit.lru import LRU, SHAPES
 from fp8kit.spec import Meta
-from fp8kit_jax import program
+from fp8kit_jax import program, several_gpus
 
 # RECORDED is the same call, which XLA may record into a CUDA graph
 TARGET, RECORDED, LAST = "fp8kit.run", "fp8kit.run_recorded", "fp8kit.last"
@@ -168,25 +161,6 @@ def _text(low: int, high: int, pointer: int, size: int, device: Device) -> str:
     return ArrayView(pointer, (size,), uint8, device, None).numpy().tobytes().decode(errors="replace")
 
 
-# GPUs that this process lowers programs for, or runs some on
-_GPUS: set[int] = set()
-
-
-def note_devices(platform: str) -> None:
-    """A program of several devices is lowered for "cpu" or "cuda": know how many GPUs of this process may run
-    it."""
-    if platform == "cuda":
-        with contextlib.suppress(RuntimeError):  # exported where there is none
-            _GPUS.update(device.local_hardware_id for device in jax.local_devices(backend="gpu"))
-
-
-def _several(device: Device) -> bool:
-    """Whether several GPUs run programs of this process. What was compiled elsewhere is known by its
-    calls."""
-    _GPUS.add(device.index)
-    return len(_GPUS) > 1
-
-
 def _receiver(kind: str) -> Callable[..., None]:
     """The handler of programs on a kind of device."""
     arithmetic = _arithmetic(kind)
@@ -200,7 +174,7 @@ def _receiver(kind: str) -> Callable[..., None]:
             else:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
-                several = _several(device)
+                several = several_gpus.several(device)
             text, *pointers = [tensor.data_ptr() for tensor in tensors]
             size = tensors[0].shape[0] if len(tensors[0].shape) == 1 else 0  # 0: it is no text
             # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too.
@@ -209,11 +183,21 @@ def _receiver(kind: str) -> Callable[..., None]:
             key = ("jax", device, low, high)
             op: Any = plans.get(key)
             fresh = op is None or not op.current
-            if kind == "cuda" and (fresh or (several and op.holds_interpreter)):
-                arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
-            if fresh:
-                op = plans.put(key, program.prepare(_text(low, high, text, size, device), device))
-            op.run(pointers, stream)
+            try:
+                if kind == "cuda" and (fresh or (several and op.holds_interpreter)):
+                    several_gpus.wait(device, stream)
+                if fresh:
+                    op = plans.put(key, program.prepare(_text(low, high, text, size, device), device))
+                if several and not fresh:  # a first call compiles, which may take long
+                    several_gpus.launching(device)
+                op.run(pointers, stream)
+            except BaseException as error:
+                if several:
+                    several_gpus.failed(device, error)
+                raise
+            finally:
+                if several:
+                    several_gpus.launched()
 
     return receive
 
@@ -267,6 +251,7 @@ def _finish(process: int) -> None:
     """
     if not _used or os.getpid() != process:  # a forked child has none of JAX's threads
         return
+    several_gpus.limit_the_end()
     with contextlib.suppress(RuntimeError):  # of a device that has failed for the user already
         for client in jax.extend.backend.backends().values():
             _wait_for_results(client)

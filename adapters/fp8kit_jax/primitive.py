@@ -29,7 +29,7 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.lru import memoized
 from fp8kit.spec import Meta
-from fp8kit_jax import calls, manual, sharding
+from fp8kit_jax import calls, manual, several_gpus, sharding
 from fp8kit_jax.program import Named, Program, XlaOp
 
 call_p = Primitive("fp8kit_call")
@@ -151,7 +151,7 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     whole = [jax.core.ShapedArray(told.shape, told.dtype), *ctx.avals_in]
     inner = ctx.replace(avals_in=whole, avals_out=[*ctx.avals_out, *extra])
     if _devices(ctx.module_context.axis_context) > 1:  # GPUs that run programs of their own wait for no other
-        calls.note_devices(platform)
+        several_gpus.note_devices(platform)
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
     values = lower(inner, mlir.ir_constant(told), *operands, **calls.attributes(text))
     return values[: len(ctx.avals_out)]

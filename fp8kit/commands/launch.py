@@ -19,7 +19,7 @@ from fp8kit import arrays, settings
 from fp8kit.commands import FAILED, command, minutes, positive
 from fp8kit.errors import ArgumentError
 
-GRACE = 15.0  # seconds that the others have to say what they know, after one has failed
+GRACE = 20.0  # seconds that the others have to say what they know, after one has failed
 _POLL = 0.05
 
 

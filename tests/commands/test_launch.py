@@ -26,7 +26,7 @@ from fp8kit.models.presets import preset
 from fp8kit.models.train import fp8_recipe, train
 from fp8kit.rendezvous import Store
 from fp8kit.settings import Place
-from tests.support import failing_rank
+from tests.support import failing_rank, processes
 from tests.support.source import ROOT
 from tests.support.stops import Stop, Stopped
 
@@ -34,13 +34,16 @@ from tests.support.stops import Stop, Stopped
 # the others GRACE and then a few seconds to each of two signals. As long again, where others use the machine
 SECONDS = 2 * (failing_rank.TIMEOUT + launch.GRACE + 2 * 3)
 
+LIMITS = {"cpu": 240.0, "cuda": 90.0}  # of a command, start included
+
 
 def run(device, *words):
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     env |= {"FP8KIT_DEVICE": "cpu"} if device == "cpu" else {}
-    words = [sys.executable, "-m", "fp8kit", *words]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    process = processes.begin([sys.executable, "-m", "fp8kit", *words], env)
+    ((out, err),) = processes.said([process], LIMITS[device])
+    return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=err)
 
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.programs), pytest.param("cuda", marks=pytest.mark.gpu2)]

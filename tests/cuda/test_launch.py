@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import struct
+import subprocess
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, recorded
 from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
 from tests.support.cuda_libraries import EX, fake
@@ -170,6 +176,57 @@ def test_threads_launch_from_memory_of_their_own(monkeypatch: pytest.MonkeyPatch
     for grid, _, _, stream, first, _, structure in driver.launches:
         assert first == struct.pack("=q", stream)
         assert (grid[0], structure) == (stream + 1, bytes([stream]) * 64)
+
+
+# launches on stream 1 wait, ten seconds at most, until one on stream 2 has come
+FULL_QUEUE = """
+#include <unistd.h>
+volatile int waiting, others;
+int cuLaunchKernelEx(const void* config, void* function, void** parameters, void** extra) {
+  if (((const long*)config)[4] == 2) return !(others = 1);
+  waiting = 1;
+  for (int i = 0; i < 10000 && !others; ++i) usleep(1000);
+  return !others;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler here")
+@pytest.mark.parametrize("again", [False, True], ids=["launch", "recorded"])
+def test_a_launch_that_waits_lets_other_threads_launch(
+    again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver waits while a queue is full, perhaps for a collective that another thread has yet to
+    launch."""
+    entry_point = launch.entry_point.__wrapped__
+    kernel, _ = fake("q", monkeypatch)
+    (tmp_path / "driver.c").write_text(FULL_QUEUE)
+    words = ["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "driver.so"), str(tmp_path / "driver.c")]
+    subprocess.run(words, check=True)
+    load = ctypes.CDLL
+    with monkeypatch.context() as loading:  # as ``driver`` loads the driver's
+        loading.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / "driver.so")))
+        library = launch.driver.__wrapped__()
+    monkeypatch.setattr(launch, "driver", lambda: library)
+    calls = {"getDeviceCount": lambda: 1, "getDevice": lambda: 0, "setDevice": lambda device: None}
+    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(**calls))
+    monkeypatch.setattr(launch, "entry_point", entry_point)
+    waiting, others = (ctypes.c_int.in_dll(library, name) for name in ("waiting", "others"))
+
+    def waits() -> None:
+        launch.launch(kernel, 1, 32, (1,), 1)
+
+    if again:
+        others.value = 1
+        with recorded.recording() as waits:
+            launch.launch(kernel, 1, 32, (1,), 1)
+        waiting.value = others.value = 0
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(waits)
+        while not waiting.value:
+            time.sleep(0.001)
+        launch.launch(kernel, 1, 32, (2,), 2)
+        done.result()
 
 
 def test_a_kernel_is_loaded_at_its_first_launch_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,6 +310,18 @@ def test_ranks_that_wait_for_each_other_in_a_split(library):
     assert not ranks._pending
 
 
+def test_a_split_behind_a_call_that_was_aborted_asks_nothing_of_nccl(library):
+    """The abort ends the wait for the GPU, and there is no communicator to be split any more."""
+    ranks = made(Texts(), timeout=0.2)
+    call(ranks, 4)
+    library.made[0] = 0  # the other rank does not come
+    library.runtime.deviceSynchronize = lambda: until(lambda: "abort" in library.done)
+    library.comm_split = lambda comm, *rest: library.done.append(("split", comm))
+    with pytest.raises(BackendError, match=r"not done after 0\.2 s"):
+        ranks.split(0)
+    assert library.done == ["abort"]
+
+
 def test_an_abort_that_hangs_holds_nobody_up(group, monkeypatch):
     """As where another process was killed. A process that the error does not reach is ended."""
     ranks, library = group

@@ -389,6 +389,7 @@ class NcclCollectives(Collectives):
         self._splits += 1
         with self._noted("split"), launch.current_device(self.device.index):
             launch.runtime().deviceSynchronize()
+            self._want_alive()  # a call that hung has ended: by an abort, and then the communicator is gone
             waits = _Pending(self._made[-1].text, None, time.monotonic())  # for the others, on the host
             self._pending.append(waits)
             try:

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import fp8kit_jax as fj
 import jax
@@ -17,13 +16,9 @@ import numpy as np
 import pytest
 from fp8kit_jax import calls
 from fp8kit_jax.program import Program
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, AutogradError, BackendError
-from fp8kit.lru import LRU
-from fp8kit.ops.registry import OPERATIONS
 from fp8kit.recipe import DelayedScaling
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
@@ -136,94 +131,6 @@ def test_a_program_is_prepared_once_until_other_kernels_are_registered(monkeypat
             np.testing.assert_array_equal(np.asarray(step(x)), 0.875)
         assert len(prepared) == count
         dispatch.registry.restore(dispatch.registry.snapshot())
-
-
-def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
-    """Before it prepares anything, once a program and GPU (``let_others_come`` itself waits only where there
-    are several)."""
-    events = []
-    provider = SimpleNamespace(
-        let_others_come=lambda device, stream: events.append(("wait", device.index, stream))
-    )
-    monkeypatch.setattr(calls.arrays, "provider", lambda device: provider)
-    monkeypatch.setattr(calls.tvm_ffi, "get_raw_stream", lambda place: 70 + place.index)
-    monkeypatch.setattr(calls, "plans", LRU(16))
-    monkeypatch.setattr(calls, "_GPUS", set())
-
-    def prepare(text, device):
-        events.append((text.strip(), device.index))
-        return SimpleNamespace(
-            run=lambda pointers, stream: events.append((pointers, stream)),
-            current=True,
-            holds_interpreter="attention" in text,
-        )
-
-    monkeypatch.setattr(calls.program, "prepare", prepare)
-    receive = calls._receiver("cuda")
-
-    def call(text, index):
-        tensor = SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: 4096)
-        told = SimpleNamespace(device=tensor.device, data_ptr=lambda: 8192, shape=(len(text),))
-        receive(told, tensor, *calls.attributes(text).values())
-
-    for text, index in (("one", 0), ("one", 0), ("one", 1), ("two", 0)):
-        call(text, index)
-    first = [("wait", 0, 70), ("one", 0), ([4096], 70)]
-    assert events == [
-        *first,
-        first[-1],
-        ("wait", 1, 71),
-        ("one", 1),
-        ([4096], 71),
-        ("wait", 0, 70),
-        ("two", 0),
-        ([4096], 70),
-    ]
-    events.clear()
-    for _ in range(2):  # by then two GPUs have run something
-        call("attention", 0)
-    wait, run = ("wait", 0, 70), ([4096], 70)
-    assert events == [wait, ("attention", 0), run, wait, run]
-    calls._GPUS.clear()
-    call("attention", 0)  # the only one
-    assert events[5:] == [run]
-
-
-def test_the_gpus_that_a_program_may_run_on_are_known_when_it_is_lowered(monkeypatch):
-    """Those of this process alone, by their own numbers, not all of the machine."""
-    monkeypatch.setattr(calls, "_GPUS", set())
-    found = [SimpleNamespace(local_hardware_id=3)]
-    monkeypatch.setattr(calls.jax, "local_devices", lambda backend: found)
-    calls.note_devices("cpu")
-    assert not calls._GPUS
-    calls.note_devices("cuda")
-    assert not calls._GPUS - {3}
-    assert calls._GPUS
-    assert not calls._several(Device("cuda", 3))
-    found.append(SimpleNamespace(local_hardware_id=1))
-    calls.note_devices("cuda")
-    assert calls._several(Device("cuda", 3))
-
-
-def test_programs_of_one_device_wait_for_no_other(monkeypatch):
-    """Also where the process has several."""
-    noted = []
-    monkeypatch.setattr(calls, "note_devices", noted.append)
-    x, kernel = jnp.ones((16, 24), jnp.float32), jnp.ones((24, 40), jnp.float32)
-    jax.jit(fj.dense).lower(x, kernel).compile()
-    assert not noted
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("rows",))
-    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
-    whole = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec()))
-    jax.jit(fj.dense).lower(rows, whole).compile()  # what is split is lowered then
-    assert set(noted) == {"cpu"}
-
-
-def test_what_cudnn_may_run_says_so():
-    assert {name for name, op in OPERATIONS.items() if op.holds_interpreter} == {
-        "attention",
-        "ring_attention",
-    }
 
 
 def test_calls_keep_no_memory():

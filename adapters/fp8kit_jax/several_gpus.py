@@ -1,0 +1,119 @@
+"""Several GPUs in a process: which calls wait for their GPU, and what becomes of such a wait when a call on
+another GPU fails.
+
+The GPUs' threads share the interpreter, so none may keep it while its GPU waits for another one's thread.
+cuDNN's frontend keeps it when it makes a handle, when it first runs a plan, and when a GPU's queue of
+launches is full: by a thread that is a queue, some thousand launches, ahead of another one that has yet to
+come to a collective. Our own launches, and the calls of CuPy and nvmath, let go of it. So a program's first
+call on a GPU, and each call of an operation that cuDNN may run (``Operation.holds_interpreter``), first
+waits, without the interpreter, until its GPU has done what it was given. With one GPU a process none waits,
+nor where each program of it is one GPU's.
+
+A call that fails on one GPU never comes to the collective at which another one waits, and nothing ends that
+wait: neither CUDA nor XLA, which tells of the failure only when every GPU's thread is back. So a process ends
+that waits so, within the program or at its own end, and says which call failed and how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+
+import jax
+
+from fp8kit import arrays
+from fp8kit.arrays import Device
+
+log = logging.getLogger("fp8kit")
+
+LIMIT = 30.0  # seconds that a GPU may still work after a call on another one has failed
+_LOOK = 0.2  # seconds between two looks
+
+# GPUs that this process lowers programs for, or runs some on
+_used: set[int] = set()
+# thread -> of which GPU it is, since when it waits for that, or launches, which may wait for it as well
+_busy: dict[int, tuple[Device, float]] = {}
+_lock = threading.Lock()
+_watch: threading.Thread | None = None
+_until = 0.0  # what began to wait before then may wait for a call that has failed
+_cause = ""
+
+
+def note_devices(platform: str) -> None:
+    """A program of several devices is lowered for "cpu" or "cuda": know how many GPUs of this process may run
+    it."""
+    if platform == "cuda":
+        with contextlib.suppress(RuntimeError):  # exported where there is none
+            _used.update(device.local_hardware_id for device in jax.local_devices(backend="gpu"))
+
+
+def several(device: Device) -> bool:
+    """Whether several GPUs run programs of this process, ``device`` among them. What was compiled elsewhere
+    is known by its calls."""
+    _used.add(device.index)
+    return len(_used) > 1
+
+
+def wait(device: Device, stream: int) -> None:
+    """Until ``device`` has done what it was given, where there are several (``let_others_come``)."""
+    launching(device)
+    try:
+        arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
+    finally:
+        launched()
+
+
+def launching(device: Device) -> None:
+    """From here to ``launched`` this thread may have to wait for ``device``."""
+    _busy[threading.get_ident()] = device, time.monotonic()
+
+
+def launched() -> None:
+    """See ``launching``."""
+    _busy.pop(threading.get_ident(), None)
+
+
+def failed(device: Device, error: BaseException) -> None:
+    """A call on ``device`` fails: the process ends if another GPU then waits for longer than ``LIMIT``."""
+    global _watch, _until, _cause
+    with _lock:
+        _until, _cause = time.monotonic() + LIMIT, f"{device}: {type(error).__name__}: {error}"
+        if _watch is None:
+            _watch = threading.Thread(target=_look_after, name="fp8kit: a call failed", daemon=True)
+            _watch.start()
+
+
+def limit_the_end() -> None:
+    """Before a process waits, at its end, for all GPUs: where a call has failed that wait has a limit."""
+    if _cause:
+        log.warning("fp8kit.run: the process ends in %d s at most, since %s", LIMIT, _cause)
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
+
+
+def _look_after() -> None:
+    """Look at the waits until those are over that may be for a call that has failed."""
+    global _watch
+    while True:
+        now, waits = time.monotonic(), list(_busy.values())
+        for device, began in waits:
+            if now - max(began, _until - LIMIT) > LIMIT and began < _until:
+                _end(f"{device} has waited for {now - began:.0f} s, and will for ever, since {_cause}")
+        with _lock:
+            if now > _until and all(began >= _until for _, began in waits):
+                _watch = None
+                return
+        time.sleep(_LOOK)
+
+
+def _end(why: str) -> None:
+    """As XLA ends a process whose GPUs wait for each other: with SIGABRT, at which faulthandler, where it is
+    enabled, prints where every thread stands."""
+    log.critical("fp8kit.run: %s: the process ends", why)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.abort()
