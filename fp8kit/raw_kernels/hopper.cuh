@@ -1,5 +1,5 @@
 // What a kernel for Hopper (sm_90a) is made of: barriers in shared memory, tiles copied by the tensor memory
-// accelerator (TMA), clusters of blocks, and products by warpgroups (wgmma). Names and rules: PTX ISA,
+// accelerator (TMA), and products by warpgroups (wgmma). Names and rules: PTX ISA,
 // chapters "mbarrier", "cp.async.bulk.tensor" and "wgmma". Addresses in shared memory are u32.
 #pragma once
 #include "common.cuh"
@@ -12,7 +12,7 @@ DEVICE void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes barriers that were just set up known to the copies and to the cluster.
+// Makes barriers that were just set up known to the copies.
 DEVICE void barriers_are_set() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives, and says how many bytes copies will bring in this phase.
@@ -23,14 +23,6 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
 
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives at the barrier which has that address in another block of the cluster, or in this one.
-DEVICE void barrier_arrive_at(u32 barrier, u32 block) {
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(block)
-      : "memory");
 }
 
 // Waits until the phase of that parity has ended. A fresh barrier's phase before the first counts as ended:
@@ -49,19 +41,6 @@ DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::c
 // Waits until THREADS threads of the block are at barrier number N of the hardware.
 template <int N, int THREADS> DEVICE void wait_for_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
-}
-
-// --- clusters ----------------------------------------------------------------------------------------------
-
-DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Every thread of every block of the cluster waits for all others.
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // --- rings -------------------------------------------------------------------------------------------------
@@ -110,13 +89,18 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 thi
       : "memory");
 }
 
-// As the first, to the same place in each of the cluster's `blocks`, a bit a block.
-DEVICE void copy_tile_to(u32 to, const TensorMap& map, i32 column, i32 row, u32 barrier, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3}], [%4], %5;"
-      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-      : "memory");
+// One thread copies so many bytes, a multiple of 16 as are both addresses, of what writes_before_products()
+// made known, from shared memory. Copies are committed in groups.
+DEVICE void copy_out(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups are still to read shared memory.
+template <int N> DEVICE void copies_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
 // --- numbers in shared memory ------------------------------------------------------------------------------
@@ -237,6 +221,24 @@ template <bool INSIDE, typename X> DEVICE void load_pair(const X* from, i32 left
     load_some<2>(from, left, to);
 }
 
+// Columns 8 q + 2 t and + 1 for q = 0 ... 3 of lane t of four, as 16-bit elements: afterwards it has columns
+// 8 t ... 8 t + 7.
+template <typename X> DEVICE void join_columns(const float (&values)[8], u32 (&words)[4]) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q)
+    words[q] = (u32)from_float<X>(values[2 * q]).bits | (u32)from_float<X>(values[2 * q + 1]).bits << 16;
+  transpose_quad(words);
+}
+
+// 32 columns of a row of 16-bit elements in shared memory, see store_columns.
+template <typename X> DEVICE void store_columns_shared(u32 to, const float (&values)[8]) {
+  u32 words[4];
+  join_columns<X>(values, words);
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to + 16 * (lane() % 4)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and
 // + 1 for q = 0 ... 3, as `multiply_tiles` leaves them. INSIDE: all or none, and rows are aligned. Lanes
 // exchange 16-bit elements, so that each writes eight neighbours.
@@ -253,10 +255,7 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
     }
   } else {
     u32 words[4];
-#pragma unroll
-    for (int q = 0; q < 4; ++q)
-      words[q] = (u32)from_float<X>(values[2 * q]).bits | (u32)from_float<X>(values[2 * q + 1]).bits << 16;
-    transpose_quad(words);
+    join_columns<X>(values, words);
     if (INSIDE) {
       if (left > 0) store_words(to + 8 * t, words);
     } else {

@@ -2,44 +2,22 @@
 //
 // functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
 //   fp8_gemm_cast, fp8_gemm_lines)
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128,64; SCALES=whole;
-//   PROMOTE=0; GROUPS=none; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256; BN=128;
-//   SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none; EPILOGUE=bare;
-//   ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=128,64;
-//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128,64; SCALES=whole;
-//   PROMOTE=0; GROUPS=none; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256; BN=128;
-//   SCALES=whole,lines_squares,squares_lines,lines_lines; PROMOTE=128; GROUPS=none; EPILOGUE=bare;
-//   ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=128,64;
-//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole;
-//   PROMOTE=0; GROUPS=rows,terms; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
-//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3,e5m2; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
-//   SCALES=whole,lines_lines; PROMOTE=128; GROUPS=terms; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
-//   GROUPS=rows,terms; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
-//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=rows; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole,lines_lines;
-//   PROMOTE=128; GROUPS=terms; EPILOGUE=bare; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
-//   GROUPS=none; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole;
-//   PROMOTE=128; GROUPS=none; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
-// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole;
-//   PROMOTE=0; GROUPS=none; EPILOGUE=backward; ACT=gelu,relu,swiglu
-// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128; SCALES=whole;
-//   PROMOTE=128; GROUPS=none; EPILOGUE=backward; ACT=gelu,relu,swiglu
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=128; BN=256,128; SCALES=whole; PROMOTE=0;
-//   GROUPS=none; EPILOGUE=lines; ACT=identity
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; CLUSTER=1; BM=256,128; BN=128;
-//   SCALES=whole,lines_squares; PROMOTE=128; GROUPS=none; EPILOGUE=lines; ACT=identity
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=bare;
+//   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,256 128 128 whole,
+//   256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,128 128 128 whole,
+//   128 128 128 lines_squares,128 64 128 whole,128 64 128 lines_squares
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
+//   GROUPS SCALES=rows whole,terms whole; BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
+//   GROUPS SCALES=rows lines_squares,terms lines_lines; BM BN PROMOTE=256 128 128,128 128 128
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
+//   BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128; EPILOGUE=forward;
+//   ACT=identity,gelu,relu,swiglu
+// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
+//   BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=lines; ACT=identity;
+//   BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,256 128 128 whole,128 128 128 whole,
+//   256 128 128 lines_squares,128 128 128 lines_squares
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
 // multiprocessors). Its 12 warps have two roles:
@@ -63,15 +41,12 @@
 // every role walks past them tile by tile (`Walk`), and nobody else need know.
 //
 // EPILOGUE, with ACT: what is done to the result before it is written (hopper_epilogue.cuh).
-//
-// CLUSTER 2: two blocks make neighbouring tiles which share rows of a, or of b if BM < BN; each loads half of
-// these and sends it to both.
 #include "fp8.cuh"
 #include "hopper.cuh"
 #include "hopper_epilogue.cuh"
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
-// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, of clusters;
+// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles;
 // band: rows of tiles that are made together, since what they read stays in the L2 cache. Of groups: how
 // many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
 // the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
@@ -100,20 +75,26 @@ constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
 constexpr bool TIGHT = BY_TERMS && B_LINES && WAVES == 2;  // what a multiplier needs most registers for
-constexpr bool SHARE_A = BM >= BN;       // what a cluster's blocks have in common
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
-constexpr int STAGES = SHARED / STAGE_BYTES < 8 ? SHARED / STAGE_BYTES : 8;
+// Results of 16 bits go by shared memory, PART columns of a warp's 16 rows at a time, and copies bring them
+// to `out` while the next tile is multiplied.
+constexpr bool STAGED = sizeof(T) == 2 && !GROUPED && !FUSED;
+constexpr int PART = 64, PART_BYTES = 16 * PART * sizeof(T), PARTS_BYTES = MULTIPLIERS / 32 * PART_BYTES;
+constexpr int FITTING = (SHARED - (STAGED ? PARTS_BYTES : 0)) / STAGE_BYTES;
+constexpr int STAGES = FITTING < 8 ? FITTING : 8;
+// for the parts of a warp
+constexpr int BUFFERS = BN == PART || SHARED - STAGES * STAGE_BYTES < 2 * PARTS_BYTES ? 1 : 2;
 static_assert(BM % 128 == 0 && BN % 32 == 0, "");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
-static_assert((!GROUPED && !FUSED) || CLUSTER == 1, "neither groups nor epilogues have clusters");
 static_assert(!GROUPED || !FUSED, "groups have no epilogues");
 static_assert(EPILOGUE != lines || BN % 128 == 0, "");
+static_assert(!STAGED || BN / PART % BUFFERS == 0, "a tile's parts take the buffers in turn");
 
 typedef RingPlace<STAGES> Place;
 
@@ -143,12 +124,10 @@ struct Tile {
 };
 
 // Tile number `tile` of `tall` x `job.wide`: bands of rows, in them column after column.
-DEVICE void place_tile(const Job& job, i32 tile, i32 tall, u32 rank, Tile& to) {
+DEVICE void place_tile(const Job& job, i32 tile, i32 tall, Tile& to) {
   const i32 wide = (i32)job.wide, band = tile / ((i32)job.band * wide) * (i32)job.band;
   const i32 height = min((i32)job.band, tall - band), local = tile - band * wide;
-  i32 row = band + local % height, column = local / height;
-  (SHARE_A ? column : row) = (SHARE_A ? column : row) * CLUSTER + (i32)rank;
-  to.row = row * BM, to.column = column * (BN / HALVES);
+  to.row = (band + local % height) * BM, to.column = local / height * (BN / HALVES);
 }
 
 // A copy begins at a multiple of 16 bytes of a map's row. So tiles whose rows have scales in lines begin at
@@ -171,14 +150,14 @@ struct Walk {
   }
 
   // Tile number `tile`, which is none before the last one asked for; false where there is none.
-  __device__ __forceinline__ bool at(const Job& job, i32 tile, u32 rank, Tile& to) {
+  __device__ __forceinline__ bool at(const Job& job, i32 tile, Tile& to) {
     i32 size;
     if constexpr (BY_ROWS) {
       for (;; ++group) {
         const i32 rows = cover(job, size), tall = rows ? (start % ROW_STEP + rows + BM - 1) / BM : 0;
         const i32 tiles = tall * (i32)job.wide;
         if (tile < first + tiles) {
-          place_tile(job, tile - first, tall, rank, to);
+          place_tile(job, tile - first, tall, to);
           to.row += start / ROW_STEP * ROW_STEP, to.from = 0;
           to.top = start, to.end = start + size, to.cover = start + rows;
           to.depths = size && to.row < to.end ? (i32)job.depths : 0;
@@ -190,7 +169,7 @@ struct Walk {
     } else {
       const i32 tiles = (i32)(job.tall * job.wide), there = tile / tiles;
       if (there >= (BY_TERMS ? (i32)job.groups : 1)) return false;
-      place_tile(job, tile - there * tiles, (i32)job.tall, rank, to);
+      place_tile(job, tile - there * tiles, (i32)job.tall, to);
       to.from = 0, to.depths = (i32)job.depths;
       if constexpr (BY_TERMS) {
         for (; group < there; ++group) start += cover(job, size);
@@ -219,36 +198,29 @@ struct Memory {
   __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
   __device__ __forceinline__ u32 sums() const { return full(2 * STAGES); }
+  // Where a warp of the multipliers, 0 to 7, puts a part of its results.
+  __device__ __forceinline__ u32 part(int warp, int buffer) const {
+    return base + STAGES * STAGE_BYTES + 128 + (warp * BUFFERS + buffer) * PART_BYTES;
+  }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
 
-// One operand's tile of ROWS rows. A cluster of two loads half a shared one in each block. With GROUPS rows b
-// has a matrix for each group.
-template <int ROWS, bool SHARED_BY_CLUSTER, bool OF_GROUP>
-DEVICE void load_operand(u32 to, const TensorMap& map, i32 term, i32 row, i32 group, u32 barrier, u32 rank) {
-  if constexpr (SHARED_BY_CLUSTER && CLUSTER > 1) {
-    const i32 part = ROWS / CLUSTER * rank;
-    copy_tile_to(to + part * DEPTH, map, term, row + part, barrier, (1 << CLUSTER) - 1);
-  } else if constexpr (OF_GROUP) {
-    copy_tile(to, map, term, row, group, barrier);
-  } else {
-    copy_tile(to, map, term, row, barrier);
-  }
-}
-
-DEVICE void load(const Job& job, const Memory& memory, u32 rank) {
+DEVICE void load(const Job& job, const Memory& memory) {
   Place place;
   Walk walk;
   Tile at;
-  for (i32 tile = blockIdx.x / CLUSTER; walk.at(job, tile, rank, at); tile += gridDim.x / CLUSTER) {
+  for (i32 tile = blockIdx.x; walk.at(job, tile, at); tile += gridDim.x) {
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage, full = memory.full(stage);
       const i32 term = at.from + depth * DEPTH;
       barrier_wait(memory.empty(stage), place.parity ^ 1);
       barrier_expect(full, STAGE_BYTES);
-      load_operand<BM, SHARE_A, false>(memory.a(stage), job.a, term, at.row, 0, full, rank);
-      load_operand<BN, !SHARE_A, BY_ROWS>(memory.b(stage), job.b, term, at.column, at.group, full, rank);
+      copy_tile(memory.a(stage), job.a, term, at.row, full);
+      if constexpr (BY_ROWS)  // a matrix for each group
+        copy_tile(memory.b(stage), job.b, term, at.column, at.group, full);
+      else
+        copy_tile(memory.b(stage), job.b, term, at.column, full);
       if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
         copy_tile(memory.b(stage) + B_BYTES / 2, job.b, term, at.column + (i32)job.n / 2, full);
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
@@ -259,14 +231,10 @@ DEVICE void load(const Job& job, const Memory& memory, u32 rank) {
 
 // --- the multipliers ---------------------------------------------------------------------------------------
 
-// This warp needs a place no more: every block of the cluster that loads it is told.
+// This warp needs a place no more.
 DEVICE void release(const Memory& memory, u32 stage) {
   __syncwarp();
-  if constexpr (CLUSTER > 1) {
-    if (lane() < CLUSTER) barrier_arrive_at(memory.empty(stage), lane());
-  } else {
-    if (lane() == 0) barrier_arrive(memory.empty(stage));
-  }
+  if (lane() == 0) barrier_arrive(memory.empty(stage));
 }
 
 // The scales of a row of squares of 128 x 128 codes, one after another. Each lane reads one, 32 depths ahead,
@@ -454,9 +422,9 @@ enum How { SCALED, BIASED, ANY, EDGE };
 // Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`. What is to be fused with the
 // product is done to `values` here, before they are rounded. `made`: what an epilogue goes on with, as T's
 // values.
-template <How HOW>
+template <How HOW, bool TO_PART = false>
 DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
-                          float (&made)[2][8]) {
+                          float (&made)[2][8], u32 part = 0) {
   constexpr bool INSIDE = HOW != EDGE, ROWS = SCALES == whole && HOW >= ANY;
   const bool biased = HOW == BIASED || (HOW >= ANY && at.bias != nullptr);
   const bool added = HOW >= ANY && job.addend != nullptr;
@@ -488,10 +456,37 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
         values[2 * q + c] = value;
       }
     }
-    if (!FUSED || job.out != nullptr)
+    if constexpr (TO_PART)
+      store_columns_shared<T>(part + 2 * (8 * h * PART + 32 * k % PART), values);
+    else if (!FUSED || job.out != nullptr)
       store_columns<INSIDE>(at.out + offset, at.exists[h] ? left : 0, values);
 #pragma unroll
     for (int i = 0; i < 8 && FUSED; ++i) made[h][i] = rounded<T>(values[i]);
+  }
+}
+
+// All columns of a warp's 16 rows, inside the matrix: lanes 0 to 15 copy a row of a part each. A part is
+// overwritten once the copy of what it held has read it.
+template <How HOW>
+DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
+                        i32 first, i64 first_row, int warp) {
+  float unused[2][8];
+  const i64 row = first_row + lane();
+  T* out = job.out + row * job.out_stride + first;
+#pragma unroll
+  for (int p = 0; p < BN / PART; ++p) {
+    const u32 part = memory.part(warp, p % BUFFERS);
+    copies_have_read<BUFFERS - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int k = p * PART / 32; k < (p + 1) * PART / 32; ++k) {
+      asm volatile("" ::: "memory");
+      write_columns<HOW, true>(job, at, total, k, first, unused, part + lane() / 4 * PART * 2);
+    }
+    writes_before_products();
+    __syncwarp();
+    if (lane() < 16 && row < job.m) copy_out(out + p * PART, part + lane() * PART * 2, PART * 2);
+    copies_commit();
   }
 }
 
@@ -551,6 +546,19 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
     }
     finish_lines<BN>(job.further, total, job.m, top, first_column);
   } else {
+    if constexpr (STAGED) {
+      if (aligned && first_column + BN <= (i32)job.n) {
+        const i64 first = top - lane() / 4;
+        const int warp = 4 * multiplier + threadIdx.x / 32 % 4;
+        if (by_row || job.addend != nullptr)
+          write_parts<ANY>(job, memory, to, total, first_column, first, warp);
+        else if (to.bias != nullptr)
+          write_parts<BIASED>(job, memory, to, total, first_column, first, warp);
+        else
+          write_parts<SCALED>(job, memory, to, total, first_column, first, warp);
+        return;
+      }
+    }
     float unused[2][8];
 #pragma unroll
     for (int k = 0; k < BN / 32; ++k) {
@@ -569,27 +577,25 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(384, 1)
 hopper_gemm(const __grid_constant__ Job job) {
   start_early();
   extern __shared__ u8 dynamic[];
   const Memory memory{((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u};
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     prefetch_map(job.a), prefetch_map(job.b);
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
-      barrier_init(memory.empty(stage), MULTIPLIERS / 32 * CLUSTER);  // of every warp that multiplies it
+      barrier_init(memory.empty(stage), MULTIPLIERS / 32);  // of every warp that multiplies it
     }
     barriers_are_set();
   }
-  if constexpr (CLUSTER > 1) cluster_sync();
   __syncthreads();
   const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
     registers_down<TIGHT ? 24 : 40>();
-    if (threadIdx.x == 0) load(job, memory, rank);
+    if (threadIdx.x == 0) load(job, memory);
   } else {
     registers_up<TIGHT ? 240 : 232>();
     const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;  // as in `make_uniform`
@@ -598,8 +604,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     Tile at;
     Running own{scale};
     float total[WAVES][BN / 2];
-    for (i32 tile = blockIdx.x / CLUSTER; first_lane(walk.at(job, tile, rank, at));
-         tile += gridDim.x / CLUSTER) {
+    for (i32 tile = blockIdx.x; first_lane(walk.at(job, tile, at)); tile += gridDim.x) {
       if constexpr (GROUPED) at.make_uniform();
       const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
       if (left > 64 * (WAVES - 1))
@@ -614,8 +619,7 @@ hopper_gemm(const __grid_constant__ Job job) {
           write(job, memory, total[w], at, first + 64 * w, group, own);
     }
     end_of_tiles(job.further, own.most);
+    if constexpr (STAGED) copies_have_read<0>();  // shared memory is the block's until then
   }
-  // a block stays until the cluster has nothing more to send it
-  if constexpr (CLUSTER > 1) cluster_sync();
 }
 #endif

@@ -8,7 +8,8 @@ A source says so itself, in comments at its head::
 
 Behind a function stand the operations of the kernel contract that launch it; without any it is the operation
 of its name; a list goes on in a comment line that begins with three blanks. Each ``variants`` line is the
-product of its lists; several lines are a union. A source without one has the single empty set of defines.
+product of its lists, of which one may set several defines at once (``A B=1 2,3 4``); several lines are a
+union. A source without one has the single empty set of defines.
 ``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them; without it
 none. Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four
 kinds only, so that the host can pack arguments without knowing more: pointers, ``i64`` (or ``u64``), ``f64``,
@@ -220,11 +221,12 @@ def _split(line: str, separator: str) -> list[str]:
 def _product(name: str, line: str) -> list[Defines]:
     axes = []
     for axis in _split(line, ";"):
-        key, equals, values = axis.partition("=")
-        if not equals:
-            raise ValueError(f"{name}: variants: {axis!r} is not KEY=value,value")
-        axes.append([(key.strip(), value) for value in _split(values, ",")])
-    return [tuple(sorted(choice)) for choice in itertools.product(*axes)]
+        keys, equals, values = axis.partition("=")
+        names, choices = keys.split(), [value.split() for value in _split(values, ",")]
+        if not equals or any(len(choice) != len(names) for choice in choices):
+            raise ValueError(f"{name}: variants: {axis!r} is not KEY=value,value or KEY KEY=value value")
+        axes.append([list(zip(names, choice, strict=True)) for choice in choices])
+    return [tuple(sorted(itertools.chain(*choice))) for choice in itertools.product(*axes)]
 
 
 def _kernels(name: str, content: str) -> dict[str, tuple[str, tuple[str, ...], bool]]:

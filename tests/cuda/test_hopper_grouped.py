@@ -80,7 +80,7 @@ def test_every_bit_is_the_models(
     if fast and kind == "block":
         return  # blocks have no fast accumulation
     tiles, m, rows = KINDS[along][kind], sum(SIZES) + REST, along == "rows"
-    tiling = Tiling(128, 128, 1) if not large else Tiling(128, 256, 1) if fast else Tiling(256, 128, 1)
+    tiling = Tiling(128, 128) if not large else Tiling(128, 256) if fast else Tiling(256, 128)
     monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
     monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
     shapes: Any = (((), m, K), ((len(SIZES),), N, K)) if rows else (((), K, m), ((), N, m))

@@ -205,13 +205,11 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
         found = plan(planned, m, n, 1024, scales, promote)
         defines = dict(found.kernel)
         assert found.kernel in manifest.source("hopper_gemm.cu").variants
-        rows, columns, cluster = (int(defines[name]) for name in ("BM", "BN", "CLUSTER"))
+        rows, columns = (int(defines[name]) for name in ("BM", "BN"))
         tall, wide, band = found.sizes[6:9]
-        down, across = (rows, columns * cluster) if rows >= columns else (rows * cluster, columns)
-        assert (tall - 1) * down < m <= tall * down
-        assert (wide - 1) * across < n <= wide * across
-        assert found.blocks % cluster == 0
-        assert 0 < found.blocks <= min(132, tall * wide * cluster)
+        assert (tall - 1) * rows < m <= tall * rows
+        assert (wide - 1) * columns < n <= wide * columns
+        assert 0 < found.blocks <= min(132, tall * wide)
         assert 1 <= band <= tall
 
 

@@ -20,6 +20,13 @@ def test_variants_are_a_union_of_products(sources: Path) -> None:
     assert manifest.defines(T="f16") in variants
 
 
+def test_one_list_may_set_several_defines(sources: Path) -> None:
+    head = "// functions: f\n// variants: T=f32,bf16; A B=1 2,3 4\n"
+    (sources / "a.cu").write_text(head + KERNEL.format("f", ""))
+    found = set(manifest.source("a.cu").variants)
+    assert found == {manifest.defines(T=t, A=a, B=b) for t in ("f32", "bf16") for a, b in ("12", "34")}
+
+
 def test_parameters_are_read_from_the_code(sources: Path) -> None:
     declared = (
         "const float* x, u8 *q, i64 n, // a remark, with a comma\n f64 p, __grid_constant__ const Table t"
@@ -45,6 +52,7 @@ def test_headers_are_found_through_headers(sources: Path) -> None:
         ("// functions: f\n" + KERNEL.format("f", "float p"), None),
         ("// functions: f\n" + KERNEL.format("f", "float p, i64 n"), "neither a pointer"),
         ("// functions: f\n// variants: T\n" + KERNEL.format("f", ""), "is not KEY=value"),
+        ("// functions: f\n// variants: A B=1 2,3\n" + KERNEL.format("f", ""), "KEY KEY=value value"),
         ("// functions: f\n// variants: T=a,a\n" + KERNEL.format("f", ""), "must not repeat"),
     ],
 )

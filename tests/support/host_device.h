@@ -12,7 +12,6 @@
 #define __forceinline__ inline
 #define __global__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __grid_constant__
 #define __shared__ static
 #define __CUDA_ARCH_FEAT_SM90_ALL 1

@@ -59,14 +59,14 @@ def _variants() -> frozenset[frozenset[tuple[str, str]]]:
 
 def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
     """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``, of two."""
-    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
+    large = Tiling(256, 128) if promote else Tiling(128, 256)
 
     def cost(one: Tiling) -> float:
         first, each = COSTS[one.rows * one.columns]
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
         return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, DEPTH) * each)
 
-    return min((large, Tiling(128, 128, 1)), key=cost)
+    return min((large, Tiling(128, 128)), key=cost)
 
 
 @memoized("Hopper products with epilogues by call")

@@ -27,12 +27,10 @@ _ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
 class Tiling(NamedTuple):
-    """How the result is cut: ``rows`` x ``columns`` a block at a time, ``cluster`` blocks that share what
-    they load."""
+    """How the result is cut: ``rows`` x ``columns`` a block at a time."""
 
     rows: int
     columns: int
-    cluster: int
 
 
 class Planned(NamedTuple):
@@ -53,8 +51,8 @@ _SMALL = {"whole": (128, 64), "lines_squares": (128, 64)}  # columns of the othe
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
     """The tiling that a product of m x n elements, k terms each, is made by: the one whose tiles' costs, by
     rounds of all multiprocessors, are the least."""
-    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
-    tilings = [large, *(Tiling(128, columns, 1) for columns in _SMALL.get(scales, ()))]
+    large = Tiling(256, 128) if promote else Tiling(128, 256)
+    tilings = [large, *(Tiling(128, columns) for columns in _SMALL.get(scales, ()))]
 
     def cost(one: Tiling) -> float:
         first, each = COSTS[one.rows * one.columns]
@@ -76,10 +74,10 @@ def want_hopper(index: int, *strides: int) -> None:
         )
 
 
-def band_of(clusters: int, rows: int, columns: int) -> int:
+def band_of(blocks: int, rows: int, columns: int) -> int:
     """Rows of tiles of so many elements that are made together: what is worked on at once is about square, so
     that the L2 cache serves most of it."""
-    return max(1, round(math.sqrt(clusters * columns / rows)))
+    return max(1, round(math.sqrt(blocks * columns / rows)))
 
 
 def compiled(
@@ -106,7 +104,6 @@ def compiled(
         PROMOTE=str(promote),
         BM=str(at.rows),
         BN=str(at.columns),
-        CLUSTER=str(at.cluster),
         GROUPS=groups,
         EPILOGUE=epilogue,
         ACT=act,
@@ -135,15 +132,9 @@ def _plan(
     names of their types; ``steps``: strides of scales of rows and squares."""
     want_hopper(index, a_stride, b_stride, k)
     at = tiling(m, n, k, scales, promote, launch.sm_count(index))
-    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)  # in tiles of clusters
-    if at.rows >= at.columns:
-        wide = ceil_div(wide, at.cluster)
-    else:
-        tall = ceil_div(tall, at.cluster)
-    clusters = min(tall * wide, launch.sm_count(index) // at.cluster)
-    across = at.rows * (1 if at.rows >= at.columns else at.cluster)
-    down = at.columns * (at.cluster if at.rows >= at.columns else 1)
-    band = min(tall, band_of(clusters, across, down))
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
+    blocks = min(tall * wide, launch.sm_count(index))
+    band = min(tall, band_of(blocks, *at))
     lines = [NONE[1], NONE[1]]
     if scales != "whole":
         for i, (kind, rows, box) in enumerate(
@@ -152,18 +143,13 @@ def _plan(
             if kind == "lines":
                 lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
     maps = (
-        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, _box(at.rows, at, at.rows >= at.columns)), True),
-        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, _box(at.columns, at, at.rows < at.columns)), True),
+        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
+        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
         *lines,
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
-    return Planned(kernel, clusters * at.cluster, maps, sizes)  # type: ignore[arg-type]
-
-
-def _box(rows: int, tiles: Tiling, shared: bool) -> int:
-    """Rows of an operand that are copied at once: a block's share of those that its cluster has in common."""
-    return rows // tiles.cluster if shared else rows
+    return Planned(kernel, blocks, maps, sizes)  # type: ignore[arg-type]
 
 
 def _run(product: Product, stream: int) -> None:

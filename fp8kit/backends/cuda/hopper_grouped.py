@@ -51,7 +51,7 @@ def tiling(
     """The tiling that groups are made by, as ``hopper_gemm.tiling``, of two. ``m``, ``n``, ``k``: rows of all
     groups, or terms of all groups where they run ``along`` these: how they are shared out nobody knows, so it
     is taken to be evenly, and a group's last tile to be half full."""
-    large = Tiling(256, 128, 1) if promote else Tiling(128, 256, 1)
+    large = Tiling(256, 128) if promote else Tiling(128, 256)
 
     def cost(one: Tiling) -> float:
         first, each = COSTS[one.rows * one.columns]
@@ -60,7 +60,7 @@ def tiling(
             down, depths = max(groups, round(m / one.rows + groups / 2)), ceil_div(k, DEPTH)
         return ceil_div(down * ceil_div(n, one.columns), multiprocessors) * (first + depths * each)
 
-    return min((large, Tiling(128, 128, 1)), key=cost)
+    return min((large, Tiling(128, 128)), key=cost)
 
 
 @memoized("Hopper products of groups by call")
