@@ -78,7 +78,8 @@ class _Rows:
         self.inverse: Tensor | None = None
         self.codes: Tensor | None = None
         self._version = -1
-        self._filling: tuple[Sequence[int], list[_Move], list[Tensor]] = ((), [], [])
+        self.casting: _Cast | None = None  # of what lies where it lay before
+        self._filling: tuple[Sequence[int], list[_Move], list[str]] = ((), [], [])
         self._known = _Known()
 
     @property
@@ -88,14 +89,15 @@ class _Rows:
 
     def join(self, mesh: Any, count: int) -> None:
         """Know the processes and the whole weight's rows."""
-        group = mesh.get_group()
+        group, known = mesh.get_group(), (self.count, self.processes)
         self.mesh, self.count, self.processes = mesh, count, mesh.size()
-        self._filling, self._known = ((), [], []), _Known()
+        if known != (self.count, self.processes):
+            self._filling, self._known = ((), [], []), _Known()
         if not _codes_fit(self):
             self.together = None
         elif self.together is None or self.group is not group:
-            known = _BLOCKS_OF_GROUP if self.fp8.w.granularity == _BLOCKS else _OF_GROUP
-            self.together = known.setdefault(group, _Together())
+            groups = _BLOCKS_OF_GROUP if self.fp8.w.granularity == _BLOCKS else _OF_GROUP
+            self.together = groups.setdefault(group, _Together())
             self.together.places.append(weakref.ref(self))
             self.written = True
         self.group = group
@@ -109,7 +111,8 @@ class _Rows:
         """The rows' codes, uint8, by ``scale``."""
         if self.codes is None or self.stale:
             assert self.scale is not None
-            own = _Cast(self, self.new_codes(), self.scale, torch.empty_like(self.scale))
+            taken = torch.empty_like(self.scale)
+            own = _Cast(self, self.new_codes(), self.scale, taken)
             device = own.rows.device
             _cast_all(dispatch.kernels(device), [own], _stream(device))
             self.stale = False
@@ -129,8 +132,9 @@ class _Rows:
             self._filling = addresses, *_moves(codes, inverse, self.fp8, self.count, parts)
         _, moves, padded = self._filling
         if padded:
-            with torch.no_grad(), torch_compat.unseen_writes(tuple(padded)):
-                for part in padded:
+            larger = [parts[name] for name in padded]
+            with torch.no_grad(), torch_compat.unseen_writes(tuple(larger)):
+                for part in larger:
                     part.zero_()
         self._known.run(moves[0][0], addresses, _move_all, moves)
 
@@ -148,13 +152,16 @@ class _Rows:
 
 
 class _Cast:
-    """The arrays of one weight's cast, and how it is done: the rows, their codes and scales, and where the
-    cast writes the scales' inverses."""
+    """The places of one weight's arrays, and how it is cast: the rows, their codes, scales, and amaxes where
+    these are taken, and where the cast writes the scales' inverses."""
 
-    __slots__ = ("codes", "format", "inverse", "rows", "scale", "tile")
+    __slots__ = ("amax", "codes", "format", "inverse", "rows", "scale", "tile")
 
-    def __init__(self, own: _Rows, codes: Tensor, scale: Tensor, inverse: Tensor) -> None:
-        self.rows, self.codes, self.scale, self.inverse = map(as_view, (own.padded, codes, scale, inverse))
+    def __init__(
+        self, own: _Rows, codes: Tensor, scale: Tensor, inverse: Tensor, amax: Tensor | None = None
+    ) -> None:
+        self.amax = None if amax is None else _place(amax)
+        self.rows, self.codes, self.scale, self.inverse = map(_place, (own.padded, codes, scale, inverse))
         self.format, self.tile = own.fp8.w.format, _tiles(own)[0]
 
 
@@ -171,7 +178,6 @@ class _Together:
         self._count = -1  # weights that the rest is of
         self._amaxes = torch.empty(0)
         self._tensors: list[tuple[Tensor, ...]] = []  # of each weight: amax, scale, inverse, the cast's own
-        self._casts: list[_Cast | None] = []
         self._limited: list[tuple[Any, ...]] = []  # arguments of ``scale_from_amax``
         self._known = _Known(), _Known()
 
@@ -182,11 +188,11 @@ class _Together:
         """Make the amaxes, scales and codes of all weights that changed. ``group``: of the processes, which
         take the amaxes of whole weights by one reduction; rows that have not changed count by that of the
         whole weight. None where amaxes are of a process's own blocks."""
-        held = [reference() for reference in self.places]
+        held: list[Any] = [reference() for reference in self.places]
         held = [rows if rows is not None and rows.together is self else None for rows in held]
         changed = [i for i, rows in enumerate(held) if rows is not None and rows.changed]
         # what was asked for is still to be read, perhaps on another stream
-        if None in held or len(held) != self._count or any(held[i].gathering for i in changed):  # type: ignore[union-attr]
+        if None in held or len(held) != self._count or any(held[i].gathering for i in changed):
             with torch.inference_mode(False), torch.no_grad():  # the memory outlives this call
                 self._make(held)
         elif len(changed) == len(held):
@@ -197,10 +203,7 @@ class _Together:
         casts = [self._cast_of(i, held[i]) for i in changed]
         amaxes = as_view(self._amaxes)
         key = [amaxes.ptr, *changed, *[own.rows.ptr for own in casts]]
-        maxima = [
-            (own.rows, as_view(self._tensors[i][0]), own.tile) for i, own in zip(changed, casts, strict=True)
-        ]
-        self._known[0].run(amaxes, key, _amax_all, maxima)
+        self._known[0].run(amaxes, key, _amax_all, casts)
         if group is not None:
             what = "amaxes of sharded weights"
             TorchCollectives.of(group).all_reduce(amaxes, "max", _stream(amaxes.device), what)
@@ -210,14 +213,15 @@ class _Together:
             if rows is not None:
                 rows.take(*own[:3])
         for i in changed:
-            held[i].stale = False  # type: ignore[union-attr]
+            held[i].stale = False
         if None in held:
+            self._count = -1
             left = [rows is not None for rows in held]
             if group is not None:
                 left = [amax != _GONE for amax in self._amaxes.tolist()]
             self.places[:] = [place for place, stays in zip(self.places, left, strict=True) if stays]
 
-    def _make(self, held: list[_Rows | None]) -> None:
+    def _make(self, held: list[Any]) -> None:
         """New memory for these weights. Amaxes are 0 where rows have changed, ``_GONE`` where they are
         gone."""
         alive = [rows for rows in held if rows is not None]
@@ -225,7 +229,6 @@ class _Together:
         sizes = [math.prod(grid) for grid in grids]
         whole = alive[0].padded.new_zeros((4, sum(sizes)), dtype=torch.float32)
         self._count, self._amaxes, self._known = len(held), whole[0], (_Known(), _Known())
-        self._casts = [None] * len(held)
         self._tensors = [
             tuple(row.view(grid) for row in part.unbind())
             for part, grid in zip(whole.split(sizes, 1), grids, strict=True)
@@ -233,24 +236,25 @@ class _Together:
         for rows, (amax, *_) in zip(held, self._tensors, strict=True):
             if rows is None:
                 amax.fill_(_GONE)
-            elif not rows.changed:
+                continue
+            rows.casting = None
+            if not rows.changed:
                 amax.copy_(rows.amax)
         rules = {(rows.fp8.w, rows.padded.dtype) for rows in alive}
         each = [(rows, own[:3]) for rows, own in zip(held, self._tensors, strict=True) if rows is not None]
         if len(rules) == 1:
             each = [(alive[0], whole[:3].unbind())]
-        self._limited = [
-            (*map(as_view, own), *limits_of(rows.fp8.w, rows.padded.dtype)) for rows, own in each
-        ]
+        self._limited = [(*map(_place, own), *limits_of(rows.fp8.w, rows.padded.dtype)) for rows, own in each]
 
     def _cast_of(self, i: int, rows: _Rows) -> _Cast:
         """The cast of a weight that has changed."""
-        own, codes = self._casts[i], rows.codes
+        own, codes = rows.casting, rows.codes
         if codes is None or rows.gathering:
             codes = rows.new_codes()
         elif own is not None and (own.rows.ptr, own.codes.ptr) == (rows.padded.data_ptr(), codes.data_ptr()):
             return own
-        own = self._casts[i] = _Cast(rows, codes, self._tensors[i][1], self._tensors[i][3])
+        amax, scale, _, taken = self._tensors[i]
+        own = rows.casting = _Cast(rows, codes, scale, taken, amax)
         return own
 
 
@@ -260,9 +264,16 @@ _BLOCKS_OF_GROUP: weakref.WeakKeyDictionary[Any, _Together] = weakref.WeakKeyDic
 _Move = tuple[ArrayView, ArrayView]
 
 
-def _amax_all(kernels: Any, maxima: Sequence[tuple[Any, ...]], stream: int) -> None:
-    for rows, amax, tile in maxima:
-        kernels.amax(rows, amax, tile, stream)
+def _place(tensor: Tensor) -> ArrayView:
+    """``as_view``, without keeping the memory alive: for what is kept beside a tensor."""
+    view = as_view(tensor)
+    view.owner = None
+    return view
+
+
+def _amax_all(kernels: Any, casts: Sequence[_Cast], stream: int) -> None:
+    for own in casts:
+        kernels.amax(own.rows, own.amax, own.tile, stream)
 
 
 def _scale_and_cast(
@@ -477,8 +488,8 @@ def _new_parts(codes: Tensor, inverse: Tensor, fp8: Quantization, size: tuple[in
 
 def _moves(
     codes: Tensor, inverse: Tensor, fp8: Quantization, n: int, parts: dict[str, Tensor]
-) -> tuple[list[_Move], list[Tensor]]:
-    """(Copies that fill a weight's parts, parts that are larger than what is copied into them)."""
+) -> tuple[list[_Move], list[str]]:
+    """(Copies that fill a weight's parts, names of parts that are larger than what is copied into them)."""
     found, padded = [], []
     for name, part in parts.items():
         turned = name.startswith("w_qt")
@@ -487,12 +498,12 @@ def _moves(
             if part.data_ptr() == source.data_ptr():  # as they lie
                 continue
             if tuple(part.shape) != tuple(source.shape):
-                padded.append(part)
+                padded.append(name)
         else:
             grid = inverse.reshape(1) if name == "w_scale_inv" else inverse
             source = grid.t() if turned else grid
         found.append((source, part[tuple(map(slice, source.shape))]))
-    return [(as_view(source), as_view(target)) for source, target in found], padded
+    return [(_place(source), _place(target)) for source, target in found], padded
 
 
 @memoized("parts of sharded weights")

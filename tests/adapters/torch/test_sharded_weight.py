@@ -163,6 +163,25 @@ def test_what_is_cast_together_is_cast_as_alone(rule, dtypes):
     assert [rows.codes.data_ptr() for rows in held] == codes
 
 
+def test_weights_that_are_gone_leave_nothing_behind():
+    """Neither their memory nor their places, which others take."""
+    known, held = together(*(torch.randn(8 * (i + 1), 16) for i in range(3)))
+    known.share()
+    memory = [weakref.ref(each) for each in (held[1].padded, held[1].codes)]
+    del held[1]
+    assert [reference() for reference in memory] == [None, None]
+    held[0].written = True
+    known.share()
+    assert len(known) == 2
+    _, (fresh,) = together(torch.randn(64, 16))
+    fresh.together = known
+    known.places.append(weakref.ref(fresh))
+    held.append(fresh)
+    known.share()
+    for rows in held:
+        same_as_alone(rows)
+
+
 def test_what_is_being_gathered_stays_as_it_is():
     """Codes that another stream has still to read, and scales that the whole weight will get."""
     known, (one, other) = together(torch.randn(8, 16), torch.randn(4, 16))
