@@ -233,13 +233,12 @@ class _Together:
             tuple(row.view(grid) for row in part.unbind())
             for part, grid in zip(whole.split(sizes, 1), grids, strict=True)
         ]
-        for rows, (amax, *_) in zip(held, self._tensors, strict=True):
-            if rows is None:
-                amax.fill_(_GONE)
-                continue
-            rows.casting = None
-            if not rows.changed:
-                amax.copy_(rows.amax)
+        gone, known = whole.new_full((1,), _GONE), []
+        for rows, (_, _, _, zeros) in zip(held, self._tensors, strict=True):
+            known.append(gone if rows is None else zeros if rows.changed else rows.amax)
+            if rows is not None:
+                rows.casting = None
+        torch.cat([each.view(-1) for each in known], out=self._amaxes)
         rules = {(rows.fp8.w, rows.padded.dtype) for rows in alive}
         each = [(rows, own[:3]) for rows, own in zip(held, self._tensors, strict=True) if rows is not None]
         if len(rules) == 1:

@@ -249,9 +249,9 @@ def test_fully_shard_is_told_the_parameters_at_once():
 
 
 # Calls of Python and C functions that a step takes for each more Linear, torch's own for its two parameters
-# among them: its operations (``test_host``), its weight gathered twice and changed once. On a GPU recordings
-# pass over a part of them.
-MOST_MORE = {"tensor": 1160, "blocks": 1200}
+# among them: its operations (``test_host``), its weight gathered twice, to other addresses, and changed once.
+# On a GPU addresses stay, and recordings pass over a part of these calls.
+MOST_MORE = {"tensor": 1200, "blocks": 1250}
 
 
 @pytest.mark.parametrize("rule", MOST_MORE)
