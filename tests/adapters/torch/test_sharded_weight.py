@@ -21,9 +21,8 @@ from fp8kit.backends.cuda import launch, recorded
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.cuda_libraries import fake
+from tests.support.host_calls import counted
 from tests.support.processes import run
-
-from .test_host import counted
 
 FP8 = DelayedScaling().quantization
 WRITES = {
