@@ -279,9 +279,10 @@ def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[in
         found = [_address_or_0(t) for t in tensors]
     names = tuple(op.inputs)
     for name, tensor, address in zip(names, tensors, found, strict=False):  # scales come after them
+        if address or not tensor.numel():
+            continue
         # a tensor in FP8 has codes beside it
-        held = hasattr(tensor, "held_in_fp8") and any(own.endswith("_q") for own in names)
-        if not address and tensor.numel() and not held:
+        if not (hasattr(tensor, "held_in_fp8") and any(own.endswith("_q") for own in names)):
             want_no_transform(op.operation, names, tensors)
             got = f"a {type(tensor).__name__} without memory"
             wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"

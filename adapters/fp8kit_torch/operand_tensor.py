@@ -50,6 +50,7 @@ class OperandTensor(QuantizedTensor):
     """
 
     _lag: int | None  # by how much the memory of the codes was written more often than that of the transposed
+    _padded: tuple[Any, Any] = (None, None)  # a way to hold it, and the shape of codes that its products read
 
     @classmethod
     def _made(cls, *arguments: Any, **options: Any) -> Any:
@@ -179,7 +180,10 @@ class OperandTensor(QuantizedTensor):
         parts = dict(self._parts)
         if "w_q" not in parts:
             parts |= self._turned(back=True)
-        wanted = self.product.shapes(*self._size, self._fp8.w)[0]
+        known, wanted = self._padded
+        if known is not self._how:
+            wanted = self.product.shapes(*self._size, self._fp8.w)[0]
+            self._padded = self._how, wanted
         codes = parts["w_q"]
         if tuple(codes.shape) != wanted or codes.data_ptr() % 16:
             n, k = self._size
@@ -210,10 +214,11 @@ class OperandTensor(QuantizedTensor):
 
     def refill(self, parts: dict[str, Tensor]) -> None:
         """Take over the values of ``parts``, unseen by autograd: backward reads what forward did."""
-        with torch.no_grad(), torch_compat.unseen_writes(tuple(self._parts.values())):
-            for name, part in self._parts.items():
-                if part is not parts[name]:
-                    part.copy_(parts[name])
+        fresh = [(part, parts[name]) for name, part in self._parts.items() if part is not parts[name]]
+        if fresh:
+            with torch.no_grad(), torch_compat.unseen_writes(tuple(self._parts.values())):
+                for part, values in fresh:
+                    part.copy_(values)
         self._lag = lag_of(self._parts)
 
     def rows_in_parts(self, values: Tensor) -> Tensor:
@@ -255,7 +260,8 @@ class OperandTensor(QuantizedTensor):
     def fits(self, quantizer: Quantizer) -> bool:
         """Whether an operand of that format and granularity can be this tensor as it is."""
         own = self._fp8.w
-        return own.format == quantizer.format and own.granularity == quantizer.granularity
+        same = own is quantizer or own.format == quantizer.format
+        return same and own.granularity == quantizer.granularity
 
     def input_parts(self) -> dict[str, Tensor]:
         """Its parts by the names of a product's cached input."""
@@ -484,10 +490,10 @@ def format_of(operation: str, dtype: Any) -> Format:
 def lag_of(parts: dict[str, Tensor]) -> int | None:
     """By how much the memory of the codes was written more often than that of the transposed ones; None where
     nobody counts."""
-    codes, turned = parts.get("w_q"), parts.get("w_qt")
-    if codes is None or turned is None or codes.is_inference() or turned.is_inference():
+    try:
+        return parts["w_q"]._version - parts["w_qt"]._version
+    except (KeyError, RuntimeError):  # of tensors of inference mode
         return None
-    return codes._version - turned._version
 
 
 def _side(parts: dict[str, Tensor], transposed: bool) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,20 @@ would: the amaxes of all weights are reduced together, once after each change of
 
 from __future__ import annotations
 
+import inspect
+import math
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit import slowness
+from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
+from fp8kit.execution.replay import Replays, replays
 from fp8kit.lru import memoized
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization
@@ -24,54 +30,113 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
 from fp8kit_torch.state import _stream
 from fp8kit_torch.views import as_view
-from fp8kit_torch.weight_scales import amax_of, scales_of
+from fp8kit_torch.weight_scales import limits_of
 
 _aten = torch.ops.aten
-# process group -> the weights whose amaxes its processes reduce, in the order of their first gathering, which
-# is the same everywhere. Each process collects garbage at its own time: a weight's place stays until no
-# process has the weight any more.
-_OF_GROUP: weakref.WeakKeyDictionary[Any, list[weakref.ref[_Rows]]] = weakref.WeakKeyDictionary()
 _GONE = -1.0  # the amax of a weight that this process does not have any more
 _BLOCKS = "block_128x128"
 
 
+class _Known:
+    """Kernels on arrays that mostly lie where they lay before: done again from recordings, where the engine
+    makes such (``execution.replay``). One object for arrays of the same shapes, dtypes and device."""
+
+    def __init__(self) -> None:
+        self._kernels: Any = None
+        self._replays: Replays | None = None
+
+    def run(self, like: ArrayView, key: Sequence[int], work: Callable[..., None], *arguments: Any) -> None:
+        """``work(kernels, *arguments, stream)`` on the device of ``like``; ``key``: what tells these calls
+        apart, the arrays' addresses."""
+        kernels, stream = dispatch.kernels(like.device), _stream(like.device)
+        if kernels is not self._kernels:
+            self._kernels, self._replays = kernels, replays(kernels)
+        if self._replays is None:
+            work(kernels, *arguments, stream)
+        else:
+            self._replays.run((stream, *key), work, kernels, *arguments, stream)
+
+
 class _Rows:
     """A process's rows of one weight, with those that make all processes' parts as long: ``padded`` h (rows,
-    K). ``fp8``: how the weight is held; ``group``, ``count``: the processes, and the whole weight's rows,
-    once they are known; ``scale`` and ``inverse``: of the whole weight, or of the rows' blocks; ``written``:
-    whether somebody was seen to write to the rows since; ``codes``: of the rows, kept while nobody does."""
+    K). ``fp8``: how the weight is held; ``mesh``, ``group``, ``count``: the processes, and the whole weight's
+    rows, once they are known; ``together``: the weights that are cast with this one, None where no codes are
+    gathered; ``amax``, ``scale``, ``inverse``: of the whole weight, or of the rows' blocks; ``written``:
+    whether somebody was seen to write to the rows since; ``codes``: of the rows, of earlier scales where they
+    are ``stale``; ``gathering``: whether ``fully_shard`` has asked for them and has no whole weight yet."""
 
     def __init__(self, padded: Tensor, fp8: Quantization) -> None:
         self.padded, self.fp8 = padded, fp8
+        self.mesh: Any = None
         self.group: Any = None
-        self.count, self.written = 0, True
+        self.together: _Together | None = None
+        self.count = self.processes = 0
+        self.written = self.stale = True
+        self.gathering = False
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self.inverse: Tensor | None = None
         self.codes: Tensor | None = None
         self._version = -1
+        self.casting: _Cast | None = None  # of what lies where it lay before
+        self._filling: tuple[Sequence[int], list[_Move], list[str]] = ((), [], [])
+        self._known = _Known()
 
     @property
     def changed(self) -> bool:
         """Whether rows were written to since ``take``, also by a view of them."""
         return self.written or self._version != self._now()
 
+    def join(self, mesh: Any, count: int) -> None:
+        """Know the processes and the whole weight's rows."""
+        group, known = mesh.get_group(), (self.count, self.processes)
+        self.mesh, self.count, self.processes = mesh, count, mesh.size()
+        if known != (self.count, self.processes):
+            self._filling, self._known = ((), [], []), _Known()
+        if not _codes_fit(self):
+            self.together = None
+        elif self.together is None or self.group is not group:
+            groups = _BLOCKS_OF_GROUP if self.fp8.w.granularity == _BLOCKS else _OF_GROUP
+            self.together = groups.setdefault(group, _Together())
+            self.together.places.append(weakref.ref(self))
+            self.written = True
+        self.group = group
+
     def take(self, amax: Tensor | None, scale: Tensor, inverse: Tensor) -> None:
         """Know the scales of the rows as they are."""
-        self.amax, self.scale, self.inverse, self.codes = amax, scale, inverse, None
+        self.amax, self.scale, self.inverse, self.stale = amax, scale, inverse, True
         self.written, self._version = False, self._now()
 
     def cast(self) -> Tensor:
         """The rows' codes, uint8, by ``scale``."""
-        if self.codes is None:
-            rule, rows = self.fp8.w, as_view(self.padded)
-            self.codes = torch.empty(self.padded.shape, dtype=torch.uint8, device=self.padded.device)
+        if self.codes is None or self.stale:
             assert self.scale is not None
-            taken = torch.empty_like(self.scale)  # the inverses, as ``inverse`` has them
-            views = as_view(self.codes), as_view(self.scale), as_view(taken), None
-            how = rule.format, tiling(rule.granularity, rows.shape)[0], True, 0, 0, None
-            dispatch.kernels(rows.device).quantize(rows, *views, *how, _stream(rows.device))
+            taken = torch.empty_like(self.scale)
+            own = _Cast(self, self.new_codes(), self.scale, taken)
+            device = own.rows.device
+            _cast_all(dispatch.kernels(device), [own], _stream(device))
+            self.stale = False
+        assert self.codes is not None
         return self.codes
+
+    def new_codes(self) -> Tensor:
+        """New memory for ``codes``."""
+        self.codes = torch.empty(self.padded.shape, dtype=torch.uint8, device=self.padded.device)
+        return self.codes
+
+    def fill(self, codes: Tensor, inverse: Tensor, parts: dict[str, Tensor]) -> None:
+        """Fill the whole weight's ``parts`` of its codes (rows and perhaps more, K) and its scales' inverses:
+        all but those that are the codes as they lie."""
+        addresses = [t.data_ptr() for t in (codes, inverse, *parts.values())]
+        if addresses != self._filling[0]:
+            self._filling = addresses, *_moves(codes, inverse, self.fp8, self.count, parts)
+        _, moves, padded = self._filling
+        if padded:
+            larger = [parts[name] for name in padded]
+            with torch.no_grad(), torch_compat.unseen_writes(tuple(larger)):
+                for part in larger:
+                    part.zero_()
+        self._known.run(moves[0][0], addresses, _move_all, moves)
 
     def seen(self, plain: Tensor) -> _Seen:
         """A tensor in the memory of ``padded``: a weight where it is its first rows, as they lie."""
@@ -84,6 +149,154 @@ class _Rows:
 
     def _now(self) -> int:
         return 0 if self.padded.is_inference() else self.padded._version
+
+
+class _Cast:
+    """The places of one weight's arrays, and how it is cast: the rows, their codes, scales, and amaxes where
+    these are taken, and where the cast writes the scales' inverses."""
+
+    __slots__ = ("amax", "codes", "format", "inverse", "rows", "scale", "tile")
+
+    def __init__(
+        self, own: _Rows, codes: Tensor, scale: Tensor, inverse: Tensor, amax: Tensor | None = None
+    ) -> None:
+        self.amax = None if amax is None else _place(amax)
+        self.rows, self.codes, self.scale, self.inverse = map(_place, (own.padded, codes, scale, inverse))
+        self.format, self.tile = own.fp8.w.format, _tiles(own)[0]
+
+
+class _Together:
+    """Weights that a group of processes gathers: those that changed get their amaxes, scales and codes
+    together, in memory that stays theirs as long as the weights are the same.
+
+    ``places``: the weights, in the order of their first gathering, which is the same everywhere. Each process
+    collects garbage at its own time: a weight's place stays until no process has the weight any more.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[weakref.ref[_Rows]] = []
+        self._count = -1  # weights that the rest is of
+        self._amaxes = torch.empty(0)
+        self._tensors: list[tuple[Tensor, ...]] = []  # of each weight: amax, scale, inverse, the cast's own
+        self._limited: list[tuple[Any, ...]] = []  # arguments of ``scale_from_amax``
+        self._known = _Known(), _Known()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def share(self, group: Any = None) -> None:
+        """Make the amaxes, scales and codes of all weights that changed. ``group``: of the processes, which
+        take the amaxes of whole weights by one reduction; rows that have not changed count by that of the
+        whole weight. None where amaxes are of a process's own blocks."""
+        held: list[Any] = [reference() for reference in self.places]
+        held = [rows if rows is not None and rows.together is self else None for rows in held]
+        changed = [i for i, rows in enumerate(held) if rows is not None and rows.changed]
+        # what was asked for is still to be read, perhaps on another stream
+        if None in held or len(held) != self._count or any(held[i].gathering for i in changed):
+            with torch.inference_mode(False), torch.no_grad():  # the memory outlives this call
+                self._make(held)
+        elif len(changed) == len(held):
+            self._amaxes.zero_()
+        else:
+            for i in changed:
+                self._tensors[i][0].zero_()
+        casts = [self._cast_of(i, held[i]) for i in changed]
+        amaxes = as_view(self._amaxes)
+        key = [amaxes.ptr, *changed, *[own.rows.ptr for own in casts]]
+        self._known[0].run(amaxes, key, _amax_all, casts)
+        if group is not None:
+            what = "amaxes of sharded weights"
+            TorchCollectives.of(group).all_reduce(amaxes, "max", _stream(amaxes.device), what)
+        key += [own.codes.ptr for own in casts]
+        self._known[1].run(amaxes, key, _scale_and_cast, self._limited, casts)
+        for rows, own in zip(held, self._tensors, strict=True):
+            if rows is not None:
+                rows.take(*own[:3])
+        for i in changed:
+            held[i].stale = False
+        if None in held:
+            self._count = -1
+            left = [rows is not None for rows in held]
+            if group is not None:
+                left = [amax != _GONE for amax in self._amaxes.tolist()]
+            self.places[:] = [place for place, stays in zip(self.places, left, strict=True) if stays]
+
+    def _make(self, held: list[Any]) -> None:
+        """New memory for these weights. Amaxes are 0 where rows have changed, ``_GONE`` where they are
+        gone."""
+        alive = [rows for rows in held if rows is not None]
+        grids = [(1,) if rows is None else _tiles(rows)[1] for rows in held]
+        sizes = [math.prod(grid) for grid in grids]
+        whole = alive[0].padded.new_zeros((4, sum(sizes)), dtype=torch.float32)
+        self._count, self._amaxes, self._known = len(held), whole[0], (_Known(), _Known())
+        self._tensors = [
+            tuple(row.view(grid) for row in part.unbind())
+            for part, grid in zip(whole.split(sizes, 1), grids, strict=True)
+        ]
+        gone, known = whole.new_full((1,), _GONE), []
+        for rows, (_, _, _, zeros) in zip(held, self._tensors, strict=True):
+            known.append(gone if rows is None else zeros if rows.changed else rows.amax)
+            if rows is not None:
+                rows.casting = None
+        torch.cat([each.view(-1) for each in known], out=self._amaxes)
+        rules = {(rows.fp8.w, rows.padded.dtype) for rows in alive}
+        each = [(rows, own[:3]) for rows, own in zip(held, self._tensors, strict=True) if rows is not None]
+        if len(rules) == 1:
+            each = [(alive[0], whole[:3].unbind())]
+        self._limited = [(*map(_place, own), *limits_of(rows.fp8.w, rows.padded.dtype)) for rows, own in each]
+
+    def _cast_of(self, i: int, rows: _Rows) -> _Cast:
+        """The cast of a weight that has changed."""
+        own, codes = rows.casting, rows.codes
+        if codes is None or rows.gathering:
+            codes = rows.new_codes()
+        elif own is not None and (own.rows.ptr, own.codes.ptr) == (rows.padded.data_ptr(), codes.data_ptr()):
+            return own
+        amax, scale, _, taken = self._tensors[i]
+        own = rows.casting = _Cast(rows, codes, scale, taken, amax)
+        return own
+
+
+# process group -> the weights of one scale, whose amaxes its processes reduce; those with scales of blocks
+_OF_GROUP: weakref.WeakKeyDictionary[Any, _Together] = weakref.WeakKeyDictionary()
+_BLOCKS_OF_GROUP: weakref.WeakKeyDictionary[Any, _Together] = weakref.WeakKeyDictionary()
+_Move = tuple[ArrayView, ArrayView]
+
+
+def _place(tensor: Tensor) -> ArrayView:
+    """``as_view``, without keeping the memory alive: for what is kept beside a tensor."""
+    view = as_view(tensor)
+    view.owner = None
+    return view
+
+
+def _amax_all(kernels: Any, casts: Sequence[_Cast], stream: int) -> None:
+    for own in casts:
+        kernels.amax(own.rows, own.amax, own.tile, stream)
+
+
+def _scale_and_cast(
+    kernels: Any, limited: Sequence[tuple[Any, ...]], casts: Sequence[_Cast], stream: int
+) -> None:
+    for arguments in limited:
+        kernels.scale_from_amax(*arguments, stream)
+    _cast_all(kernels, casts, stream)
+
+
+def _cast_all(kernels: Any, casts: Sequence[_Cast], stream: int) -> None:
+    for own in casts:
+        how = None, own.format, own.tile, True, 0, 0, None
+        kernels.quantize(own.rows, own.codes, own.scale, own.inverse, *how, stream)
+
+
+def _move_all(kernels: Any, moves: Sequence[_Move], stream: int) -> None:
+    for source, target in moves:
+        kernels.copy(source, target, stream)
+
+
+def _tiles(rows: _Rows) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """A tile's size, and the shape of one value a tile."""
+    return tiling(rows.fp8.w.granularity, tuple(rows.padded.shape))
 
 
 class _Seen(torch.Tensor):
@@ -108,13 +321,11 @@ class _Seen(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation on the plain tensor; those by which ``fully_shard`` and modules move rows give such
         rows again."""
-        given, named = torch_compat.tree_map(_plain, args), torch_compat.tree_map(_plain, kwargs or {})
+        kwargs = kwargs or {}
+        given, named = [*map(_opened, args)], {name: _opened(value) for name, value in kwargs.items()}
         own = args[0] if args and isinstance(args[0], _Seen) else None
-        collective = func.namespace == "c10d"  # whose schemas do not say what they write
-        for place, argument in enumerate(torch_compat.schema_arguments(func)):
-            value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-            for one in torch_compat.tree_leaves(value) if argument.is_write or collective else ():
-                note_written(one)
+        for place, name in _written_by(func):
+            _note_all(args[place] if place < len(args) else kwargs.get(name))
         if isinstance(own, ShardedWeight) and func in _MOVING:
             whole = func(own._rows.padded, *given[1:], **named)
             rows = _Rows(whole, own._rows.fp8)
@@ -145,6 +356,18 @@ class _Seen(torch.Tensor):
         return f"ShardedWeight({self._plain!r})"
 
 
+class _Hook:
+    """A method that ``fully_shard`` asks for its parameters before each call: the answer is kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        signature = inspect.signature(function)
+        own = {"__signature__": signature.replace(parameters=[*signature.parameters.values()][1:])}
+        self._function, self._bound = function, type(function.__name__, (partial,), own)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self._function if instance is None else self._bound(self._function, instance)
+
+
 class ShardedWeight(_Seen):
     """Rows h (rows, K) of a weight that its layer multiplies in FP8, a plain tensor to everybody but
     ``fully_shard``, which makes it: any optimiser takes it, and ``state_dict`` has its values.
@@ -156,30 +379,24 @@ class ShardedWeight(_Seen):
 
     # --- what fully_shard calls -----------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_Hook
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What is gathered of this process's rows, and, where that is not gathered, the weight's scale_inv.
         ``mesh``: of the processes; ``outer_size``: the whole weight's."""
-        rows, rule = self._rows, self._rows.fp8.w
-        rows.count = outer_size[0]
-        if not _codes_fit(rows, mesh.size()):
+        rows = self._rows
+        if rows.mesh is not mesh or rows.count != outer_size[0]:
+            rows.join(mesh, outer_size[0])
+        if rows.together is None:
             return (rows.padded,), None
-        if rule.granularity == _BLOCKS:
-            if rows.changed:
-                rows.take(None, *scales_of(amax_of(rows.padded, rule), rule, rows.padded.dtype))
-            # torch moves the first alone where there is one process
-            return ((rows.cast(), rows.inverse), None) if mesh.size() > 1 else ((rows.cast(),), rows.inverse)
-        if rows.group is not (group := mesh.get_group()):
-            rows.group = group
-            _OF_GROUP.setdefault(group, []).append(weakref.ref(rows))
-            rows.written = True
+        blocks = rows.fp8.w.granularity == _BLOCKS
         if rows.changed:
-            _share_amaxes(group)
-        return (rows.cast(),), rows.inverse
+            rows.together.share() if blocks else _share_amaxes(rows.group)
+        codes, rows.gathering = rows.cast(), True
+        # torch moves the first alone where there is one process
+        return ((codes, rows.inverse), None) if blocks and rows.processes > 1 else ((codes,), rows.inverse)
 
-    @torch.no_grad()
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
@@ -188,14 +405,15 @@ class ShardedWeight(_Seen):
         rows, first = self._rows, all_gather_outputs[0]
         size = rows.count, first.shape[-1]
         local: OperandTensor | None = getattr(out, "_local_tensor", out)
+        rows.gathering = False
         if first.dtype is torch.uint8:
             inverse = all_gather_outputs[1] if metadata is None else metadata
-            former = {} if local is None else local._parts
-            with torch_compat.unseen_writes(tuple(former.values())):
-                parts = _of_codes(first, inverse, rows.fp8, size, former)
+            parts = _new_parts(first, inverse, rows.fp8, size) if local is None else local._parts
+            rows.fill(first, inverse, parts)
         else:
-            cast = OperandTensor.of(first[: rows.count].to(param_dtype), rows.fp8)
-            parts = {name: part.clone() for name, part in cast._parts.items()}  # memory that can be freed
+            with torch.no_grad():
+                cast = OperandTensor.of(first[: rows.count].to(param_dtype), rows.fp8)
+                parts = {name: part.clone() for name, part in cast._parts.items()}  # memory that can be freed
         if local is None:
             beside = [part for part in parts.values() if part.dtype is torch.uint8]
             shared = first.untyped_storage().data_ptr()
@@ -211,13 +429,34 @@ def note_written(tensor: Any) -> None:
         tensor._rows.written = True
 
 
-def _plain(value: Any) -> Any:
+def _note_all(value: Any) -> None:
+    """``note_written`` of a tensor, or of those in lists."""
+    if type(value) in _LISTS:
+        if not _OWN.isdisjoint(map(type, value)):
+            for one in value:
+                _note_all(one)
+    else:
+        note_written(value)
+
+
+def _opened(value: Any) -> Any:
+    """An argument with plain tensors in the place of such rows."""
+    if (kind := type(value)) in _LISTS:
+        return value if _OWN.isdisjoint(map(type, value)) else kind(map(_opened, value))
     return value._plain if isinstance(value, _Seen) else value
 
 
-def _codes_fit(rows: _Rows, processes: int) -> bool:
+@memoized("what operations on sharded weights write")
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """Place and name of each argument that an operation writes to; all of collectives, whose schemas do not
+    say it."""
+    arguments = enumerate(torch_compat.schema_arguments(func))
+    return [(at, own.name) for at, own in arguments if own.is_write or func.namespace == "c10d"]
+
+
+def _codes_fit(rows: _Rows) -> bool:
     """Whether the codes of the processes' rows are those of the whole weight, one after the other."""
-    how, own = rows.fp8.w.granularity, rows.padded.shape[0]
+    how, own, processes = rows.fp8.w.granularity, rows.padded.shape[0], rows.processes
     fits = how == "tensor" or (how == _BLOCKS and own % 128 == 0 and rows.count == own * processes)
     if not fits:
         what = f"{rows.count} rows of {processes} processes with scales by {how}"
@@ -230,72 +469,40 @@ def _codes_fit(rows: _Rows, processes: int) -> bool:
 
 
 def _share_amaxes(group: Any) -> None:
-    """Take anew the amaxes of all weights of these processes: one reduction. A process's own rows that have
-    not changed count by the amax of the whole weight."""
-    places = _OF_GROUP[group]
-    held = [reference() for reference in places]
-    own = next(rows.padded for rows in held if rows is not None)
-    gone = own.new_full((1,), _GONE, dtype=torch.float32)
-    amaxes = torch.cat([gone if rows is None else _amax(rows) for rows in held])
-    view = as_view(amaxes)
-    TorchCollectives.of(group).all_reduce(view, "max", _stream(view.device), "amaxes of sharded weights")
-    for rows, amax, *scales in zip(held, amaxes.split(1), *_scales(held, amaxes), strict=True):
-        if rows is not None:
-            rows.take(amax, *scales)
-    if None in held:
-        left = zip(places, amaxes.tolist(), strict=True)
-        places[:] = [reference for reference, amax in left if amax != _GONE]
+    """Take anew the amaxes of all weights of these processes that have one scale."""
+    _OF_GROUP[group].share(group)
 
 
-def _scales(held: list[_Rows | None], amaxes: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The scale of each weight, and its inverse: made together where all have one rule."""
-    rules = {(rows.fp8.w, rows.padded.dtype) for rows in held if rows is not None}
-    if len(rules) == 1:
-        made = scales_of(amaxes, *rules.pop())
-        return made[0].split(1), made[1].split(1)
-    found = [
-        (amax, amax) if rows is None else scales_of(amax, rows.fp8.w, rows.padded.dtype)
-        for rows, amax in zip(held, amaxes.split(1), strict=True)
-    ]
-    return [scale for scale, _ in found], [inverse for _, inverse in found]
-
-
-def _amax(rows: _Rows) -> Tensor:
-    """The amax of a process's rows, or of the whole weight where nobody wrote to them; float32 (1,)."""
-    if rows.changed or rows.amax is None:
-        return amax_of(rows.padded, rows.fp8.w)
-    return rows.amax
-
-
-def _of_codes(
-    codes: Tensor, inverse: Tensor, fp8: Quantization, size: tuple[int, int], former: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """A weight's parts, of its codes (rows and perhaps more, K) and its scales' inverses; in the memory of
-    ``former`` parts, where there are any."""
-    (n, k), rule = size, fp8.w
-    shapes = _shapes(fp8, size)
-    parts = {}
-    for name, (shape, of_scales) in shapes.items():
-        rows, columns = (n, k) if name == "w_q" else (k, n)
-        if name == "w_q" and shape == (n, k):  # as they lie
-            parts[name] = former.get(name, codes[:n])
-        else:
-            held = former[name] if name in former else codes.new_empty(shape)
-            if shape != (rows, columns):
-                held.zero_()
-            lying, to = as_view(codes[:n] if name == "w_q" else codes[:n].t()), held[:rows, :columns]
-            dispatch.kernels(lying.device).copy(lying, as_view(to), _stream(lying.device))
-            parts[name] = held
-        if rule.granularity == _BLOCKS:
-            grid = inverse if name == "w_q" else inverse.t()
+def _new_parts(codes: Tensor, inverse: Tensor, fp8: Quantization, size: tuple[int, int]) -> dict[str, Tensor]:
+    """Memory for a weight's parts, of which ``codes``, as they lie, are perhaps one."""
+    blocks, parts = fp8.w.granularity == _BLOCKS, {}
+    for name, (shape, of_scales) in _shapes(fp8, size).items():
+        parts[name] = codes[: size[0]] if name == "w_q" and shape == size else codes.new_empty(shape)
+        if blocks:
             parts[f"{name}_inv"] = inverse.new_ones(of_scales)
-            parts[f"{name}_inv"][: grid.shape[0], : grid.shape[1]] = grid
-    if rule.granularity != _BLOCKS:  # memory of its own: libraries want scales aligned
-        known = former.get("w_scale_inv")
-        parts["w_scale_inv"] = (
-            inverse.reshape(1).clone() if known is None else known.copy_(inverse.reshape(1))
-        )
+    if not blocks:
+        parts["w_scale_inv"] = inverse.new_empty(1)  # memory of its own: libraries want scales aligned
     return parts
+
+
+def _moves(
+    codes: Tensor, inverse: Tensor, fp8: Quantization, n: int, parts: dict[str, Tensor]
+) -> tuple[list[_Move], list[str]]:
+    """(Copies that fill a weight's parts, names of parts that are larger than what is copied into them)."""
+    found, padded = [], []
+    for name, part in parts.items():
+        turned = name.startswith("w_qt")
+        if name in ("w_q", "w_qt"):
+            source = codes[:n].t() if turned else codes[:n]
+            if part.data_ptr() == source.data_ptr():  # as they lie
+                continue
+            if tuple(part.shape) != tuple(source.shape):
+                padded.append(name)
+        else:
+            grid = inverse.reshape(1) if name == "w_scale_inv" else inverse
+            source = grid.t() if turned else grid
+        found.append((source, part[tuple(map(slice, source.shape))]))
+    return [(_place(source), _place(target)) for source, target in found], padded
 
 
 @memoized("parts of sharded weights")
@@ -312,3 +519,5 @@ def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
 
 SHARDED_BY.append(_rows_of)
 _MOVING = (_aten._to_copy.default, _aten.clone.default, _aten._pin_memory.default)
+_LISTS = (list, tuple)
+_OWN = {_Seen, ShardedWeight, *_LISTS}

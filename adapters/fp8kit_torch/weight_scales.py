@@ -21,12 +21,16 @@ def amax_of(values: Tensor, rule: Quantizer) -> Tensor:
     return amax
 
 
+def limits_of(rule: Quantizer, dtype: torch.dtype) -> tuple[float, bool, float, float]:
+    """What the scales of a weight of ``dtype`` are made by, as ``scale_from_amax`` takes it."""
+    least = float32.max if rule.granularity == "tensor" else kind_of(dtype).max
+    return rule.format.max, rule.power_2, rule.epsilon, least
+
+
 def scales_of(amax: Tensor, rule: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(scales, their inverses) of the amaxes of a weight of ``dtype``."""
     scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
-    one = rule.granularity == "tensor"
-    least = float32.max if one else kind_of(dtype).max
-    how = rule.format.max, rule.power_2, rule.epsilon, least
+    how = limits_of(rule, dtype)
     views = [as_view(each) for each in (amax, scale, inverse)]
     device = views[0].device
     dispatch.kernels(device).scale_from_amax(*views, *how, _stream(device))

@@ -164,7 +164,9 @@ class BoundOp(Interface):
         self._lives = [
             lifetimes.lives(operation, plan, metas, frozenset(needs), backward) for backward in (False, True)
         ]
-        self._streaming = streaming
+        # temporaries alone gain nothing: places that they share take as little, and in memory that is lent
+        # less
+        self._streaming = streaming and bool(self.saved.streamed or self.streamed_grads)
         self.scratch = Layout(plan.scratch, streaming, self._spans(False))
         self.measure_scratch = Layout(plan.measure_scratch)
         self._forward_parts = _parts(self.inputs), _parts(self.outputs), _parts(self.amaxes)
@@ -177,7 +179,7 @@ class BoundOp(Interface):
         self._forward_replays = None
         if self._replayed and not self.scratch.streamed:
             self._forward_replays = self._replays(self.scratch, self._forward_parts[0], self._filled_parts)
-        temporaries = streamed(plan.backward_scratch) if streaming else {}
+        temporaries = streamed(plan.backward_scratch) if self._streaming else {}
         self._replayed &= not (self.streamed_grads or temporaries) and bool(s.grads)
         large = any(map(is_large, plan.backward_scratch.values()))
         self.lends = large and self._replayed and self._lives[True] is not None

@@ -22,7 +22,8 @@ class Replays:
     A call with known addresses is done again as it was. A call with others is a recorded one, moved: of each
     ``form`` (stream, alignments) the first call is recorded for that. Addresses are recorded as they are when
     they come a second time; where the call can be moved, only once addresses keep coming again: those of a
-    batch of another length do so by chance.
+    batch of another length do so by chance. The more of a function's calls are recorded as they are, the
+    longer new addresses must have stayed away: where an allocator goes on giving others, calls are moved.
 
     ``recorder``: makes the engine's context manager. It yields a recording, to be called later: it launches
     again what was launched within. ``complete``: whether it holds all that was launched.
@@ -32,7 +33,9 @@ class Replays:
     """
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
-    STEADY = 4  # calls in a row with addresses that have come before: what moves is recorded as it is then
+    # calls in a row with addresses that have come before: what moves is recorded as it is then; twice as many
+    # for each FEW that are recorded so already
+    STEADY, FEW = 4, 8
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
     total = 0  # recorded calls in the process
@@ -65,7 +68,8 @@ class Replays:
         form = self._form(key[0], addresses) if self._sizes else None
         if form is None or form in self._moving:
             moving = None if form is None else self._moving[form]
-            waits = self._steady < self.STEADY or Replays.total >= self.PROCESS_LIMIT
+            steady = self._steady >= self.STEADY << len(self._found) // self.FEW
+            waits = not steady or Replays.total >= self.PROCESS_LIMIT
             if moving is not None and waits and moving(addresses):
                 return
             if not again:

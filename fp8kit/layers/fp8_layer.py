@@ -282,8 +282,11 @@ class FP8Layer(Layer):
         training = self.is_grad_enabled() or (not idle and self.recomputation.first())
         record = training or state.calibrating
         self.note_pass(enabled and not training, True)
-        if first is None and kept is None and enabled and not (fp8_grad or operands[3] or operands[4]):
-            spec, own = self._spec_for(fp8, False, bias, options, operands.fields), operands.inputs
+        weights, codes = operands[3:]
+        plain = first is None if not weights else not self.casts_weights_anew
+        if plain and kept is None and enabled and not (fp8_grad or codes):
+            own = operands.inputs | self.held_inputs(weights, fp8) if weights else operands.inputs
+            spec = self._spec_for(fp8, bool(weights), bias, options, operands.fields)
             own = self.with_rng(spec, own, delayed) if fp8.needs_rng else own
             prepared = self.prepare_call(spec, own, delayed)
             binding = self.bind_state(recipe, training, record, None) if delayed else self.no_binding
@@ -311,8 +314,8 @@ class FP8Layer(Layer):
         record: bool,
         fp8_grad: bool,
     ) -> dict[str, Any]:
-        """A pass that calibrates, is recomputed, or has an operand that is in FP8 already or is to be
-        kept."""
+        """A pass that calibrates, is recomputed, or has an input that is in FP8 already, a gradient that is
+        to be, or weights that are to be kept."""
         inputs, main, fields, weights, codes = operands
         delayed, enabled = state.recipe.history is not None, state.enabled
         if weights and self.casts_weights_anew:

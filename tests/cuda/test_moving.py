@@ -84,6 +84,38 @@ def test_addresses_that_keep_coming_are_recorded_as_they_are(monkeypatch: pytest
     assert calls(work, [c, d, c], known) == []  # no room: they move for good
 
 
+def test_addresses_that_keep_changing_are_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an allocator does: recordings of addresses as they are, which become graphs, end once new ones
+    go on coming, and go on once they stay away."""
+    kernel, driver = fake("qq", monkeypatch)
+    known = Replays(recorded.recording, SIZES)
+
+    def work(x: int, y: int) -> None:
+        launch.launch(kernel, 1, 32, (x, y), 9)
+
+    keys = [(9, X + 4096 * i, Y) for i in range(100)]
+    changing = [key for key in keys for _ in range(1 + known.STEADY)]
+    assert calls(work, changing, known) == [key[1:] for key in keys[:1] + keys[: known.FEW]]
+    assert len(known) == known.FEW
+    more = calls(work, keys, known)
+    assert len(known) == known.FEW + len(more) > known.FEW
+    assert len(driver.launches) == len(changing) + len(keys)
+
+
+def test_steady_steps_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of DistributedDataParallel, whose first two have other addresses: every call of a step becomes
+    a recording in the same one, the seventh, and a graph ``recorded.OFTEN`` later."""
+    kernel, _ = fake("qq", monkeypatch)
+    layers = [Replays(recorded.recording, SIZES) for _ in range(12)]
+    recordings = []
+    for step in range(40):
+        for i, known in enumerate(layers):
+            x = X + (1 << 30) * i + 4096 * min(step, 2)
+            known.run((9, x, Y), launch.launch, kernel, 1, 32, (x, Y), 9)
+        recordings.append(sum(map(len, layers)))
+    assert recordings == [0] * 6 + [12] * 34
+
+
 def test_only_parts_of_a_weight_count_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations read these as one where they lie side by side; of others allocators decide that anew."""
     kernel, _ = fake("qq", monkeypatch)

@@ -3,16 +3,11 @@ does not change."""
 
 from __future__ import annotations
 
-import gc
-import sys
-
 import fp8kit_torch as ft
 import pytest
 import torch
 
-from fp8kit import arrays
-from fp8kit.backends import dispatch
-from fp8kit.backends.protocol import Kernels
+from tests.support.host_calls import counted
 
 from .twins import RECIPES
 
@@ -20,35 +15,6 @@ from .twins import RECIPES
 # take. A call takes about a quarter of a microsecond. On a GPU an operation's own calls, about half of these,
 # are passed over where its addresses are known.
 MOST = {("Linear", "delayed"): 368, ("Linear", "current"): 318, ("LayerNormMLP", "delayed"): 540}
-
-
-def counted(step, monkeypatch):
-    """(files of the Python functions that a step calls, number of all calls, kernels launched)."""
-    for _ in range(3):
-        step()
-    kernels, files, calls, launched = dispatch.kernels(arrays.CPU), [], [], []
-    for name in dir(Kernels):
-        if not name.startswith("_") and not name.endswith("workspace"):
-            monkeypatch.setattr(
-                kernels, name, lambda *arguments, name=name: launched.append(name), raising=False
-            )
-    gc.collect()
-    gc.disable()  # what other tests left behind is not this step's
-    before = sys.getprofile()
-
-    def count(frame, event, argument):
-        if event == "call":
-            files.append(frame.f_code.co_filename)
-        if event in ("call", "c_call"):
-            calls.append(event)
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return files, len(calls), launched
 
 
 def step_of(layer, call, recipe):

@@ -9,7 +9,7 @@ import torch
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch
-from fp8kit.buffers import Buffers
+from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.execution import memory, plans
 from fp8kit.execution.bound import BoundOp
 from tests.support import peaks
@@ -89,6 +89,36 @@ def test_the_peak_of_a_middle_layer_is_no_more_than_torchs(recipe, monkeypatch):
         tensor.grad = None
     most = most_of(step) + sum(p.nbytes for p in layer.parameters())
     assert 0.8 * 512 < most / 2**20 <= 512
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_temporaries_alone_are_not_streamed(recipe, monkeypatch):
+    """Hidden 2048, FFN 8192, 8192 tokens in bfloat16: only backward's temporaries are so much memory. They
+    lie in what forward saved, in gradients, and in a block for the rest, and backward can be recorded."""
+    peaks.hollow(monkeypatch)
+    inits = {"init_method": lambda t: t, "output_layer_init_method": lambda t: t}
+    plans.plans.clear()
+    layer = ft.LayerNormMLP(2048, 8192, params_dtype=torch.bfloat16, device="cpu", **inits)
+    x, dy = (torch.empty(8192, 2048, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step():
+        with scope(ft, RECIPES[recipe]):
+            y = layer(x)
+        y.backward(dy)
+
+    step()
+    for tensor in (x, *layer.parameters()):
+        tensor.grad = None
+    (op,) = plans.plans._values.values()
+    assert streamed(op.plan.backward_scratch)
+    assert not op.saved.streamed
+    assert not op.streamed_grads
+    assert op.lends
+    made = sum(map(nbytes_of, [*op.outputs.values(), *op.grads.values()]))
+    small = 4 << 20  # amaxes, workspaces
+    assert most_of(step) <= op.saved.nbytes + op._lent_scratch.nbytes + made + small
+    plans.plans.clear()
 
 
 class Held:
