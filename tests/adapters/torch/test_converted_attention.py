@@ -95,7 +95,7 @@ def passed(model, inputs, rows=None):
     model.zero_grad()
     logits = model(**inputs).logits.float()
     logits = logits if rows is None else logits[rows]
-    (logits * torch.linspace(-1, 1, logits.shape[-1])).mean().backward()
+    (logits * torch.linspace(-1, 1, logits.shape[-1], device=logits.device)).mean().backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return logits.detach(), torch.cat([grad.flatten() for grad in grads]).float()
 
@@ -205,6 +205,31 @@ def test_bfloat16_and_autocast(name, calls):
     with autocast(recipe=DelayedScaling(fp8_dpa=True)):  # of whose recipe attention takes no notice
         passed(model, tokens(name))
     assert len(calls) == 3 * LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_on_a_gpu(name, compiled, calls):
+    """bfloat16 weights by fp8kit's kernels where the chip has them, float32 ones by torch's."""
+    plain = make(name, head_dim=64, sliding_window=WINDOW).to("cuda")
+    model = convert(copy.deepcopy(plain))
+    inputs = {key: value.cuda() for key, value in tokens(name).items()}
+    with torch.no_grad():
+        wide = [one(**inputs).logits.cpu() for one in (model, plain)]
+    assert_alike(wide[:1], wide[1:], torch.bfloat16)  # products may be of TF32
+    assert not calls
+    plain.bfloat16()
+    model.bfloat16()
+    call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    wanted = [each.cpu() for each in passed(plain, inputs)]
+    model.zero_grad()
+    logits = call(**inputs).logits.float()
+    (logits * torch.linspace(-1, 1, logits.shape[-1], device="cuda")).mean().backward()
+    got = [logits.detach().cpu(), torch.cat([p.grad.flatten() for p in model.parameters()]).float().cpu()]
+    assert_alike(got, wanted, torch.bfloat16)
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert len(calls) == (LAYERS if hopper else 0)
 
 
 def test_what_the_operation_does_not_compute_stays_torchs(calls, monkeypatch):
