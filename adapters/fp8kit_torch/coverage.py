@@ -34,7 +34,7 @@ class Coverage:
     name, whose attention it has, and why not fp8kit's."""
 
     modules: tuple[Covered, ...]
-    attention: Mapping[str, str] = field(default_factory=dict)
+    attention: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def fp8_share(self) -> float:
