@@ -4,9 +4,8 @@ and under ``torch.compile``.
     python -m benchmarks model --out DIR
 
 The layers are those of Llama 3.2 1B (grouped heads, gated MLP), twelve of them, with random weights. A step
-is forward with the loss, backward and torch's fused AdamW; nothing but the layers is replaced, so attention,
-loss and optimiser are the plain model's. docs/performance.md says what transformers' mask costs a compiled
-model.
+is forward with the loss, backward and torch's fused AdamW; ``convert`` replaces layers and attention, loss
+and optimiser are the plain model's. docs/performance.md says what transformers' mask costs a compiled model.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Size(NamedTuple):
 
 LARGE = Size(2048, 8192, 12, 32, 8, 32000, 2048, 4)
 TINY = Size(64, 128, 2, 4, 2, 96, 16, 2)
-NO_MASK = ", no mask"  # see ``plain``
+NO_MASK = ", no mask"  # of the plain model, see ``plain``
 # recipe, None for the plain model; whether it is compiled: in the order in which they are made, so that a
 # deadline leaves out the last ones
 CASES: dict[str, tuple[str | None, bool]] = {
@@ -62,7 +61,6 @@ CASES: dict[str, tuple[str | None, bool]] = {
     TORCH: ("FP8 delayed", False),
     f"{TORCH}, torch.compile": ("FP8 delayed", True),
     COMPILED: (None, True),
-    f"{TORCH}, torch.compile{NO_MASK}": ("FP8 delayed", True),
     f"{COMPILED}{NO_MASK}": (None, True),
     "fp8kit_torch bf16": ("bf16", False),
     "fp8kit_torch FP8 current": ("FP8 current", False),
@@ -82,9 +80,9 @@ class Trained(NamedTuple):
 def plain(size: Size, device: torch.device, seed: int, mask: bool = True) -> torch.nn.Module:
     """The model with random weights, bfloat16. Unavailable where transformers is not installed.
 
-    Without ``mask`` transformers makes none: attention is causal by its argument, as the eager model's is.
-    Within ``torch.compile`` transformers may not see that nothing is padded or packed, and hands over a mask
-    then, which keeps torch from its flash kernels.
+    Without ``mask`` transformers makes none: attention is causal by its argument, as the eager model's is,
+    and as a converted model's is anyway. Within ``torch.compile`` transformers may not see that nothing is
+    padded or packed, and hands over a mask then, which keeps torch from its flash kernels.
     """
     if importlib.util.find_spec("transformers") is None:
         raise Unavailable("not installed: transformers")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fp8kit.arguments import function, named_well
+from fp8kit.arguments import flag, function, named_well
 from fp8kit.errors import ArgumentError
 from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm
+from fp8kit_torch.converted_attention import hand_back, take_over
 from fp8kit_torch.convertible import replacement
 
 Filter = Callable[[nn.Module, str], bool]
@@ -32,7 +33,11 @@ _ALLOWED = "_fp8kit_plain"  # where such a layer keeps the attribute's value mea
 
 @named_well
 def convert(
-    model: nn.Module, filter_fn: Filter | None = None, *, linear_classes: Sequence[type[nn.Linear]] = ()
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    linear_classes: Sequence[type[nn.Linear]] = (),
+    attention: bool = True,
 ) -> nn.Module:
     """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
     LayerNorm over one dimension, with or without bias, every RMSNorm, with * weight or * (1 + weight), and
@@ -42,6 +47,9 @@ def convert(
       language model's head, for one.
     * ``linear_classes``: subclasses of ``nn.Linear`` that are replaced too, Falcon's ``FalconLinear`` for
       one. Those that compute anything but x W^T + b are left alone.
+    * ``attention``: whether transformers' models attend by fp8kit's operation where no mask array is needed
+      ("A model of transformers" in docs/clients.md), in high precision under every recipe. False leaves it
+      as it is.
 
     Parameters stay the same objects, and a new module is an instance of the class that it stands for. Outside
     of ``autocast`` the model computes what it did, up to the last bits. Convert before ``torch.compile``,
@@ -71,6 +79,7 @@ def convert(
     linears = tuple(linear_classes)
     if not all(isinstance(kind, type) and issubclass(kind, nn.Linear) for kind in linears):
         raise ArgumentError("convert", "linear_classes", linear_classes, "subclasses of nn.Linear")
+    flag("convert", "attention", attention)
     if not isinstance(replacement(model, linears), str) and (filter_fn is None or filter_fn(model, "")):
         wanted = "a model that contains layers: no layer can replace itself"
         raise ArgumentError("convert", "model", type(model).__name__, wanted)
@@ -95,6 +104,8 @@ def convert(
             if fast and any(isinstance(part, Converted) for part in layer.modules()):
                 vars(layer)[_ALLOWED] = getattr(layer, name)
                 setattr(layer, name, without)
+    if attention:
+        take_over(model, Converted)
     if not swapped and not any(isinstance(child, Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(
@@ -116,6 +127,7 @@ def revert(model: nn.Module) -> nn.Module:
         for kind, name, _ in _PAST_PARTS:
             if isinstance(layer, kind) and _ALLOWED in vars(layer):
                 setattr(layer, name, vars(layer).pop(_ALLOWED))
+    hand_back(model)
     return model
 
 

@@ -20,6 +20,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.call import apply
 from fp8kit_torch.collectives import TorchCollectives
+from fp8kit_torch.converted_attention import register
 from fp8kit_torch.distributed_weights import (
     Part,
     is_distributed,
@@ -92,6 +93,7 @@ def standing_for(ours: type[Converted], kind: type[nn.Module]) -> type[Any]:
 
 
 def _empty(ours: type[Converted], kind: type[nn.Module]) -> Any:
+    register()  # a pickled model's configuration may have the name
     made = standing_for(ours, kind)
     return made.__new__(made)
 

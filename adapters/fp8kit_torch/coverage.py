@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear
+from fp8kit_torch.converted_attention import models_of, said_of
 from fp8kit_torch.convertible import NO_MATRIX, TABLE, replacement
 from fp8kit_torch.experts import ConvertedExperts
 from fp8kit_torch.stateful import StatefulModule
@@ -29,9 +30,11 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What ``coverage`` found. ``str`` of it is a table."""
+    """What ``coverage`` found. ``str`` of it is a table. ``attention``: of each model of transformers by its
+    name, whose attention it has, and why not fp8kit's."""
 
     modules: tuple[Covered, ...]
+    attention: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def fp8_share(self) -> float:
@@ -53,6 +56,7 @@ class Coverage:
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]).rstrip() for row in rows]
+        lines += [f"attention of {name or '(the model)'}: {why}" for name, why in self.attention.items()]
         return "\n".join([*lines, f"{self.fp8_share:.1%} of the parameters are in layers with FP8 products"])
 
 
@@ -62,8 +66,9 @@ _FINE = (TABLE, NO_MATRIX, _NORM)
 
 def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()) -> Coverage:
     """For each module of ``model`` that has parameters of its own: whether its products run in FP8 under
-    ``autocast``, and if not, why ``convert`` left it, or would leave it (``linear_classes`` as there). Counts
-    of parameters are of numbers; one that several modules share counts for the first of them."""
+    ``autocast``, and if not, why ``convert`` left it, or would leave it (``linear_classes`` as there); of
+    transformers' models also whose attention they have. Counts of parameters are of numbers; one that several
+    modules share counts for the first of them."""
     module("coverage", "model", model)
     seen: set[int] = set()
     found = []
@@ -76,7 +81,7 @@ def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()
         fp8 = isinstance(part, StatefulModule | ConvertedExperts)
         count = sum(p.numel() for p in fresh)
         found.append(Covered(name, type(part).__name__, count, fp8, _why(part, tuple(linear_classes))))
-    return Coverage(tuple(found))
+    return Coverage(tuple(found), {name: said_of(part) for name, part in models_of(model).items()})
 
 
 def _why(part: nn.Module, linears: tuple[type[nn.Linear], ...]) -> str:

@@ -33,8 +33,8 @@ def test_a_model_converted_and_eager():
 
 @pytest.mark.programs
 def test_a_model_in_every_way():
-    """Compiled, a model is as exact as eager: Inductor takes no part here, and torch's kernels for attention
-    with and without a mask round alike."""
+    """Compiled, a model is as exact as eager: Inductor takes no part here, and kernels for attention with and
+    without a mask round alike."""
     rows = by_case(model.model_part(QUICK))
     assert list(rows) == list(model.CASES)
     assert {row["status"] for row in rows.values()} == {"ok"}

@@ -84,7 +84,7 @@ THIRD_PARTY = {
     "safetensors": (),
     "matplotlib": ("fp8kit.models.plots",),
     "rich": ("fp8kit.models.progress",),
-    "transformers": ("fp8kit_torch.huggingface",),
+    "transformers": ("fp8kit_torch.huggingface", "fp8kit_torch.converted_attention"),
     "yaml": ("fp8kit.numerics.config",),
     "tensorboardX": ("fp8kit.numerics.sinks",),
     "wandb": ("fp8kit.numerics.sinks",),
