@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from fp8kit.autocast import touch_forward
 from fp8kit.errors import ArgumentError
+from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checks import of_one
 from fp8kit_torch.parameters import normal_init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -20,11 +21,15 @@ from fp8kit_torch.state import finish_backward
 from fp8kit_torch.te_compat.quantizers import Quantizer
 
 Init = Callable[[Tensor], Any]
+# what makes a forward one that torch.compile is not to look into, as Transformer Engine's own are: tensors
+# that hold codes are no part of a graph
+_EAGER = frozenset(("prepare_forward", "prepare_forward_ctx", "quantizers", "get_weight_workspace"))
+_WHY = str(not_compiled("a program's own layer with quantizers"))
 
 
 class OwnLayer:
-    """Of a layer that may be one of a program's own: it has no ``operation``, and says in ``prepare_forward``
-    how many GEMMs it has."""
+    """Of a layer whose ``forward`` may be a program's own: it says in ``prepare_forward`` how many GEMMs it
+    has, and torch.compile leaves it to eager code."""
 
     gemms: tuple[str, ...]
     fp8_meta: dict[str, Any]
@@ -39,9 +44,12 @@ class OwnLayer:
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_workspaces": {}}  # type: ignore[misc, no-any-return]
 
-    @property
-    def _is_own(self) -> bool:
-        return not hasattr(type(self), "operation")
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        forward = vars(cls).get("forward")
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if not _EAGER.isdisjoint(names):
+            cls.forward = torch.compiler.disable(forward, reason=_WHY)  # type: ignore[attr-defined]
 
     def register_parameter(
         self,
@@ -115,8 +123,6 @@ class OwnLayer:
     def open_forward(self, inp: Tensor, num_gemms: int) -> Tensor:
         """``inp``; of a program's own layer its state of delayed scaling is there from then on, and updated
         when the autocast ends and when ``inp``'s gradient is there."""
-        if not self._is_own or torch.compiler.is_compiling():
-            return inp
         layer: Any = self
         if len(self.gemms) != num_gemms:
             self.gemms = tuple(map(str, range(num_gemms)))

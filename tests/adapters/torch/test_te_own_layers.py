@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import fp8kit_torch as te
 import pytest
@@ -90,6 +91,52 @@ def test_delayed_scaling_of_an_own_layer_is_that_of_linear():
     assert_same_bits("y", y.detach().numpy(), want.detach().numpy())
     assert_same_bits("state", state.numpy(), wanted.numpy())
     assert (state[:3] != 1).all()
+
+
+class OwnLinear(te.Linear):
+    """A layer whose forward is a program's."""
+
+    def forward(self, inp):
+        with self.prepare_forward_ctx(inp, num_gemms=1) as x:
+            return Product.apply(x, self.weight, self.quantizers)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("kind", ["own", "linear"])
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast inside", "autocast around"])
+def test_a_compiled_function_leaves_an_own_layer_to_eager_code(kind, inside):
+    recipe = te.DelayedScaling(amax_history_len=4)
+
+    def trained(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = Own(64, 32) if kind == "own" else OwnLinear(64, 32, bias=False, device="cpu")
+
+        def function(x):
+            with te.autocast(recipe=recipe) if inside else nullcontext():
+                return layer(x * 2) + 1
+
+        call = torch.compile(function, backend="eager") if compiled else function
+        found = []
+        for step in range(3):
+            x = (torch.randn(16, 64) * (step + 1)).requires_grad_()
+            with nullcontext() if inside else te.autocast(recipe=recipe):
+                y = call(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad]
+        states = [part for state in layer.fp8_meta.values() for part in state.parts]
+        return [*found, layer.weight.grad, *states]
+
+    compiled, eager = trained(True), trained(False)
+    for got, want in zip(compiled, eager, strict=True):
+        assert torch.equal(got, want)
+    assert (eager[-3][0] != 1).all()  # backward's scale of the output's gradient
+
+
+def test_an_own_layer_in_one_graph_says_why_it_cannot_be():
+    call = torch.compile(Own(16, 16), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="a program's own layer with quantizers is not supported within"):
+        call(torch.ones(4, 16))
 
 
 def test_an_own_layers_state_is_saved_and_loaded():
