@@ -180,7 +180,8 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
     scaled = {str(gemm.a.tile[1]) for gemm in quantization.gemms.values() if gemm.scaled}
     laid = ("block_operand",) * bool(scaled)
     for kernel in (*kernels, product.kernels[0], *laid, *_FLOAT32_TOO):
-        fits = {"T": (own, "f32") if kernel in _FLOAT32_TOO else (own,), "ACT": (activation,)}
+        types = (own, "f32") if kernel in _FLOAT32_TOO else (own,)
+        fits: dict[str, tuple[str, ...]] = {"T": types, "ACT": (activation,)}
         if scaled:
             fits["WIDTH"] = tuple(scaled)
         if not product.fuses_cast:
