@@ -207,9 +207,10 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         in_fp8: Mapping[str, bool],
         options: dict[str, Any],
     ) -> dict[str, Tensor]:
+        # before the weights: Dynamo of torch 2.13 takes no module whose tensors it has seen that hold codes
+        own = {name: getattr(self, name) for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")}
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         state = traced_state()
-        own = {name: getattr(self, name) for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")}
         asked = {
             "a weight of quantized_model_init": self._held is not None,
             "an input in FP8": isinstance(tensors["x"], QuantizedTensor),

@@ -92,21 +92,23 @@ def _untraced(layer):
         "a reentrant checkpoint": lambda x: second(checkpoint(first, x, use_reentrant=True)),
         "fp8_output": lambda x: second(first(x, fp8_output=True)),
         "main_grad": lambda x: second(first(x)),
+        "weights in FP8": lambda x: second(first(x)),
     }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @combinations(
-    {"name": list(_untraced((None, None)))}, usual=["a checkpoint", "fp8_output", "main_grad", "disabled"]
+    {"name": list(_untraced((None, None)))},
+    usual=["a checkpoint", "fp8_output", "main_grad", "weights in FP8"],
 )
 def test_delayed_scaling_goes_on_in_what_is_left_to_eager_code(name):
     def trained(compiled):
         torch._dynamo.reset()
         torch.manual_seed(0)
         fused = {"fuse_wgrad_accumulation": True} if name == "main_grad" else {}
-        layer = torch.nn.Sequential(
-            ft.Linear(32, 64, device="cpu", **fused), ft.LayerNormMLP(64, 32, device="cpu")
-        )
+        with ft.quantized_model_init(enabled=name == "weights in FP8"):
+            first = ft.Linear(32, 64, device="cpu", **fused)
+        layer = torch.nn.Sequential(first, ft.LayerNormMLP(64, 32, device="cpu"))
         if fused:
             layer[0].weight.main_grad = torch.zeros(64, 32)
         inner, recipe = _untraced(layer)[name], DelayedScaling(amax_history_len=3)
@@ -128,6 +130,24 @@ def test_delayed_scaling_goes_on_in_what_is_left_to_eager_code(name):
 
     for got, want in zip(trained(True), trained(False), strict=True):
         assert torch.equal(got, want)
+
+
+def test_attention_gives_fp8_from_eager_code():
+    attention = ft.DotProductAttention(2, 16, attention_dropout=0.0)
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+
+    def function(q):
+        with ft.autocast(recipe=recipe):
+            return attention(q * 2, q, q, fp8_output=True)
+
+    torch._dynamo.reset()
+    q = torch.randn(8, 2, 2, 16)
+    compiled = torch.compile(function, backend="eager")(q)
+    assert isinstance(compiled, ft.QuantizedTensor)
+    assert torch.equal(compiled.dequantize(), function(q).dequantize())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="fp8_output of DotProductAttention is not supported within"):
+        torch.compile(function, backend="eager", fullgraph=True)(q)
 
 
 def test_what_it_recorded_before_an_error_is_dropped():
