@@ -159,6 +159,15 @@ def want_names(said: str, function: Any, named: Iterable[str]) -> None:
             raise TypeError(f"{said}() got an unexpected keyword argument {name!r}{near}")
 
 
+def without_unknown(function: _Function) -> _Function:
+    """``function``, whose last parameter, ``**unknown``, takes what ``want_names`` is to refuse, and is no
+    part of the signature that ``inspect`` finds: a try statement around the call would be a further frame."""
+    own = inspect.signature(function)
+    known = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=known)  # type: ignore[attr-defined]
+    return function
+
+
 def want_known(cls: type, named: Iterable[str]) -> None:
     """TypeError for a name that the constructor of ``cls`` does not have, with the one that was meant."""
     if named:

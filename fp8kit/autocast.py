@@ -222,6 +222,11 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
     change a model), except while calibrating, whose purpose that is. Fp8kitError outside of an active
     autocast.
     """
+    stack = _thread.stack
+    if stack:
+        scope = stack[-1][0]
+        if isinstance(scope, autocast) and scope.tracing and scope.touched_untraced(state, recipe, training):
+            return scope
     found = _INNERMOST.get()
     if found is not None and found.ended:
         found = _innermost()
@@ -390,6 +395,11 @@ class autocast(_Named):
         while at is not None and at not in self._open:
             at = at.above
         return next(reversed(self._open)) if at is None else at
+
+    def touched_untraced(self, state: ForwardState, recipe: Recipe, training: bool) -> bool:
+        """Of one that a compiled function opened: whether it updates this state of a layer that the function
+        left untraced."""
+        return False
 
 
 class resumed:

@@ -71,6 +71,12 @@ def scaled(quantization: Quantization) -> Quantization:
     return _scaled(quantization) or quantization
 
 
+def for_arch(quantization: Quantization, arch: str) -> Quantization:
+    """``scaled``, for an architecture that has such tensor cores ("sm_100a"); the same object for others."""
+    major, minor = CAPABILITY
+    return scaled(quantization) if int(arch[3:].rstrip("af")) >= 10 * major + minor else quantization
+
+
 def for_device(quantization: Quantization, where: object) -> Quantization:
     """``scaled``, on a device that has such tensor cores; the same object elsewhere."""
     own = scaled(quantization)

@@ -85,7 +85,7 @@ def warmup(
     Raises ShapeError, FormatError, RecipeError or ArgumentError for arguments that do not fit, BackendError
     where a kernel does not compile.
     """
-    from fp8kit import arrays, formats, nn
+    from fp8kit import arrays, formats, nn, scaled_products
     from fp8kit.arguments import choice, integer
     from fp8kit.autocast import autocast
     from fp8kit.autograd import tensor
@@ -114,7 +114,8 @@ def warmup(
     tell = say or (lambda line: None)
 
     def compiled(arch: str) -> Warmup:
-        return _compiled(variants(hidden, kind.name, activation, rule.quantization), arch, count, tell)
+        own = scaled_products.for_arch(rule.quantization, arch)
+        return _compiled(variants(hidden, kind.name, activation, own), arch, count, tell)
 
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
@@ -164,7 +165,7 @@ def warmup(
 
 def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
-    ``quantization`` of the recipe."""
+    ``quantization`` of the recipe, as the device carries it out."""
     from fp8kit import formats
     from fp8kit.backends.activation import LEARNED
     from fp8kit.backends.cuda import norm
@@ -176,8 +177,13 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
     found: list[Variant] = []
     # an activation with learned numbers has kernels of its own
     kernels = tuple("xielu_fwd" if k == "act_fwd" and activation in LEARNED else k for k in _OWN_TYPE)
-    for kernel in (*kernels, product.kernels[0], *_FLOAT32_TOO):
-        fits = {"T": (own, "f32") if kernel in _FLOAT32_TOO else (own,), "ACT": (activation,)}
+    scaled = {str(gemm.a.tile[1]) for gemm in quantization.gemms.values() if gemm.scaled}
+    laid = ("block_operand",) * bool(scaled)
+    for kernel in (*kernels, product.kernels[0], *laid, *_FLOAT32_TOO):
+        types = (own, "f32") if kernel in _FLOAT32_TOO else (own,)
+        fits: dict[str, tuple[str, ...]] = {"T": types, "ACT": (activation,)}
+        if scaled:
+            fits["WIDTH"] = tuple(scaled)
         if not product.fuses_cast:
             fits["TILES"] = ("mixed",)
         for source in manifest.uses(kernel):

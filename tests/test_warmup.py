@@ -41,6 +41,27 @@ def test_variants_are_the_manifests(dtype, activation, recipe):
         assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "widths"),
+    [
+        (fk.recipe.MXFP8BlockScaling(), {"32"}),
+        (fk.recipe.NVFP4BlockScaling(), {"16"}),
+        (fk.recipe.DelayedScaling(), set()),
+    ],
+    ids=["mxfp8", "nvfp4", "delayed"],
+)
+def test_what_lays_codes_out_is_compiled_where_products_take_their_scales(recipe, widths, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(module, "_compiled", lambda wanted, arch, *rest: compiled.append((arch, wanted)))
+    for arch in ("sm_90a", "sm_100a", "sm_120a"):
+        fk.warmup(64, recipe=recipe, arch=arch)
+    found = {
+        arch: {defines["WIDTH"] for source, defines in wanted if source == "block_operand.cu"}
+        for arch, wanted in compiled
+    }
+    assert found == {"sm_90a": set(), "sm_100a": widths, "sm_120a": widths}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch):
     """The contract's kernels that a step calls, by the sources that name them."""

@@ -16,6 +16,7 @@ from fp8kit.arguments import check, named_well, shown
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, ShapeError, meant, on_behalf_of
 from fp8kit.layers.attention_inputs import alibi_slopes
+from fp8kit.lru import memoized
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.checks import ALIASES, RULES
@@ -110,14 +111,19 @@ def attend(name: str, arguments: Mapping[str, Any], rows: bool = False) -> Any:
     ``rows``: with "thd" tokens lie in rows, (b, s, heads, d), and so does what it returns."""
     how = division(arguments, name, rows)
     if how is not None:
-        own = partial(_attend, name), lambda options: _resolved(options, name).spec
-        return attend_split(*own, arguments, how, rows)
+        return attend_split(*_of_module(name), arguments, how, rows)
     if not rows:
         return _attend(name, arguments)
     lead, layers = arguments["query"].shape[:2], ("query", "key", "value")
     flat = {n: a.reshape(-1, *a.shape[2:]) for n in layers if (a := arguments[n]) is not None}
     o = _attend(name, {**arguments, **flat})
     return o.reshape(*lead, *o.shape[1:])
+
+
+@memoized("JAX: attention by name")
+def _of_module(name: str) -> tuple[Any, Any]:
+    """What ``attend_split`` needs, the same objects for the same name."""
+    return partial(_attend, name), lambda options: _resolved(options, name).spec
 
 
 def _attend(name: str, arguments: Mapping[str, Any]) -> Any:

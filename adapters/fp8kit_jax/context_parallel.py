@@ -22,8 +22,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.arguments import check, shown
+from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.layers import context_maps as maps
+from fp8kit.lru import memoized
 from fp8kit.ops.attention import attention
 from fp8kit.ops.ring_attention import chunks_of
 from fp8kit_jax.arguments import as_array, check_sums, meta_of
@@ -39,6 +41,8 @@ _PADDING = ("padding", "padding_causal")
 _MASKS = ("no_mask", "causal", "causal_bottom_right", *_PADDING)
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv")
 _STARTS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+# what a program gets anew in each call, or does not look at
+_ARRAYS = ("query", "key", "value", *_SUMS, *_STARTS, "softmax_offset", "dropout_key")
 # what a call with split sequences does not have
 _NONE = ("mask", "bias", "attn_bias_type", "alibi_slopes")
 
@@ -140,12 +144,8 @@ def attend_split(
     if offset is not None:
         beside["softmax_offset"] = offset
 
-    def local(query: Any, key: Any, value: Any, beside: dict[str, Any]) -> Any:
-        call = _Call(attend, resolve, arguments, how, at, beside)
-        return call.attend((query, key, value))
-
     if how.manual:
-        o = local(*layers, beside)
+        o = _Call(attend, resolve, arguments, how, at, beside).attend(layers)
         return o[0] if flat else o
     spec, batch, heads = _specs(mesh, layers, how.axis, at)
     own = {name: P(heads if name == "softmax_offset" else batch) for name in beside}
@@ -153,9 +153,38 @@ def attend_split(
         reshard: Any = jax.sharding.reshard
         layers = tuple(reshard(layer, NamedSharding(mesh, spec)) for layer in layers)
         beside = {name: reshard(a, NamedSharding(mesh, own[name])) for name, a in beside.items()}
-    specs = spec, spec, spec, own
-    o = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)(*layers, beside)
+    plain = tuple([(name, _hashable(value)) for name, value in arguments.items() if name not in _ARRAYS])
+    fixed = plain, how, at, mesh, spec, tuple(own.items()), get_policy(), mesh_resource()
+    o = _program(attend, resolve, *fixed)(*layers, beside)
     return o[0] if flat else o
+
+
+def _hashable(value: Any) -> Any:
+    """A plain argument that may be a list, or an array of one number."""
+    return tuple(value) if isinstance(value, list) else value.item() if hasattr(value, "item") else value
+
+
+@memoized("JAX: attention over split sequences")
+def _program(
+    attend: Attend,
+    resolve: Callable[[Mapping[str, Any]], Any],
+    plain: tuple[tuple[str, Any], ...],
+    how: Division,
+    at: int,
+    mesh: Any,
+    spec: Any,
+    beside_specs: tuple[tuple[str, Any], ...],
+    *in_force: Any,
+) -> Any:
+    """A call over all devices as one program, which calls outside of jit share too: each primitive of a
+    shard_map there would be compiled anew. ``in_force``: what else it is traced by."""
+    arguments = dict.fromkeys(_ARRAYS) | dict(plain)
+
+    def local(query: Any, key: Any, value: Any, beside: dict[str, Any]) -> Any:
+        return _Call(attend, resolve, arguments, how, at, beside).attend((query, key, value))
+
+    specs = spec, spec, spec, dict(beside_specs)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec))
 
 
 def _sequences(

@@ -96,6 +96,12 @@ class autocast(_autocast):
                 self._entry().touched = {}
             super().__exit__(kind, error, trace)
             return
+        if torch.compiler.is_compiling():
+            self._leave(kind)
+        else:  # behind what was left untraced
+            _leave_untraced(self, kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         _thread.stack.pop()
         self.tracing = False
         if self.owner and self.traced and kind is None:
@@ -105,7 +111,26 @@ class autocast(_autocast):
             for text, states in groups.items():
                 scales, inverses = [state.scale for state in states], [state.scale_inv for state in states]
                 update_(scales, inverses, [state.amax_history for state in states], text, True)
+        for _, state in () if kind is None else self.traced or ():
+            state.drop()
         self.traced = None
+
+    def touched_untraced(self, state: Any, recipe: Recipe, training: bool) -> bool:
+        if self.traced is None:
+            return False
+        if training or self.calibrating:
+            _touch(self.traced, state, encode(recipe.history))
+        return True
+
+
+@torch.compiler.disable
+def _leave_untraced(scope: autocast, kind: type[BaseException] | None) -> None:
+    scope._leave(kind)
+
+
+def _touch(traced: list[tuple[str, ScalingState]], state: ScalingState, history: str) -> None:
+    if not any(other is state for _, other in traced):
+        traced.append((history, state))
 
 
 def reduction_group() -> Any:
@@ -123,8 +148,7 @@ def touch_traced(state: ScalingState, history: str) -> bool:
     touched = scope.traced if isinstance(scope, autocast) else None
     if touched is None:
         return False
-    if not any(other is state for _, other in touched):
-        touched.append((history, state))
+    _touch(touched, state, history)
     return True
 
 

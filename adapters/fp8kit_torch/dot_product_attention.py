@@ -26,6 +26,13 @@ from fp8kit_torch.quantized import want_codes
 from fp8kit_torch.te_compat.cache_managers import attend
 
 
+def _narrow(layer: Any, o: Tensor) -> Tensor:
+    return layer.narrowed(o)  # type: ignore[no-any-return]
+
+
+_narrowed = torch.compiler.disable(_narrow, reason=str(not_compiled("fp8_output of DotProductAttention")))
+
+
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
     __doc__ = layers.DotProductAttention.__doc__
 
@@ -53,7 +60,7 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
 
     def narrowed(self, o: Tensor) -> Tensor:
         if self.is_compiling():
-            raise not_compiled("fp8_output of DotProductAttention")
+            return _narrowed(self, o)
         state = current()
         if state is None or self.attention_quantization() is None:
             return o

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import layers, slowness
+from fp8kit.arguments import without_unknown
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch.arguments import not_compiled, want_input
@@ -235,6 +236,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     def row_groups(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.reshape(-1, self.in_features).split(list(sizes))
 
+    @without_unknown
     def forward(
         self,
         inp: Tensor,
@@ -242,6 +244,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        **unknown: Any,
     ) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
         ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
@@ -259,6 +262,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
         """
+        if unknown:
+            self.refuse_names(unknown)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)

@@ -38,9 +38,11 @@ def save_fp8_pretrained(
     Weights (N, K) of float32, bfloat16 or float16 whose N and K are multiples of 128, the output embeddings
     left out, become E4M3 codes with a float32 scale for each block of 128 x 128, and so do the weights of
     experts in arrays gate_up_proj (E, 2 F, H) and down_proj (E, H, F), under the names of single experts
-    where transformers writes these. The rest stays as it is, and FP8 state is left out. ``scale_rule``:
-    "exact", amax / 448, or "power_2", that rounded up to a power of two. ArgumentError for another model or
-    rule.
+    where transformers writes these. The rest stays as it is, experts of other layouts, with biases or of
+    other sizes too, since transformers has no FP8 experts like them, and FP8 state is left out.
+
+    ``scale_rule``: "exact", amax / 448, or "power_2", that rounded up to a power of two. ArgumentError for
+    another model or rule.
     """
     want_module("save_fp8_pretrained", "model", model)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -65,13 +67,15 @@ def save_fp8_pretrained(
             for key in keys:
                 state[key], scales[key] = _quantized(state[key], scale_rule)
     state |= {f"{key}{_SCALES}": value for key, value in _as_saved(model, scales).items()}
+    # transformers puts its own kind in the place of each of these, unless the checkpoint says otherwise
+    read_in_fp8 = [name for name, _ in model.named_modules() if name in linear or name.endswith(".experts")]
     own = whole.config.__dict__
     before = own.get("quantization_config")
     own["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [name for name in linear if name not in chosen],
+        "modules_to_not_convert": [name for name in read_in_fp8 if name not in chosen],
     }
     try:
         whole.save_pretrained(folder, state_dict=state)

@@ -65,6 +65,26 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
     return part
 
 
+def _run(layer: Any, inputs: Any, first: Any, bias: str, in_fp8: Any, options: Any) -> dict[str, Tensor]:
+    return layer.run(inputs, first, bias, **in_fp8, **options)  # type: ignore[no-any-return]
+
+
+# what no graph can hold -> ``run``, where torch.compile breaks, or says why it cannot, and looks at nothing
+# that the layer calls
+_LEFT_TO_EAGER = {
+    what: torch.compiler.disable(_run, reason=str(not_compiled(what)))
+    for what in (
+        "a weight of quantized_model_init",
+        "an input in FP8",
+        "fuse_wgrad_accumulation",
+        "delay_wgrad_compute",
+        "fp8_output",
+        "fp8_grad",
+        "check_finite of fp8kit.autocast",
+    )
+}
+
+
 class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMethods, OwnLayer, StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
@@ -187,19 +207,21 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         in_fp8: Mapping[str, bool],
         options: dict[str, Any],
     ) -> dict[str, Tensor]:
-        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-        if self._held is not None:
-            raise not_compiled("a weight of quantized_model_init")
-        if isinstance(tensors["x"], QuantizedTensor):
-            raise not_compiled("an input in FP8")
-        tensors = self.autocast_inputs(tensors)
+        # before the weights: Dynamo of torch 2.13 takes no module whose tensors it has seen that hold codes
         own = {name: getattr(self, name) for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")}
-        for name, asked in {**own, **in_fp8}.items():
-            if asked:
-                raise not_compiled(name)
+        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         state = traced_state()
-        if state is not None and state.check_finite:
-            raise not_compiled("check_finite of fp8kit.autocast")
+        asked = {
+            "a weight of quantized_model_init": self._held is not None,
+            "an input in FP8": isinstance(tensors["x"], QuantizedTensor),
+            **own,
+            **in_fp8,
+            "check_finite of fp8kit.autocast": state is not None and state.check_finite,
+        }
+        for what, there in asked.items():
+            if there:
+                return _LEFT_TO_EAGER[what](self, inputs, is_first_microbatch, bias, in_fp8, options)
+        tensors = self.autocast_inputs(tensors)
         off = state is None or not (state.enabled or state.calibrating)
         return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
 

@@ -23,6 +23,7 @@ from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
+from fp8kit_torch.te_compat.module_state import Meta
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -33,6 +34,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: Held | None = None
+    fp8_meta: Meta
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -42,6 +44,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self.fp8_meta = Meta()
         _MODULES.add(self)
 
     def set_spec(self, spec: Any) -> None:
@@ -103,7 +106,7 @@ class StatefulModule(FP8Layer, ParameterModule):
             self._parameters = {
                 name: self._parameters.get(name, parameter) for name, parameter in whole.items()
             }
-        self.fp8_meta = moved(self.fp8_meta, fn)
+        self.fp8_meta = Meta(moved(self.fp8_meta, fn), self.fp8_meta.beside)
         self._forget()
         return self
 
@@ -128,10 +131,11 @@ class StatefulModule(FP8Layer, ParameterModule):
         checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
         device = next(iter(self.weight_inputs().values())).device
         device = torch.device("cpu") if device.type == "meta" else device
-        self.fp8_meta = {
+        states = {
             name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS])
             for name in checked
         }
+        self.fp8_meta = Meta(states, self.fp8_meta.beside)
         self._forget()
 
     def _load_from_state_dict(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+from fp8kit.arguments import without_unknown
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
 from fp8kit.layers.attention_heads import AttentionHeads
 from fp8kit.layers.attention_inputs import PreparedCall, core_options, layout_of, normed_and_rotated
@@ -198,6 +199,7 @@ class MultiheadAttention(AttentionHeads):
         shared["parallel_mode"] = "row" if split else None
         self.proj = make.Linear(q, hidden_size, init_method=init, name=child_name(name, "proj"), **shared)
 
+    @without_unknown
     def forward(
         self,
         hidden_states: Any,
@@ -223,6 +225,7 @@ class MultiheadAttention(AttentionHeads):
         pad_between_seqs: bool | None = None,
         *,
         part: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> Any:
         """Attend.
 
@@ -242,6 +245,8 @@ class MultiheadAttention(AttentionHeads):
         ``return_layernorm_output``). Raises ShapeError, FormatError and other Fp8kitError kinds for what does
         not fit. ``part``: for the layer that this is a part of, see ``compute``.
         """
+        if unknown:
+            self.refuse_names(unknown)
         # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
         if part is not None:
             return self.compute(hidden_states, is_first_microbatch, **part)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from fp8kit import formats
-from fp8kit.arguments import Rule, shown, want_known
+from fp8kit.arguments import Rule, shown, want_known, want_names
 from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
@@ -134,6 +134,12 @@ class Layer:
         """Attributes of the arguments with these names."""
         for name, value in picked(arguments, names).items():
             setattr(self, name, value)
+
+    def refuse_names(self, unknown: Iterable[str]) -> None:
+        """TypeError for keywords of a call that ``forward`` does not have, with the one that was meant."""
+        own = (vars(kind).get("forward") for kind in type(self).__mro__)
+        known = next(function for function in own if hasattr(function, "__signature__"))
+        want_names(f"{type(self).__name__}.forward", known, unknown)
 
     def check_supported(self, arguments: Mapping[str, Any]) -> None:
         """UnsupportedError for arguments by name that have only one value in this frontend."""

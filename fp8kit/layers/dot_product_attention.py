@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from fp8kit.arguments import without_unknown
 from fp8kit.collectives import share
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import float32
@@ -106,6 +107,7 @@ class DotProductAttention(AttentionCall):
         else:
             self.add_offset(softmax_type != "vanilla", device)
 
+    @without_unknown
     def forward(
         self,
         query_layer: Any = None,
@@ -141,6 +143,7 @@ class DotProductAttention(AttentionCall):
         qkv_interleave_dim: int = -3,
         *,
         prepared: ResolvedCall | None = None,
+        **unknown: Any,
     ) -> Any:
         """Attend. Arguments that have a twin in the constructor override it.
 
@@ -182,6 +185,8 @@ class DotProductAttention(AttentionCall):
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises
         Fp8kitError kinds.
         """
+        if unknown:
+            self.refuse_names(unknown)
         op = self.layer_name
         if qkv_layer is not None or kv_layer is not None:
             form = self.qkv_format if qkv_format is None else qkv_format

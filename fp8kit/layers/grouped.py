@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import integer, listed
+from fp8kit.arguments import integer, listed, without_unknown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ShapeError
 from fp8kit.layers.base import Init, Layer, child_name
@@ -148,8 +148,14 @@ class GroupedMLP(Layer):
             **more,
         )
 
+    @without_unknown
     def forward(
-        self, inp: Any, m_splits: Any, probs: Any = None, is_first_microbatch: bool | None = None
+        self,
+        inp: Any,
+        m_splits: Any,
+        probs: Any = None,
+        is_first_microbatch: bool | None = None,
+        **unknown: Any,
     ) -> Any:
         """``inp``: h (rows, H), groups of ``m_splits`` rows one after the other (as ``GroupedLinear`` takes
         them); ``probs``: h (rows,), of any type, or None: the hidden activations are multiplied by them, so
@@ -157,6 +163,8 @@ class GroupedMLP(Layer):
 
         Returns h (rows, H). ShapeError, FormatError for what does not fit.
         """
+        if unknown:
+            self.refuse_names(unknown)
         x = self.as_input("inp", inp, self.hidden_size)
         hidden = self.fc1(x, m_splits, is_first_microbatch)
         spec = self.spec_for("ActivationSpec", self.activation, self.features)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from fp8kit.arguments import integer, listed, shown
+from fp8kit.arguments import integer, listed, shown, without_unknown
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Init
 from fp8kit.layers.parallel import ParallelLayer
@@ -106,6 +106,7 @@ class LinearBase(ParallelLayer):
         names = self._weight_names if bias == "none" else self._product_names
         return {"x": x, **self.parameters_by(names)}
 
+    @without_unknown
     def forward(
         self,
         inp: Any,
@@ -114,6 +115,7 @@ class LinearBase(ParallelLayer):
         fp8_grad: bool = False,
         *,
         part: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> Any:
         """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and
         keeps it, False takes it, whatever the weight is by then.
@@ -126,6 +128,8 @@ class LinearBase(ParallelLayer):
         Returns h (..., N), or a tuple (y, bias where ``return_bias``, norm(x) where
         ``return_layernorm_output``). ``part``: for the layer that this is a part of, see ``compute``.
         """
+        if unknown:
+            self.refuse_names(unknown)
         # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
         if part is not None:
             return self.compute(inp, is_first_microbatch, **part)

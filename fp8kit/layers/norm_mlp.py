@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import shown, without_unknown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.base import Branch, Init, branch_of
@@ -230,11 +230,19 @@ class LayerNormMLP(ParallelLayer):
         spec = self.spec_for("ScaleLinesSpec", 1.0, 1.0, axis, divide)
         return self.call(scale_lines, spec, {"x": x, "scales": scales})["y"]
 
+    @without_unknown
     def forward(
-        self, inp: Any, is_first_microbatch: bool | None = None, *, part: Mapping[str, Any] | None = None
+        self,
+        inp: Any,
+        is_first_microbatch: bool | None = None,
+        *,
+        part: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> Any:
         """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where
         ``return_layernorm_output``). ``part``: for the layer that this is a part of, see ``compute``."""
+        if unknown:
+            self.refuse_names(unknown)
         # the layer that this is a part of calls, so that hooks run; it has checked what is checked here
         if part is not None:
             return self.compute(inp, is_first_microbatch, **part)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from fp8kit.arguments import without_unknown
 from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
@@ -263,6 +264,7 @@ class TransformerLayer(AttentionBase):
             self.inter_attention_norm = norm(gain=gain) if decoder else None
             self.mlp_norm = norm(gain=gain)
 
+    @without_unknown
     def forward(
         self,
         hidden_states: Any,
@@ -290,6 +292,7 @@ class TransformerLayer(AttentionBase):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        **unknown: Any,
     ) -> Any:
         """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with
         "thd".
@@ -311,6 +314,8 @@ class TransformerLayer(AttentionBase):
         Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
         that do not.
         """
+        if unknown:
+            self.refuse_names(unknown)
         own = core_options(
             attention_mask,
             self_attn_mask_type,

@@ -93,7 +93,7 @@ MOE = {
 }
 
 
-def of_experts(name, seed=0):
+def of_experts(name, seed=0, options=None):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def of_experts(name, seed=0):
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        **MOE[name],
+        **(MOE[name] if options is None else options),
     )
     return AutoModelForCausalLM.from_config(config)
 
@@ -138,6 +138,38 @@ def test_experts_lie_singly_in_the_file_and_are_put_together(tmp_path, name):
         checkpoint_format.write(file, arrays, {})
     with pytest.raises(CheckpointError, match="every tensor of the model"):
         load_fp8_pretrained(of_experts(name, 2), tmp_path)
+
+
+LEFT = {
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 64},  # (E, H, 2 F), with biases
+    "qwen3_moe": {"num_experts": 4, "head_dim": 64, "moe_intermediate_size": 96},  # of no whole blocks
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_experts_that_stay_as_they_are_are_read_as_they_are(tmp_path, name):
+    import json
+
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
+
+    model = of_experts(name, options=LEFT[name])
+    kept = {key: value.clone() for key, value in model.state_dict().items() if ".experts." in key}
+    names = save_fp8_pretrained(convert(model), tmp_path)
+    assert kept
+    assert names
+    assert not [each for each in names if "experts" in each]
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config.pop("quant_method")
+    plain = of_experts(name, 1, LEFT[name])
+    skipped = config["modules_to_not_convert"]
+    replace_with_fp8_linear(plain, skipped, FineGrainedFP8Config(**config), pre_quantized=True)
+    kinds = {key: type(module) for key, module in plain.named_modules()}
+    assert not [key for key, kind in kinds.items() if issubclass(kind, FP8Experts)]
+    assert sorted(names) == sorted(key for key, kind in kinds.items() if kind is FP8Linear)
+    loaded = load_fp8_pretrained(of_experts(name, 2, LEFT[name]), tmp_path).state_dict()
+    for key, value in kept.items():
+        assert_same_bits(key, bits(loaded[key]), bits(value))
 
 
 def test_tied_weights_shards_and_damage(tmp_path):

@@ -34,7 +34,7 @@ from fp8kit.backends.reference import block as engine
 from fp8kit.backends.reference import gemm as products
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import RecipeError, UnsupportedError
-from fp8kit.formats import E4M3, E8M0, bfloat16, uint8
+from fp8kit.formats import E2M1, E4M3, E8M0, bfloat16, uint8
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.product_scaled import ScaledProduct
 from fp8kit.ops.products import product_class
@@ -449,6 +449,41 @@ def test_what_cublaslt_takes(library: Library, monkeypatch: pytest.MonkeyPatch) 
     library.refused = "matmul_algo_get_heuristic"
     assert block.scaled_gemm_workspace(37, 70, 82, E4M3, E4M3, 32, bfloat16) == 0
     assert block.scaled_gemm_workspace(0, 70, 82, E4M3, E4M3, 32, bfloat16) > 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize(("width", "fmt"), [(32, E4M3), (16, E2M1)])
+def test_a_bias_that_cublaslt_does_not_take_is_added_afterwards(
+    width: int, fmt: Any, refuses: bool, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a product that it takes without: the layer's plan has asked for that one."""
+    monkeypatch.setattr(launch, "capability", lambda index: (10, 0))
+    finished: list[Any] = []
+    monkeypatch.setattr(block.gemm, "_finish", lambda *arguments: finished.append(arguments))
+    told, asked = library.matmul_desc_set_attribute, []
+
+    def tell(description: int, attribute: int, address: int, size: int) -> None:
+        if attribute == cublaslt._EPILOGUE:
+            asked.append(attribute)
+            if refuses:
+                raise library.cuBLASLtError("NOT_SUPPORTED (15)")
+        told(description, attribute, address, size)
+
+    monkeypatch.setattr(library, "matmul_desc_set_attribute", tell)
+    for kept in (block.gemm._plan, block.gemm._takes, cublaslt.plan):
+        kept.cache_clear()
+    view = partial(ArrayView, device=GPU)
+    a, b = (view(at, (64, 64 * width // 32), uint8) for at in (4096, 1 << 15))
+    out, bias = view(1 << 16, (64, 64), bfloat16), view(1 << 18, (64,), bfloat16)
+    scales, space = view(256, (512,), uint8), view(1 << 20, (block.gemm.WORKSPACE,), uint8)
+    how = fmt, fmt, scales, scales, (1, width), (1, width)
+    for _ in range(2):
+        block.block_gemm(a, b, out, *how, bias, None, space, 7)
+    assert len(library.products) == 2
+    assert len(asked) == 1  # known from then on
+    assert finished == [(0, 0, bias, out, out, 7)] * (2 * refuses)
+    for kept in (block.gemm._plan, block.gemm._takes, cublaslt.plan):
+        kept.cache_clear()
 
 
 def test_what_lays_operands_out_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:

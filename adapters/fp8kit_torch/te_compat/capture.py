@@ -1,12 +1,14 @@
 """``transformer_engine.pytorch.graph`` and ``.jit``: what programs say to Transformer Engine before they
-capture or compile, of which nothing is needed here."""
+capture or compile, of which little is needed here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from fp8kit.recipe import Recipe
 
 _capturing: list[None] = []
 
@@ -31,6 +33,30 @@ def is_graph_capturing() -> bool:
 def graph_pool_handle() -> Any:
     """A pool of memory that CUDA graphs share: ``make_graphed_callables(pool=...)``."""
     return torch.cuda.graph_pool_handle()
+
+
+def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list[list[Any]]:
+    """Copies of the delayed scaling's states of every layer in ``modules``, for ``restore_fp8_tensors``:
+    their histories get the length of ``recipe`` first, where it has one."""
+    saved = []
+    for module in modules:
+        layers = _stateful(module)
+        for layer in layers:
+            if recipe is not None and layer.fp8_meta:
+                layer.init_fp8_meta_tensors(recipe)
+        saved.append([layer.get_fp8_meta_tensors() for layer in layers])
+    return saved
+
+
+def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Iterable[Iterable[Any]]) -> None:
+    """Put such copies back, in the states' memory; a state that was made since is as it begins."""
+    for module, saved in zip(modules, fp8_tensors, strict=True):
+        for layer, parts in zip(_stateful(module), saved, strict=True):
+            layer.reset_fp8_meta_tensors(parts or None)
+
+
+def _stateful(module: torch.nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if hasattr(layer, "get_fp8_meta_tensors")]
 
 
 def no_torch_dynamo(recursive: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -61,6 +87,8 @@ __all__ = [
     "jit_fuser",
     "lazy_compile",
     "no_torch_dynamo",
+    "restore_fp8_tensors",
+    "save_fp8_tensors",
     "set_capture_end",
     "set_capture_start",
     "set_jit_fusion_options",

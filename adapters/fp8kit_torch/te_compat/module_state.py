@@ -12,7 +12,42 @@ from torch import Tensor
 from fp8kit.arguments import integer
 from fp8kit.autocast import current
 from fp8kit.recipe import Recipe
+from fp8kit_torch.availability import get_default_recipe
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
+
+_STATES = ("scaling_fwd", "scaling_bwd")
+
+
+class Meta(dict[str, Any]):
+    """A layer's ``fp8_meta``: its states of delayed scaling by direction, "scaling_fwd" and "scaling_bwd".
+
+    What else Transformer Engine keeps there, and programs write, is beside them: it can be read by its key,
+    and is neither counted nor gone through. "recipe" is that of the autocast around; outside of one it is
+    what was written, or the default.
+    """
+
+    def __init__(self, states: Mapping[str, Any] = {}, beside: Mapping[str, Any] = {}) -> None:
+        super().__init__(states)
+        self.beside = dict(beside)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in _STATES:
+            super().__setitem__(key, value)
+        else:
+            self.beside[key] = value
+
+    def __missing__(self, key: str) -> Any:
+        if key == "recipe":
+            state = current()
+            return self.beside.get(key, get_default_recipe()) if state is None else state.recipe
+        return self.beside[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
 
 class TransformerEngineState:
@@ -184,4 +219,4 @@ class TransformerEngineState:
         torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
 
 
-__all__ = ["TransformerEngineState"]
+__all__ = ["Meta", "TransformerEngineState"]

@@ -12,24 +12,44 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp8kit.autocast import touch_forward
+from fp8kit.errors import ArgumentError
+from fp8kit_torch.arguments import not_compiled
+from fp8kit_torch.checks import of_one
 from fp8kit_torch.parameters import normal_init
+from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import finish_backward
+from fp8kit_torch.te_compat.quantizers import Quantizer
 
 Init = Callable[[Tensor], Any]
+# what makes a forward one that torch.compile is not to look into, as Transformer Engine's own are: tensors
+# that hold codes are no part of a graph
+_EAGER = frozenset(("prepare_forward", "prepare_forward_ctx", "quantizers", "get_weight_workspace"))
+_WHY = str(not_compiled("a program's own layer with quantizers"))
 
 
 class OwnLayer:
-    """Of a layer that may be one of a program's own: it has no ``operation``, and says in ``prepare_forward``
-    how many GEMMs it has."""
+    """Of a layer whose ``forward`` may be a program's own: it says in ``prepare_forward`` how many GEMMs it
+    has, and torch.compile leaves it to eager code."""
 
     gemms: tuple[str, ...]
     fp8_meta: dict[str, Any]
     _inits: dict[str, Init]
     _parameters: dict[str, Parameter | None]
+    _workspaces: dict[str | None, tuple[QuantizedTensor, Any]]
 
-    @property
-    def _is_own(self) -> bool:
-        return not hasattr(type(self), "operation")
+    def _forget(self) -> None:
+        super()._forget()  # type: ignore[misc]
+        self._workspaces = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_workspaces": {}}  # type: ignore[misc, no-any-return]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        forward = vars(cls).get("forward")
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if not _EAGER.isdisjoint(names):
+            cls.forward = torch.compiler.disable(forward, reason=_WHY)  # type: ignore[attr-defined]
 
     def register_parameter(
         self,
@@ -53,11 +73,56 @@ class OwnLayer:
         own = {name: p for name, p in self._parameters.items() if p is not None}
         return own or {"": torch.empty(0)}
 
+    def get_weight_workspace(
+        self,
+        *,
+        tensor: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        cache_name: str | None = None,
+        update_workspace: bool = True,
+        skip_update_flag: Tensor | None = None,
+        fsdp_group: Any = None,
+        workspace_dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """A weight's QuantizedTensor: ``tensor`` (N, K), cast by ``quantizer``, which are needed where it is
+        made or cast anew; a ``tensor`` that is one is returned as it is.
+
+        ``cache_name``: keep it under that name until the layer is moved, and cast later tensors over it, as
+        long as quantizers ask for nothing else; ``update_workspace``: False takes what is kept.
+        ``skip_update_flag``: one element, on the device; where it is not 0 the kept values stay.
+        ``workspace_dtype``: of its values, None for ``tensor``'s. ``fsdp_group``: None, or a group of one
+        process. ArgumentError where ``tensor`` or ``quantizer`` is missing.
+        """
+        operation = "get_weight_workspace"
+        of_one(operation, "fsdp_group", fsdp_group)
+        if isinstance(tensor, QuantizedTensor):
+            return tensor
+        held, kind = self._workspaces.get(cache_name, (None, None))
+        if held is not None and quantizer is not None:
+            asked, there = quantizer.get_usages(), held.get_usages()
+            missing = any(asked[use] and not there[use] for use in asked)
+            if missing or kind != _kind(quantizer) or workspace_dtype not in (None, held.dtype):
+                held = None
+        if held is not None and not update_workspace:
+            return held
+        for name, value in {"tensor": tensor, "quantizer": quantizer}.items():
+            if value is None and (held is None or name == "tensor"):
+                wanted = "one: nothing is kept under this name, or update_workspace is True"
+                raise ArgumentError(operation, name, None, wanted)
+        assert tensor is not None
+        if held is not None:
+            if quantizer is None:
+                return held.quantize_(tensor.detach(), noop_flag=skip_update_flag)
+            return quantizer.update_quantized(tensor.detach(), held, noop_flag=skip_update_flag)
+        assert quantizer is not None
+        made = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+        if cache_name is not None:
+            self._workspaces[cache_name] = made, _kind(quantizer)
+        return made
+
     def open_forward(self, inp: Tensor, num_gemms: int) -> Tensor:
         """``inp``; of a program's own layer its state of delayed scaling is there from then on, and updated
         when the autocast ends and when ``inp``'s gradient is there."""
-        if not self._is_own or torch.compiler.is_compiling():
-            return inp
         layer: Any = self
         if len(self.gemms) != num_gemms:
             self.gemms = tuple(map(str, range(num_gemms)))
@@ -71,6 +136,11 @@ class OwnLayer:
         if not (torch.is_grad_enabled() and inp.requires_grad):
             return inp
         return _Ending.apply(inp, ((scope.recipe.history, backward, None),))  # type: ignore[no-any-return]
+
+
+def _kind(quantizer: Quantizer) -> Any:
+    """What quantizers of the same tensors share."""
+    return type(quantizer), getattr(quantizer, "dtype", None)
 
 
 def _forked(tracker: Callable[[], Any], init: Init, tensor: Tensor) -> None:

@@ -27,6 +27,7 @@ log = logging.getLogger("fp8kit")
 
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
+_MX: tuple[Scaling, Scaling] = ("mx", "mx")
 _NVFP4: tuple[Scaling, Scaling] = ("nvfp4", "nvfp4")
 _ONE = (1,)
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
@@ -156,10 +157,10 @@ def _fp8_plan(
         k, strides = 2 * k, (2 * strides[0], 2 * strides[1])
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
     # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added
-    # afterwards
+    # afterwards, and so is one that it does not take beside scales of blocks
     late = unfit or bias is None or out.dtype is float32 or bias.ptr % _ALIGNMENT != 0
     bias_ptr = 0 if late or bias is None else bias.ptr
-    ready = _plan(
+    problem = (
         out.device.index,
         padded_m,
         padded_n,
@@ -170,15 +171,11 @@ def _fp8_plan(
         float32 if unfit else out.dtype,
         *strides,
         padded_n if unfit else out_stride,
-        bias_ptr != 0,
-        addend is not None and not unfit,
-        scaling,
-        fast_accumulate,
-        limit,
-        _ALIGNMENT,
-        timed,
     )
-    return ready, unfit, bias_ptr
+    rest = addend is not None and not unfit, scaling, fast_accumulate, limit, _ALIGNMENT, timed
+    if bias_ptr and scaling in (_MX, _NVFP4) and not _takes(*problem, True, *rest):
+        bias_ptr = 0
+    return _plan(*problem, bias_ptr != 0, *rest), unfit, bias_ptr
 
 
 def sums(call: Any, scaling: tuple[Scaling, Scaling] | None = None) -> Accumulation | None:
@@ -210,6 +207,18 @@ def _plan(index: int, *fields: Any) -> Plan:
     if not found.tuned:
         found.tune = algorithms.tune
     return found
+
+
+@memoized("whether cuBLASLt takes a bias, by call")
+def _takes(*fields: Any) -> bool:
+    """Whether cuBLASLt has an algorithm for ``MatmulKey(*fields[1:])``: layers ask for one without a bias
+    when they are planned (``scaled_workspace``), and one with a bias may not be there."""
+    try:
+        _plan(*fields)
+    except BackendError as error:
+        log.info("%s", error)
+        return False
+    return True
 
 
 def gemm_workspace() -> int:

@@ -369,3 +369,38 @@ def test_quantised_operands_are_not_split():
         pytest.raises(Fp8kitError, match="a recipe without fp8_dpa"),
     ):
         fj.dot_product_attention(*layers, context_parallel_axis="cp")
+
+
+@pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+def test_outside_of_jit_a_call_is_compiled_once(strategy, caplog):
+    """Other masks and scales are other programs; values, of lengths too, are not."""
+    q, k, v = draw(0, HEADS), draw(1, GROUPS), draw(2, GROUPS)
+
+    def gradient(sums, **options):
+        def loss(q):
+            how = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+            sides = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums}
+            options.setdefault("attn_mask_type", "padding")
+            return fj.dot_product_attention(q, k, v, qkv_format="bshd", **sides, **how, **options).sum()
+
+        return jax.grad(loss)(q)
+
+    def programs(*given, **options):
+        caplog.clear()
+        with jax.log_compiles():
+            found = gradient(*given, **options)
+        names = [record.getMessage() for record in caplog.records]
+        return found, [name for name in names if name.startswith("Compiling jit(local)")]
+
+    with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
+        sums = jnp.asarray([0, S, 2 * S], jnp.int32)
+        whole, first = programs(sums)
+        again, second = programs(sums)
+        shorter, third = programs(jnp.asarray([0, S // 2, S], jnp.int32))
+        scaled, fourth = programs(sums, scale_factor=0.5)
+    assert len(first) == len(fourth) == 2  # forward and backward
+    assert not second
+    assert not third
+    assert jnp.array_equal(whole, again)
+    assert not jnp.array_equal(whole, shorter)
+    assert not jnp.array_equal(whole, scaled)

@@ -3,6 +3,7 @@ caller would guess."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import fp8kit_torch as ft
@@ -380,6 +381,42 @@ def test_a_native_tensor_is_called_one():
 def test_an_unknown_keyword_is_told_with_the_one_that_was_meant(call, name):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '\w+'; did you mean {name}\?$"):
         call()
+
+
+class OwnLinear(ft.Linear):
+    """A program's own, that hands on what it is given."""
+
+    def forward(self, x, **options):
+        return super().forward(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "name", "meant"),
+    [
+        (lambda: ft.Linear(16, 16), ((4, 16),), "is_first_microbach", "is_first_microbatch"),
+        (lambda: ft.LayerNormLinear(16, 16), ((4, 16),), "fp8_outputs", "fp8_output"),
+        (lambda: OwnLinear(16, 16), ((4, 16),), "fp8_gradient", "fp8_grad"),
+        (lambda: ft.LayerNormMLP(16, 16), ((4, 16),), "first_microbatch", "is_first_microbatch"),
+        (lambda: ft.GroupedLinear(2, 16, 16), ((4, 16), [2, 2]), "outs", "out"),
+        (lambda: ft.GroupedMLP(2, 16, 16), ((4, 16), [2, 2]), "prob", "probs"),
+        (lambda: ft.DotProductAttention(2, 8), ((4, 2, 2, 8),) * 3, "cu_seqlen_q", "cu_seqlens_q"),
+        (lambda: ft.MultiheadAttention(16, 2), ((4, 2, 16),), "rotary_pos_embs", "rotary_pos_emb"),
+        (lambda: ft.TransformerLayer(16, 16, 2), ((4, 2, 16),), "attention_maks", "attention_mask"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layers_call_names_the_keyword_that_was_meant(make, inputs, name, meant, compiled):
+    with torch.device("cpu"):
+        layer = make()
+    given = [torch.zeros(each) if isinstance(each, tuple) else each for each in inputs]
+    call = torch.compile(layer, backend="eager") if compiled else layer
+    with (
+        pytest.raises(TypeError, match=rf"^{type(layer).__name__}\.forward.*'; did you mean {meant}\?$"),
+        warnings.catch_warnings(action="ignore"),  # Dynamo's, of a cache that it looks through
+    ):
+        call(*given, **{name: None})
+    assert "unknown" not in inspect.signature(layer.forward).parameters
 
 
 def test_a_mask_of_packed_sequences_is_called_by_the_layers_name():
