@@ -90,18 +90,15 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 thi
 }
 
 // One thread copies so many bytes, a multiple of 16 as are both addresses, of what writes_before_products()
-// made known, from shared memory. Copies are committed in groups.
+// made known, from shared memory.
 DEVICE void copy_out(void* to, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               ::"l"(to), "r"(from), "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+               "cp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until at most N of this thread's groups are still to read shared memory.
-template <int N> DEVICE void copies_have_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
+// Waits until this thread's copies have read shared memory.
+DEVICE void copies_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // --- numbers in shared memory ------------------------------------------------------------------------------
 

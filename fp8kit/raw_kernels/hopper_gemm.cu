@@ -79,14 +79,12 @@ constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
-// Results of 16 bits go by shared memory, PART columns of a warp's 16 rows at a time, and copies bring them
-// to `out` while the next tile is multiplied.
-constexpr bool STAGED = sizeof(T) == 2 && !GROUPED && !FUSED;
-constexpr int PART = 64, PART_BYTES = 16 * PART * sizeof(T), PARTS_BYTES = MULTIPLIERS / 32 * PART_BYTES;
-constexpr int FITTING = (SHARED - (STAGED ? PARTS_BYTES : 0)) / STAGE_BYTES;
-constexpr int STAGES = FITTING < 8 ? FITTING : 8;
-// for the parts of a warp
-constexpr int BUFFERS = BN == PART || SHARED - STAGES * STAGE_BYTES < 2 * PARTS_BYTES ? 1 : 2;
+// With scales of blocks, results of 16 bits go by shared memory, PART columns of a warp's 16 rows at a time,
+// and copies bring them to `out` while the next tile is multiplied.
+constexpr bool STAGED = sizeof(T) == 2 && SCALES != whole && !GROUPED && !FUSED;
+constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
+constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
+constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
 static_assert(BM % 128 == 0 && BN % 32 == 0, "");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
@@ -94,7 +92,6 @@ static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
 static_assert(!GROUPED || !FUSED, "groups have no epilogues");
 static_assert(EPILOGUE != lines || BN % 128 == 0, "");
-static_assert(!STAGED || BN / PART % BUFFERS == 0, "a tile's parts take the buffers in turn");
 
 typedef RingPlace<STAGES> Place;
 
@@ -199,8 +196,8 @@ struct Memory {
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
   __device__ __forceinline__ u32 sums() const { return full(2 * STAGES); }
   // Where a warp of the multipliers, 0 to 7, puts a part of its results.
-  __device__ __forceinline__ u32 part(int warp, int buffer) const {
-    return base + STAGES * STAGE_BYTES + 128 + (warp * BUFFERS + buffer) * PART_BYTES;
+  __device__ __forceinline__ u32 part(int warp) const {
+    return base + STAGES * STAGE_BYTES + 128 + warp * PART_BYTES;
   }
 };
 
@@ -471,22 +468,21 @@ template <How HOW>
 DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
                         i32 first, i64 first_row, int warp) {
   float unused[2][8];
+  const u32 part = memory.part(warp);
   const i64 row = first_row + lane();
   T* out = job.out + row * job.out_stride + first;
 #pragma unroll
-  for (int p = 0; p < BN / PART; ++p) {
-    const u32 part = memory.part(warp, p % BUFFERS);
-    copies_have_read<BUFFERS - 1>();
+  for (int start = 0; start < BN; start += PART) {
+    copies_have_read();
     __syncwarp();
 #pragma unroll
-    for (int k = p * PART / 32; k < (p + 1) * PART / 32; ++k) {
+    for (int k = start / 32; k < (start + PART) / 32; ++k) {
       asm volatile("" ::: "memory");
       write_columns<HOW, true>(job, at, total, k, first, unused, part + lane() / 4 * PART * 2);
     }
     writes_before_products();
     __syncwarp();
-    if (lane() < 16 && row < job.m) copy_out(out + p * PART, part + lane() * PART * 2, PART * 2);
-    copies_commit();
+    if (lane() < 16 && row < job.m) copy_out(out + start, part + lane() * PART * 2, PART * 2);
   }
 }
 
@@ -619,7 +615,7 @@ hopper_gemm(const __grid_constant__ Job job) {
           write(job, memory, total[w], at, first + 64 * w, group, own);
     }
     end_of_tiles(job.further, own.most);
-    if constexpr (STAGED) copies_have_read<0>();  // shared memory is the block's until then
+    if constexpr (STAGED) copies_have_read();  // shared memory is the block's until then
   }
 }
 #endif
