@@ -383,31 +383,37 @@ class ShardedWeight(_Seen):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is gathered of this process's rows, and, where that is not gathered, the weight's scale_inv.
-        ``mesh``: of the processes; ``outer_size``: the whole weight's."""
+        """What is gathered of this process's rows; and these rows, which may be those of a copy, with the
+        weight's scale_inv where that is not gathered. ``mesh``: of the processes; ``outer_size``: the whole
+        weight's."""
         rows = self._rows
         if rows.mesh is not mesh or rows.count != outer_size[0]:
             rows.join(mesh, outer_size[0])
         if rows.together is None:
-            return (rows.padded,), None
+            return (rows.padded,), (rows, None)
         blocks = rows.fp8.w.granularity == _BLOCKS
         if rows.changed:
             rows.together.share() if blocks else _share_amaxes(rows.group)
         codes, rows.gathering = rows.cast(), True
         # torch moves the first alone where there is one process
-        return ((codes, rows.inverse), None) if blocks and rows.processes > 1 else ((codes,), rows.inverse)
+        if blocks and rows.processes > 1:
+            return (codes, rows.inverse), (rows, None)
+        return (codes,), (rows, rows.inverse)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """(The whole weight, memory that it has beside what was gathered), or None where ``out``, what this
         gave before, is filled anew."""
-        rows, first = self._rows, all_gather_outputs[0]
+        (rows, inverse), first = metadata, all_gather_outputs[0]
         size = rows.count, first.shape[-1]
         local: OperandTensor | None = getattr(out, "_local_tensor", out)
         rows.gathering = False
         if first.dtype is torch.uint8:
-            inverse = all_gather_outputs[1] if metadata is None else metadata
+            if inverse is None:
+                inverse = all_gather_outputs[1]
+            elif inverse.is_cuda:  # which may be of another stream, and replaced before this one has read it
+                inverse.record_stream(torch.cuda.current_stream(inverse.device))
             parts = _new_parts(first, inverse, rows.fp8, size) if local is None else local._parts
             rows.fill(first, inverse, parts)
         else:
