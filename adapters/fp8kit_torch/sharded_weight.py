@@ -63,10 +63,12 @@ class _Rows:
     rows, once they are known; ``together``: the weights that are cast with this one, None where no codes are
     gathered; ``amax``, ``scale``, ``inverse``: of the whole weight, or of the rows' blocks; ``written``:
     whether somebody was seen to write to the rows since; ``codes``: of the rows, of earlier scales where they
-    are ``stale``; ``gathering``: whether ``fully_shard`` has asked for them and has no whole weight yet."""
+    are ``stale``; ``gathering``: whether ``fully_shard`` has asked for them and has no whole weight yet;
+    ``former``: rows whose values are perhaps to be copied here, see ``follow``, and their shape without those
+    that pad."""
 
-    def __init__(self, padded: Tensor, fp8: Quantization) -> None:
-        self.padded, self.fp8 = padded, fp8
+    def __init__(self, padded: Tensor, fp8: Quantization, former: tuple[Any, ...] = (None, None)) -> None:
+        self.padded, self.fp8, self.former = padded, fp8, former
         self.mesh: Any = None
         self.group: Any = None
         self.together: _Together | None = None
@@ -106,6 +108,25 @@ class _Rows:
         """Know the scales of the rows as they are."""
         self.amax, self.scale, self.inverse, self.stale = amax, scale, inverse, True
         self.written, self._version = False, self._now()
+
+    def follow(self, source: _Seen, target: _Seen) -> None:
+        """Take the place of rows of which all were copied here. ``fully_shard`` pads rows again when a state
+        was loaded, in the processes that have fewer rows; for the others they are the same weight still."""
+        known, shape = self.former
+        former = source._rows
+        if known is None or known() is not former or {source.shape, target.shape} != {shape}:
+            return
+        self.former = (None, None)
+        together = former.together
+        if together is None:
+            return
+        self.together, self.mesh, self.group = together, former.mesh, former.group
+        self.count, self.processes = former.count, former.processes
+        together.places = [weakref.ref(self) if each() is former else each for each in together.places]
+        former.together = former.mesh = former.group = None
+        if not former.changed:
+            assert former.scale is not None and former.inverse is not None
+            self.take(former.amax, former.scale, former.inverse)
 
     def cast(self) -> Tensor:
         """The rows' codes, uint8, by ``scale``."""
@@ -331,10 +352,12 @@ class _Seen(torch.Tensor):
             rows = _Rows(whole, own._rows.fp8)
             return ShardedWeight(whole[: own.shape[0]], rows)
         out = func(*given, **named)
+        if func is _aten.copy_.default and own is not None and isinstance(args[1], _Seen):
+            own._rows.follow(args[1], own)
         if own is None or out is own._plain:
             return own if own is not None else out
         if func is _aten.new_zeros.default and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
-            return ShardedWeight(out, _Rows(out, own._rows.fp8))
+            return ShardedWeight(out, _Rows(out, own._rows.fp8, (weakref.ref(own._rows), own.shape)))
         return torch_compat.tree_map(own._rows.seen, out) if func.is_view else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -383,31 +406,37 @@ class ShardedWeight(_Seen):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is gathered of this process's rows, and, where that is not gathered, the weight's scale_inv.
-        ``mesh``: of the processes; ``outer_size``: the whole weight's."""
+        """What is gathered of this process's rows; and these rows, which may be those of a copy, with the
+        weight's scale_inv where that is not gathered. ``mesh``: of the processes; ``outer_size``: the whole
+        weight's."""
         rows = self._rows
         if rows.mesh is not mesh or rows.count != outer_size[0]:
             rows.join(mesh, outer_size[0])
         if rows.together is None:
-            return (rows.padded,), None
+            return (rows.padded,), (rows, None)
         blocks = rows.fp8.w.granularity == _BLOCKS
         if rows.changed:
             rows.together.share() if blocks else _share_amaxes(rows.group)
         codes, rows.gathering = rows.cast(), True
         # torch moves the first alone where there is one process
-        return ((codes, rows.inverse), None) if blocks and rows.processes > 1 else ((codes,), rows.inverse)
+        if blocks and rows.processes > 1:
+            return (codes, rows.inverse), (rows, None)
+        return (codes,), (rows, rows.inverse)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """(The whole weight, memory that it has beside what was gathered), or None where ``out``, what this
         gave before, is filled anew."""
-        rows, first = self._rows, all_gather_outputs[0]
+        (rows, inverse), first = metadata, all_gather_outputs[0]
         size = rows.count, first.shape[-1]
         local: OperandTensor | None = getattr(out, "_local_tensor", out)
         rows.gathering = False
         if first.dtype is torch.uint8:
-            inverse = all_gather_outputs[1] if metadata is None else metadata
+            if inverse is None:
+                inverse = all_gather_outputs[1]
+            elif inverse.is_cuda:  # which may be of another stream, and replaced before this one has read it
+                inverse.record_stream(torch.cuda.current_stream(inverse.device))
             parts = _new_parts(first, inverse, rows.fp8, size) if local is None else local._parts
             rows.fill(first, inverse, parts)
         else:

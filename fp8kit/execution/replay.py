@@ -34,8 +34,8 @@ class Replays:
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
     # calls in a row with addresses that have come before: what moves is recorded as it is then; twice as many
-    # for each FEW that are recorded so already
-    STEADY, FEW = 4, 8
+    # for each FEW that are recorded so already, up to 2^DOUBLED times: a function is that of all equal layers
+    STEADY, FEW, DOUBLED = 4, 8, 8
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
     total = 0  # recorded calls in the process
@@ -68,7 +68,7 @@ class Replays:
         form = self._form(key[0], addresses) if self._sizes else None
         if form is None or form in self._moving:
             moving = None if form is None else self._moving[form]
-            steady = self._steady >= self.STEADY << len(self._found) // self.FEW
+            steady = self._steady >= self.STEADY << min(len(self._found) // self.FEW, self.DOUBLED)
             waits = not steady or Replays.total >= self.PROCESS_LIMIT
             if moving is not None and waits and moving(addresses):
                 return

@@ -116,6 +116,16 @@ def test_steady_steps_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert recordings == [0] * 6 + [12] * 34
 
 
+def test_steady_steps_of_many_equal_layers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function has the calls of all of them: also the last ones become recordings of their own."""
+    kernel, _ = fake("qq", monkeypatch)
+    known = Replays(recorded.recording, SIZES)
+    for _ in range(50):
+        for i in range(128):
+            known.run((9, X + 4096 * i, Y), launch.launch, kernel, 1, 32, (X + 4096 * i, Y), 9)
+    assert len(known) == 128
+
+
 def test_only_parts_of_a_weight_count_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations read these as one where they lie side by side; of others allocators decide that anew."""
     kernel, _ = fake("qq", monkeypatch)

@@ -228,14 +228,43 @@ def held_under_recipes(rank, world, reductions, gathered):
         if not isinstance(recipe, Float8BlockScaling):
             # the first step learns which weights belong together
             assert len(reductions) == steps + 1, (len(reductions), steps)
-        for layer in net:
-            whole, values = layer.weight, layer.weight.full_tensor()
-            layer.unshard()
-            held, alone = layer.weight, OperandTensor.of(values, recipe.quantization)
-            assert isinstance(held, OperandTensor), type(whole)
-            for name, part in held._operands().items():
-                assert_same_bits(f"{recipe} {name}", bits(part.clone()), bits(alone._operands()[name]))
-            layer.reshard()
+        same_as_alone(net, recipe)
+
+
+def same_as_alone(net, recipe):
+    """What is gathered of these layers' weights are the codes of one process."""
+    for layer in net:
+        whole, values = layer.weight, layer.weight.full_tensor()
+        layer.unshard()
+        held, alone = layer.weight, OperandTensor.of(values, recipe.quantization)
+        assert isinstance(held, OperandTensor), type(whole)
+        for name, part in held._operands().items():
+            assert_same_bits(f"{recipe} {name}", bits(part.clone()), bits(alone._operands()[name]))
+        layer.reshard()
+
+
+def loaded_unevenly(rank, world):
+    """A state is loaded where the last process has fewer rows: torch pads its rows again, there alone, also
+    where nothing was written (``float``)."""
+    recipe = Float8CurrentScaling()
+    with quantized_model_init(recipe=recipe):
+        net = torch.nn.Sequential(Linear(64, 37, device=PLACE), Linear(37, 64, device=PLACE))
+    shard(net[0], net[1], net)
+    follow(net, recipe, rank, 64, 1)
+    state = {
+        name: value.clone() for name, value in net.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    for assign in (False, False, True):
+        same_as_alone(net, recipe)
+        net.float()
+        same_as_alone(net, recipe)
+        follow(net, recipe, rank, 64, 1)
+        net.load_state_dict(state, strict=False, assign=assign)
+        for name, parameter in net.named_parameters():
+            assert_same_bits(name, bits(parameter.full_tensor()), bits(state[name].full_tensor()))
+    same_as_alone(net, recipe)
+    follow(net, recipe, rank, 64, 1)
+    same_as_alone(net, recipe)
 
 
 def collected_late(rank, world):

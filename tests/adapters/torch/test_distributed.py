@@ -20,6 +20,7 @@ CASES = [
     "sharded",
     "sharded_parts",
     "held_in_fp8",
+    "loaded_unevenly",
     "collected_late",
     "masters_in_parts",
 ]

@@ -13,7 +13,7 @@ from fp8kit_torch import sharded_weight
 from fp8kit_torch.weight_scales import amax_of, scales_of
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fp8kit import float8
 from fp8kit.arrays import ArrayView
@@ -236,6 +236,51 @@ def test_known_arrays_are_cast_and_moved_from_recordings(monkeypatch):
     assert done == ["copy"] * 4  # the transposed codes and the scale, twice
     held[0].fill(codes.clone(), inverse, parts)  # the codes too, which do not lie there
     assert done == ["copy"] * 7
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_that_are_kept_on_the_cpu(rule, one_process, monkeypatch):
+    """``fully_shard`` asks copies of them on the device for the codes, and the rows for the whole weight."""
+    recipe = DelayedScaling() if rule == "tensor" else Float8BlockScaling()
+    mesh, x = init_device_mesh("cpu", (1,)), torch.randn(128, 128)
+
+    def weights(**options):
+        torch.manual_seed(0)
+        with ft.quantized_model_init(recipe=recipe):
+            net = torch.nn.Sequential(*(ft.Linear(128, 128, device="cpu") for _ in range(2)))
+        for layer in (*net, net):
+            fully_shard(layer, mesh=mesh, **options)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(3):
+            with ft.autocast(recipe=recipe):
+                net(x).square().mean().backward()
+            optimizer.step()
+        return [each.full_tensor().detach() for each in net.parameters()]
+
+    wanted, moved = weights(), []
+
+    def to(self, *_, **__):  # the device is the CPU too
+        moved.append(self)
+        return self.detach().clone()
+
+    monkeypatch.setattr(sharded_weight.ShardedWeight, "to", to, raising=False)
+    found = weights(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert len(moved) == 3 * 2 * 2  # in forward and in backward
+    for each, other in zip(found, wanted, strict=True):
+        assert_same_bits("weight", each.numpy(), other.numpy())
+
+
+def test_memory_of_scales_waits_for_the_stream_that_reads_them(monkeypatch):
+    """They are made on the stream that gathers, and replaced as soon as another weight joins."""
+    waits = []
+    inverse = types.SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=waits.append)
+    weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    monkeypatch.setattr(weight._rows, "fill", lambda codes, inverse, parts: None)
+    whole = types.SimpleNamespace(_parts={}, refill=lambda parts: None)
+    codes = torch.zeros(4, 8, dtype=torch.uint8)
+    weight.fsdp_post_all_gather((codes,), (weight._rows, inverse), torch.float32, out=whole)
+    assert waits == ["that of cuda:0"]
 
 
 def test_fully_shard_is_told_the_parameters_at_once():
