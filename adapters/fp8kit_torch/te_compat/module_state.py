@@ -42,12 +42,30 @@ class Meta(dict[str, Any]):
             return self.beside.get(key, get_default_recipe()) if state is None else state.recipe
         return self.beside[key]
 
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.beside or key == "recipe"
+
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's."""
+        """As a dict's, as are the others."""
         try:
             return self[key]
         except KeyError:
             return default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: D102
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *more: Any, **by_name: Any) -> None:  # noqa: D102
+        for key, value in dict(*more, **by_name).items():
+            self[key] = value
+
+    def pop(self, key: str, *default: Any) -> Any:  # noqa: D102
+        return (super() if key in _STATES else self.beside).pop(key, *default)
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
 
 
 class TransformerEngineState:
