@@ -52,17 +52,17 @@ class Meta(dict[str, Any]):
         except KeyError:
             return default
 
-    def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: D102
+    def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
-    def update(self, *more: Any, **by_name: Any) -> None:  # noqa: D102
+    def update(self, *more: Any, **by_name: Any) -> None:
         for key, value in dict(*more, **by_name).items():
             self[key] = value
 
-    def pop(self, key: str, *default: Any) -> Any:  # noqa: D102
-        return (super() if key in _STATES else self.beside).pop(key, *default)
+    def pop(self, key: str, *default: Any) -> Any:
+        return super().pop(key, *default) if key in _STATES else self.beside.pop(key, *default)
 
     def __delitem__(self, key: str) -> None:
         self.pop(key)
