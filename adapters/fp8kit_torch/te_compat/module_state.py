@@ -53,15 +53,18 @@ class Meta(dict[str, Any]):
             return default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """Also of what is beside the states."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *more: Any, **by_name: Any) -> None:
+        """Each key where it belongs."""
         for key, value in dict(*more, **by_name).items():
             self[key] = value
 
     def pop(self, key: str, *default: Any) -> Any:
+        """A state, or what is beside them."""
         return super().pop(key, *default) if key in _STATES else self.beside.pop(key, *default)
 
     def __delitem__(self, key: str) -> None:
