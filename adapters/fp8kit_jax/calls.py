@@ -255,6 +255,7 @@ def _finish(process: int) -> None:
     with contextlib.suppress(RuntimeError):  # of a device that has failed for the user already
         for client in jax.extend.backend.backends().values():
             _wait_for_results(client)
+        several_gpus.all_done()
     client = None
     jax.extend.backend.clear_backends()
     gc.collect()

@@ -91,8 +91,14 @@ def failed(device: Device, error: BaseException) -> None:
 def limit_the_end() -> None:
     """Before a process waits, at its end, for all GPUs: where a call has failed that wait has a limit."""
     if _cause:
-        log.warning("fp8kit.run: the process ends in %d s at most, since %s", LIMIT, _cause)
+        log.warning("fp8kit.run: the GPUs have %d s to finish, or the process ends, since %s", LIMIT, _cause)
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
+
+
+def all_done() -> None:
+    """After that wait: what else a process does at its end may take longer."""
+    if _cause:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _look_after() -> None:

@@ -84,7 +84,7 @@ def mask(**given: Any) -> Tensor | None:
             return None
         whole = rows == columns and of("kv_offset", 0) == 0 and not isinstance(first, Tensor) and first == 0
         if whole and of("allow_is_causal_skip", True):
-            if window is None or columns <= window:
+            if window is None or columns < window:  # as "sdpa", which then looks at the module's is_causal
                 return None
             config = of("config")
             chunked = getattr(config, "attention_chunk_size", None) is not None

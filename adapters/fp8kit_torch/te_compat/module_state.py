@@ -42,12 +42,33 @@ class Meta(dict[str, Any]):
             return self.beside.get(key, get_default_recipe()) if state is None else state.recipe
         return self.beside[key]
 
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.beside or key == "recipe"
+
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's."""
+        """As a dict's, as are the others."""
         try:
             return self[key]
         except KeyError:
             return default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Also of what is beside the states."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *more: Any, **by_name: Any) -> None:
+        """Each key where it belongs."""
+        for key, value in dict(*more, **by_name).items():
+            self[key] = value
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """A state, or what is beside them."""
+        return super().pop(key, *default) if key in _STATES else self.beside.pop(key, *default)
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
 
 
 class TransformerEngineState:

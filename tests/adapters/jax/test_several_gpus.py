@@ -3,6 +3,7 @@ call that fails."""
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import subprocess
 import sys
@@ -230,7 +231,7 @@ PROGRAMS = {
         several_gpus.failed(Device("cuda", 1), KeyError("mine"))
         """,
         1,
-        "ends in 1 s at most",
+        "the GPUs have 1 s to finish, or the process ends",
     ),
 }
 
@@ -254,6 +255,18 @@ def test_a_process_ends(program):
     assert said in done.stderr
     assert "since cuda:1: KeyError: 'mine'" in done.stderr
     assert "most recent call first" in done.stderr  # where each thread stands
+
+
+def test_only_the_wait_for_the_gpus_has_a_limit(monkeypatch):
+    """What a process does at its end after that wait may take as long as it takes."""
+    done = []
+    monkeypatch.setattr(several_gpus, "_cause", "cuda:1: KeyError: 'mine'")
+    said = {name: lambda *args, name=name, **more: done.append(name) for name in dir(faulthandler)}
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, said[name])
+    several_gpus.limit_the_end()
+    several_gpus.all_done()
+    assert done == ["dump_traceback_later", "cancel_dump_traceback_later"]
 
 
 def test_a_device_that_is_far_ahead():

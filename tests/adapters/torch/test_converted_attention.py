@@ -264,6 +264,17 @@ def test_what_the_operation_does_not_compute_stays_torchs(calls, monkeypatch):
     assert_same_bits("checkpointed", again[1].numpy(), once[1].numpy())
 
 
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_a_window_holds_where_an_attention_says_that_it_is_not_causal(length):
+    """Adapted encoders say so of their layers: from the length on at which "sdpa" makes a mask it is that of
+    the window, before that there is none."""
+    plain = make("mistral")
+    for layer in plain.model.layers:
+        layer.self_attn.is_causal = False
+    model, ids = convert(copy.deepcopy(plain)), tokens("mistral")["input_ids"][:, :length]
+    assert_alike(passed(model, {"input_ids": ids}), passed(plain, {"input_ids": ids}))
+
+
 def graphs_of(model, inputs):
     """(names, shapes of bool arrays) of each graph of a training step, and its logits and gradients."""
     found = []

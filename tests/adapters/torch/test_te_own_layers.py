@@ -251,6 +251,14 @@ def test_what_else_programs_keep_in_fp8_meta_is_beside_the_states():
     layer.reset_fp8_meta_tensors()
     with pytest.raises(KeyError, match="num_gemms"):
         _ = layer.fp8_meta["num_gemms"]
+    meta, states = layer.fp8_meta, dict(layer.fp8_meta)
+    meta.update(num_gemms=1)
+    assert (meta.setdefault("num_gemms", 2), meta.setdefault("recipe")) == (1, meta["recipe"])
+    assert [name in meta for name in ("num_gemms", "recipe", "other")] == [True, True, False]
+    assert dict(meta) == states
+    layer.state_dict()  # of the states alone
+    assert (meta.pop("num_gemms"), meta.pop("num_gemms", 3)) == (1, 3)
+    assert "num_gemms" not in meta
 
 
 def test_states_are_saved_around_a_capture_and_put_back():
