@@ -220,7 +220,7 @@ PROGRAMS = {
         several_gpus.failed(Device("cuda", 1), KeyError("mine"))
         thread.join()
         """,
-        -signal.SIGABRT,
+        (-signal.SIGABRT,),
         "cuda:0 has waited",
     ),
     # at the end, for the results of a GPU that stands still
@@ -230,7 +230,8 @@ PROGRAMS = {
         calls._wait_for_results = lambda client: time.sleep(600)
         several_gpus.failed(Device("cuda", 1), KeyError("mine"))
         """,
-        1,
+        # faulthandler reads the frames of threads that go on, and may be ended by that
+        (1, -signal.SIGSEGV),
         "the GPUs have 1 s to finish, or the process ends",
     ),
 }
@@ -251,7 +252,7 @@ def test_a_process_ends(program):
         """
     words = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(begin) + textwrap.dedent(text)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == status, done.stderr
+    assert done.returncode in status, done.stderr
     assert said in done.stderr
     assert "since cuda:1: KeyError: 'mine'" in done.stderr
     assert "most recent call first" in done.stderr  # where each thread stands
