@@ -60,6 +60,10 @@ class Coverage:
         return "\n".join([*lines, f"{self.fp8_share:.1%} of the parameters are in layers with FP8 products"])
 
 
+_EXPERTS = (
+    "converted; experts take scales of the data (Float8CurrentScaling, Float8BlockScaling), and refuse delayed "
+    "scaling, MXFP8 and NVFP4"
+)
 _NORM = "a norm of fp8kit, which computes in high precision"
 _FINE = (TABLE, NO_MATRIX, _NORM)
 
@@ -85,7 +89,9 @@ def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()
 
 
 def _why(part: nn.Module, linears: tuple[type[nn.Linear], ...]) -> str:
-    if isinstance(part, ConvertedLinear | ConvertedExperts):
+    if isinstance(part, ConvertedExperts):
+        return _EXPERTS
+    if isinstance(part, ConvertedLinear):
         return "converted"
     if isinstance(part, Converted):
         return _NORM

@@ -43,7 +43,8 @@ def expert_product(
         spec = expert_text(fields, recipe_parts(state.recipe), layer)
     else:
         own = state.recipe.for_layer(*layer)
-        with on_behalf_of(layer[0]):
+        kind, name = layer
+        with on_behalf_of(f"{kind} {name!r}" if name else kind):
             spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     return apply(expert_linear, spec, inputs)["y"]
@@ -53,6 +54,8 @@ class ConvertedExperts(Converted, _Bare):
     """Experts y = sum over a token's experts e of p_e (W2_e a(W1_e x + b1_e) + b2_e), with the plain module's
     parameters; ``kind`` says how they lie and what a is. FP8 under ``autocast``, with recipes whose scales
     follow from the data. Nothing waits for the device."""
+
+    takes_name = True  # of name_layers
 
     def __init__(self, plain: nn.Module, kind: ExpertKind) -> None:
         super().__init__()
@@ -94,14 +97,21 @@ class ConvertedExperts(Converted, _Bare):
                     activation, spec_for("ActivationSpec", kind.activation, wide, kind.params), {"x": y}
                 )["y"]
             bias = parts[2 + i] if biased else None
-            y = expert_product(
-                y, sizes, parts[i], bias, ("GroupedLinear", f"{self.name}.{name}"), kind.layout
-            )
+            y = expert_product(y, sizes, parts[i], bias, self._layer(name), kind.layout)
         back = {"x": y, "row_map": row_map}
         if weights is None:
             return apply(unpermute, spec_for("UnpermuteSpec", tokens), back)["y"].to(given)
         back["probs"] = weights if weights.dtype in FLOATS else weights.float()
         return apply(unpermute, spec_for("UnpermuteSpec", -1), back)["y"].to(given)
+
+    def _layer(self, part: str) -> tuple[str, str]:
+        """Class and name of a product. Layers share what is compiled for them: there the name is left out
+        where the recipe does not ask for it."""
+        if torch.compiler.is_compiling():
+            state = traced_state()
+            if state is None or not state.recipe.by_layer:
+                return "GroupedLinear", ""
+        return "GroupedLinear", f"{self.name}.{part}"
 
     def extra_repr(self) -> str:
         """The sizes of the experts, and their activation."""

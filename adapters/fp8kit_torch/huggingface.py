@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def save_fp8_pretrained(
     other sizes too, since transformers has no FP8 experts like them, and FP8 state is left out.
 
     ``scale_rule``: "exact", amax / 448, or "power_2", that rounded up to a power of two. ArgumentError for
-    another model or rule.
+    another model or rule, and where no weight would be in FP8: nothing is written then. A UserWarning says how
+    many of how many layers are, where some are not; the head does not count.
     """
     want_module("save_fp8_pretrained", "model", model)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -57,15 +59,19 @@ def save_fp8_pretrained(
     for name in chosen:
         key = f"{name}.weight"
         state[key], state[f"{key}{_SCALES}"] = _quantized(state[key], scale_rule)
-    scales = {}
+    scales: dict[str, Tensor] = {}
+    layers = [name for name, m in linear.items() if m is not head]
     for name, m in model.named_modules():
         keys = [f"{name}.{part}" for part in GATED]
+        if layout_of(m) is not None:
+            layers.append(name)
         if layout_of(m) == ExpertKind(GATED, "oi", biased=False) and all(
             _fits(state.get(key)) for key in keys
         ):
             chosen.append(name)
             for key in keys:
                 state[key], scales[key] = _quantized(state[key], scale_rule)
+    _say_left([name for name in layers if name not in chosen], len(layers))
     state |= {f"{key}{_SCALES}": value for key, value in _as_saved(model, scales).items()}
     # transformers puts its own kind in the place of each of these, unless the checkpoint says otherwise
     read_in_fp8 = [name for name, _ in model.named_modules() if name in linear or name.endswith(".experts")]
@@ -84,6 +90,21 @@ def save_fp8_pretrained(
         if before is not None:
             own["quantization_config"] = before
     return chosen
+
+
+def _say_left(left: list[str], layers: int) -> None:
+    """Refuse a checkpoint without any weight in FP8, and warn of one that has some."""
+    why = f"weights whose N and K are multiples of {BLOCK}"
+    if len(left) == layers:
+        got = f"none of its {layers} layers has {why}"
+        raise ArgumentError("save_fp8_pretrained", "model", got, "at least one: use save_pretrained")
+    if left:
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        warnings.warn(
+            f"save_fp8_pretrained: {layers - len(left)} of {layers} layers are in FP8, those with {why}; the "
+            f"others stay as they are: {some}",
+            stacklevel=3,
+        )
 
 
 def _fits(weight: Any) -> bool:

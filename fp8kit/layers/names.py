@@ -16,6 +16,7 @@ def name_layers(model: Any) -> Any:
     if not callable(getattr(model, "named_modules", None)):
         raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", "a module")
     for name, module in model.named_modules():
-        if isinstance(module, FP8Layer | DotProductAttention):
+        # takes_name: a frontend's own layers of products that are no FP8Layer
+        if isinstance(module, FP8Layer | DotProductAttention) or getattr(module, "takes_name", False):
             module.name = name
     return model

@@ -194,3 +194,14 @@ def test_tied_weights_shards_and_damage(tmp_path):
         load_fp8_pretrained(nn.Sequential(nn.Linear(4, 4)), tmp_path)
     for key, value in twin.state_dict().items():
         assert_same_bits(key, bits(value), bits(before[key]))
+
+
+def test_weights_that_do_not_become_fp8_are_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"10 of 14 layers are in FP8, .* model\.layers\.0\.self_attn\.k_proj"):
+        save_fp8_pretrained(llama(), tmp_path / "some")
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn = layer.mlp = None
+    with pytest.raises(ArgumentError, match="none of its 0 layers"):
+        save_fp8_pretrained(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import fp8kit_torch.experts
 import pytest
 import torch
-from fp8kit_torch import autocast, convert, coverage, revert
+from fp8kit_torch import autocast, convert, coverage, name_layers, revert
 from fp8kit_torch.expert_kinds import kind_of
 from fp8kit_torch.experts import ConvertedExperts, expert_product
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8kit.errors import ShapeError, UnsupportedError
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, PerLayer
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import relative_error
 
@@ -71,7 +74,11 @@ def test_a_converted_model_computes_the_same(name):
         with autocast(recipe=recipe):
             error = relative_error(bits(model(ids).logits), bits(want))
         assert 0 < error < 0.1  # E4M3's half step is 2^-4 a factor; most of a model is not in FP8 here
-    with pytest.raises(UnsupportedError, match="delayed scaling"), autocast(recipe=DelayedScaling()):
+    assert "refuse delayed scaling" in row.why
+    told = rf"^GroupedLinear '{re.escape(row.name)}\.\w+': .*delayed.*\(experts\).*Float8CurrentScaling.*PerLayer"
+    with pytest.raises(UnsupportedError, match=told), autocast(recipe=DelayedScaling()):
+        model(ids)
+    with autocast(recipe=PerLayer(DelayedScaling(), ((f"{row.name}.*", Float8CurrentScaling()),))):
         model(ids)
     plain = experts.__dict__["plain"]
     revert(model)
@@ -95,6 +102,24 @@ def test_a_whole_model_is_converted_and_compiled():
     assert relative_error(bits(y), bits(experts(x, index, weights))) < 2.0**-5
     none = experts(x[:0], index[:0], weights[:0])
     assert none.shape == (0, 32)
+
+
+def test_layers_of_experts_share_compiled_code_whatever_their_names():
+    torch.compiler.reset()
+    model = nn.Sequential(*(converted("NemotronH")[1] for _ in range(2)))
+    name_layers(model)
+    assert [part.name for part in model] == ["0", "1"]
+    count = CompileCounterWithBackend("aot_eager")
+    for part in model:
+        with autocast(recipe=Float8CurrentScaling()):
+            torch.compile(part, fullgraph=True, backend=count)(*routing())
+    assert count.frame_count == 1
+    rules = PerLayer(Float8CurrentScaling(), (("1.*", None),))
+    for part in model:
+        with autocast(recipe=rules):
+            y = torch.compile(part, fullgraph=True, backend=count)(*routing())
+            assert_same_bits("compiled", bits(y), bits(part(*routing())))
+    assert_same_bits("high precision", bits(y), bits(model[1](*routing())))
 
 
 def experts_of(name):
