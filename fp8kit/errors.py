@@ -108,6 +108,9 @@ _ELSEWHERE = {
     "eps": "epsilon",
     "learning_rate": "lr",
     "grad": "gradient",
+    "granularity": "scaling",
+    "scaling": "granularity",
+    "rotation": "hadamard",
 }
 
 

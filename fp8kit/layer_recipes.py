@@ -17,12 +17,11 @@ from fp8kit.arguments import function, integer, shown
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.errors import RecipeError, meant, on_behalf_of
 from fp8kit.lru import LRU
-from fp8kit.quantization import OPERANDS, AmaxHistory, Gemm, Quantization, Quantizer
+from fp8kit.quantization import NAMES, OPERANDS, AmaxHistory, Quantization, Quantizer, gemm_of
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_fields import recipe_class
 
 log = logging.getLogger("fp8kit")
-_NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 
 
 @dataclass(frozen=True)
@@ -460,7 +459,7 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
     for gemm, operands in OPERANDS.items():
         sides = []
         for operand in operands:
-            role = QuantizerRole(kind, name, _NAMES[operand], gemm)
+            role = QuantizerRole(kind, name, NAMES[operand], gemm)
             asked_with = role if name or not kind else _Asking.of(recipe, *role)
             side: Any = recipe.qfactory(asked_with)
             for known, meaning in _MEANINGS.items():
@@ -475,7 +474,7 @@ def _custom(recipe: CustomRecipe, kind: str, name: str) -> DataRecipe | None:
         how = "split" if recipe.accumulation is None else recipe.accumulation(gemm)
         compute = "high_precision" if None in sides else "quantized"
         plain = Quantizer(formats.E4M3)
-        gemms.append(Gemm(sides[0] or plain, sides[1] or plain, how, compute))
+        gemms.append(gemm_of(gemm, sides[0] or plain, sides[1] or plain, how, compute))
     if all(gemm.compute == "high_precision" for gemm in gemms):
         return None
     data = Quantization(*gemms)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import choice, flag, integer, number, shown
-from fp8kit.errors import RecipeError
-from fp8kit.formats import E2M1, Format, float32
+from fp8kit.errors import RecipeError, meant
+from fp8kit.formats import E2M1, FORMATS, Format, float32
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
@@ -62,8 +62,29 @@ SIGNS = ("plus", "te", "random")
 TIES = ("even", "down")
 
 
+class KnownFields:
+    """Base of values whose arguments that are no field are a RecipeError that names the nearest field."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """RecipeError for names that are no field, and for what comes twice or has no place."""
+        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
+        for name in kwargs:
+            if name not in known:
+                raise RecipeError(
+                    cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
+                )
+        if len(args) > len(known):
+            raise RecipeError(
+                cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"
+            )
+        for name in known[: len(args)]:
+            if name in kwargs:
+                raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class Quantizer:
+class Quantizer(KnownFields):
     """How one operand of a GEMM becomes codes and scales. The operand is a matrix whose columns are the
     contraction ::
 
@@ -72,7 +93,7 @@ class Quantizer:
         q         = encode(x * scale)
         scale_inv = 1 / scale
 
-    * ``format``: of the codes. ``granularity``: which elements share a scale: "tensor", "row",
+    * ``format``: of the codes, or its name in ``formats.FORMATS``. ``granularity``: which elements share a scale: "tensor", "row",
       "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others: a key of
       ``GRANULARITIES``.
     * ``scale_source``: "current", the amax is taken from the tile itself; "delayed", the scale is an input
@@ -114,10 +135,12 @@ class Quantizer:
     clip_gradient: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.format, str):
+            object.__setattr__(self, "format", FORMATS.get(self.format, self.format))
         if not isinstance(self.format, Format):
-            raise RecipeError(
-                "Quantizer", "format", shown(self.format), "a fp8kit.Format, such as fp8kit.E4M3"
-            )
+            near = meant(self.format, FORMATS) if isinstance(self.format, str) else ""
+            wanted = f"a fp8kit.Format, such as fp8kit.E4M3, or the name of one{near}"
+            raise RecipeError("Quantizer", "format", shown(self.format), wanted)
         words = {
             "granularity": GRANULARITIES,
             "scale_source": _SOURCES,
@@ -268,7 +291,7 @@ class Quantizer:
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(KnownFields):
     """One GEMM, out = a b^T: how its operands are cast, and how it is computed.
 
     * ``accumulation``: "split" promotes partial sums to float32 regularly, "fast" accumulates in the tensor
@@ -316,7 +339,8 @@ class Gemm:
         for name in ("emulated", "scaled"):
             flag("Gemm", name, getattr(self, name), RecipeError)
         if self.compute == "quantized" and not self.plain and self.a.rotation != self.b.rotation:
-            got = f"{self.a.rotation} for a, {self.b.rotation} for b"
+            sides = (("a", self.a), ("b", self.b))
+            got = " and ".join(f"{own.hadamard}, {own.signs!r} for {side}" for side, own in sides)
             raise RecipeError("Gemm", "hadamard, signs", got, "the same for both, so that they cancel")
 
     @property
@@ -340,6 +364,18 @@ class Gemm:
 
 # GEMM -> the operands that it reads: the input, the weight, the output gradient
 OPERANDS = {"fprop": "xw", "dgrad": "gw", "wgrad": "gx"}
+NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
+
+
+def gemm_of(
+    name: str, a: Quantizer, b: Quantizer, accumulation: str | Accumulation, compute: str = "quantized"
+) -> Gemm:
+    """``Gemm(a, b, accumulation, compute)`` for the GEMM of that name: a refusal names it, and its operands."""
+    try:
+        return Gemm(a, b, accumulation, compute)
+    except RecipeError as error:
+        sides = " and ".join(f"{side} the {NAMES[of]}" for side, of in zip("ab", OPERANDS[name], strict=True))
+        raise error.renamed(f"Gemm {name} ({sides})", str(error.argument)) from None
 
 
 @dataclass(frozen=True)
@@ -368,7 +404,9 @@ class Quantization:
         wgrad: str | Accumulation = "split",
     ) -> Quantization:
         """Operands that both of their GEMMs cast alike, and each GEMM's accumulation."""
-        return cls(Gemm(x, w, fprop), Gemm(g, w, dgrad), Gemm(g, x, wgrad))
+        return cls(
+            gemm_of("fprop", x, w, fprop), gemm_of("dgrad", g, w, dgrad), gemm_of("wgrad", g, x, wgrad)
+        )
 
     @property
     def x(self) -> Quantizer:
@@ -450,7 +488,20 @@ class Quantization:
         return Quantization(*(replace(gemm, emulated=True, scaled=False) for gemm in self.gemms.values()))
 
     def __str__(self) -> str:
-        return f"x: {self.x}; w: {self.w}; g: {self.g}"
+        """x, w and g, then what of the GEMMs differs: ``x: ...; w: ...; g: ...; w of dgrad: ...``."""
+        own = {"x": self.x, "w": self.w, "g": self.g}
+        words = [f"{name}: {cast}" for name, cast in own.items()]
+        for name, gemm in self.gemms.items():
+            if gemm.compute != "quantized":
+                words.append(f"{name}: {gemm.compute}")
+                continue
+            for side, of, cast in zip("ab", OPERANDS[name], (gemm.a, gemm.b), strict=True):
+                again = gemm.recast and side == "b"
+                if side == gemm.plain:
+                    words.append(f"{of} of {name}: as it is")
+                elif again or cast != own[of]:
+                    words.append(f"{of} of {name}: {cast}{', of the values of fprop' * again}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import shown
 from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
-from fp8kit.quantization import AmaxHistory, Quantization, Quantizer
+from fp8kit.quantization import AmaxHistory, KnownFields, Quantization, Quantizer
 
-_Self = TypeVar("_Self", bound="Strict")
 _Class = TypeVar("_Class", bound=type[Any])
 
 
@@ -61,32 +60,16 @@ class Format(Enum):
         self.forward, self.backward = _PAIRS[self._name_]
 
 
-class Strict:
+class Strict(KnownFields):
     """Base of the values below: arguments that are no field are a RecipeError that names the nearest
     field."""
-
-    def __new__(cls: type[_Self], *args: object, **kwargs: object) -> _Self:
-        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
-        for name in kwargs:
-            if name not in known:
-                raise RecipeError(
-                    cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"
-                )
-        if len(args) > len(known):
-            raise RecipeError(
-                cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"
-            )
-        for name in known[: len(args)]:
-            if name in kwargs:
-                raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
-        return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, without what is derived from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def _refuse(self, field: str, wanted: str) -> RecipeError:
-        return RecipeError(type(self).__name__, field, repr(getattr(self, field)), wanted)
+        return RecipeError(type(self).__name__, field, shown(getattr(self, field)), wanted)
 
     def _want(self, kind: type, *names: str) -> None:
         """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""

@@ -259,11 +259,14 @@ TE_RECIPES = {
 }
 
 
+_OWN = ", or that fp8kit.recipes.add has added (--from FILE.py)"
+
+
 def entry(name: str, operation: str = "named") -> Named:
     """A recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the nearest
     names, for another one."""
     if not isinstance(name, str) or name not in NAMED:
-        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3)}"
+        wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3) or _OWN}"
         raise ArgumentError(operation, "name", shown(name), wanted)
     return NAMED[name]
 
@@ -284,7 +287,10 @@ def add(name: str, recipe: Recipe, source: str = "of one's own") -> None:
     if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
         raise ArgumentError("add", "name", shown(name), "letters, digits and underscores, no digit first")
     if not isinstance(recipe, Recipe) or recipe.by_layer:
-        raise ArgumentError("add", "recipe", shown(recipe), "a recipe that is the same for all layers")
+        wanted = "a recipe that is the same for all layers"
+        if isinstance(recipe, Recipe):
+            wanted += f": of one by layers fk.recipe.DataRecipe(recipe.quantization, {name!r})"
+        raise ArgumentError("add", "recipe", shown(recipe), wanted)
     if not isinstance(source, str):
         raise ArgumentError("add", "source", shown(source), "a text")
     if name in TE_RECIPES or NAMED.get(name, (recipe,))[0] != recipe:

@@ -74,7 +74,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for study, what in STUDIES.items():
         own = command(commands, study, what, _study)
         _common(own)
-        own.add_argument("--only", metavar="NAMES", help="cases, separated by commas")
+        about = "cases, separated by commas or blanks"
+        own.add_argument("--only", nargs="+", metavar="NAMES", help=about)
         parts = [part for part, of in PARTS.items() if study in of]
         own.add_argument("--part", action="append", choices=parts, help="some of the parts (all of them)")
         own.add_argument("--pack", type=Path, metavar="FILE", help="keep all of DIR in one .tar.gz, too")
@@ -105,7 +106,8 @@ def _study(options: argparse.Namespace) -> int:
     """The parts of a study, in order."""
     end = time.monotonic() + (options.budget or math.inf)
     study = options.study
-    chosen = options.only.split(",") if options.only else cases.of_study(study)
+    asked = [name for text in options.only or () for name in text.split(",") if name]
+    chosen = asked or cases.of_study(study)
     names = [cases.case(name, study).name for name in chosen]
     device = device_of(options)
     if options.size is None:

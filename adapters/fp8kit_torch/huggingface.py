@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -26,6 +27,7 @@ from fp8kit_torch.checks import module as want_module
 from fp8kit_torch.expert_kinds import GATED, ExpertKind, layout_of
 from fp8kit_torch.linear import Linear
 
+log = logging.getLogger("fp8kit")
 BLOCK = 128
 _SCALES = "_scale_inv"
 
@@ -142,8 +144,14 @@ def load_fp8_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.
     missing or of another shape, and then nothing is loaded.
     """
     want_module("load_fp8_pretrained", "model", model)
+    if not Path(folder).is_dir():
+        got = repr(os.fspath(folder))
+        raise CheckpointError("load_fp8_pretrained", "folder", got, "a folder that is there")
     found = _tensors(Path(folder))
-    for key in [key for key, values in found.items() if values.dtype is torch.float8_e4m3fn]:
+    coded = [key for key, values in found.items() if values.dtype is torch.float8_e4m3fn]
+    if not coded:
+        log.info("%s has no weight in FP8: its values are loaded as they are", os.fspath(folder))
+    for key in coded:
         if f"{key}{_SCALES}" not in found:
             wanted = f"a tensor {key}{_SCALES} too"
             raise CheckpointError("load_fp8_pretrained", key, "codes alone", wanted)

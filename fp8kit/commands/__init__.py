@@ -7,6 +7,8 @@ import argparse
 import contextlib
 import math
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, meant
 
 # exit status of a command that ran and whose result is not what it must be, or that could not run here
 FAILED = 1
+_LEAST = 8  # characters that a column keeps on a terminal
 WRONG_ARGUMENT = 2  # of one whose arguments are none, as argparse has it
 
 
@@ -148,12 +151,21 @@ def positional(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
     return [value for value in vars(parser.parse_args()).values() if value is not None]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns; the last one is not filled up."""
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], fit: bool = False) -> None:
+    """Print aligned columns; the last one is not filled up. ``fit``: on a terminal the widest are cut to its
+    width."""
     lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    if fit and sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - 2 * (len(head) - 1)
+        while sum(widths) > room and max(widths) > _LEAST:
+            widths[widths.index(max(widths))] -= 1
     for line in lines:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+        cells = [
+            cell if len(cell) <= width else f"{cell[: width - 3]}..."
+            for cell, width in zip(line, widths, strict=True)
+        ]
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:

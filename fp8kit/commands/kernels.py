@@ -144,7 +144,8 @@ def _list(options: argparse.Namespace) -> int:
         for part, used in zip(parts, found, strict=True)
         for function in part.functions
     ]
-    table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
+    head = ("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills")
+    table(head, rows, fit=True)
     return 0
 
 

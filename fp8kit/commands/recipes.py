@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,34 @@ def add(commands: Any) -> None:
     recipes_compare.add(actions)
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print JSON")
+        about = "a Python file, run first, that adds recipes of your own by fp8kit.recipes.add(NAME, RECIPE)"
+        action.add_argument("--from", dest="own", metavar="FILE.py", help=about)
+        action.set_defaults(run=_with_own(action.get_default("run")))
+
+
+def _with_own(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """``run`` after the file that --from names."""
+
+    def both(options: argparse.Namespace) -> int:
+        if options.own is not None:
+            _run_file(options.own)
+        return run(options)
+
+    return both
+
+
+def _run_file(path: str) -> None:
+    """Run a file that adds recipes. ArgumentError where there is none, or it fails."""
+    if not Path(path).is_file():
+        raise ArgumentError("recipes", "--from", repr(path), "a Python file: no such file")
+    try:
+        runpy.run_path(path)
+    except Exception as error:
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == path]
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        where = f", line {lines[-1]}" if lines else ""
+        wanted = f"a Python file that runs ({what}{where})"
+        raise ArgumentError("recipes", "--from", repr(path), wanted) from error
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -91,6 +123,7 @@ def _list(options: argparse.Namespace) -> int:
             )
             for each in found
         ],
+        fit=True,
     )
     return 0
 
@@ -178,7 +211,10 @@ def _file(option: str, text: str) -> np.ndarray[Any, Any]:
     try:
         found = np.load(text, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        # NumPy takes whatever it does not know for pickled objects
+        reason = str(error).partition("\n")[0]
+        reason = "it is no array that np.save wrote" if "pickle" in reason else reason
+        reason = getattr(error, "strerror", None) or reason
         raise ArgumentError(
             "recipes", option, repr(text), f"a .npy file that can be read ({reason})"
         ) from None
@@ -248,6 +284,8 @@ def _check(options: argparse.Namespace) -> int:
         )
     from fp8kit.recipe_check import check
 
+    if sys.stderr.isatty() and device.kind == "cpu":
+        print("fp8kit recipes: checking; the first time kernels are compiled, for seconds", file=sys.stderr)
     found = check(recipe, x, w, g, options.dtype, device, options.seed)
     operands = [
         {"gemm": gemm, "operand": matrix, **(errors._asdict() if errors else {})}

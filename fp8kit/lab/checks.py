@@ -47,12 +47,13 @@ def check(operation: str, device: Device | str, only: str = "") -> Report:
     """
     wanted = chosen(operation, only)
     if not wanted:
-        raise ArgumentError(
-            "check",
-            "operation",
-            f"{operation!r}" + (f" with cases {only!r}" if only else ""),
-            "an operation of the contract that writes arrays, and a word in a case's name",
-        )
+        names = [case.name for case in chosen(operation)]
+        if names:
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            said = f"a word in the name of a case of {operation}: {some}"
+            raise ArgumentError("check", "only", repr(only), said)
+        said = "an operation of the contract that writes arrays"
+        raise ArgumentError("check", "operation", repr(operation), said)
     device = arrays.device(device)
     kernels = dispatch.kernels(device)
     usable, _ = dispatch.candidates(operation, device)

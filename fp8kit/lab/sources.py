@@ -104,7 +104,7 @@ def find(name: str) -> Found:
         return _own(name, places)
     wanted = "a kernel of the contract that launches raw kernels; this one launches none"
     if name.endswith(".cu"):
-        wanted = f"a .cu file that is there, or a source{meant(name, functions)}"
+        wanted = f"a .cu file, or a source: no such file is there{meant(name, functions)}"
     elif name not in KERNELS:
         known = [*functions, *launching(), *(f for own in functions.values() for f in own)]
         hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"

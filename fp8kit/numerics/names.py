@@ -145,7 +145,8 @@ def _refuse(name: Any) -> NoReturn:
     prefixed = [
         f"{recipe}_{stat}{end}" for recipe in recipes for stat in OF_CAST for end in ("", _COLUMNWISE)
     ]
-    near = meant(name, (*STATS, *(f"{stat}{_COLUMNWISE}" for stat in OF_CAST), *prefixed), 3)
+    own = (*STATS, *(f"{stat}{_COLUMNWISE}" for stat in OF_CAST))
+    near = meant(name, own) or meant(name, prefixed, 3)
     wanted = f"one of {', '.join(STATS)}; those from {OF_CAST[0]} to {OF_CAST[-1]} with a recipe's name in "
     wanted += f"front, such as mxfp8_{OF_CAST[0]}, and _columnwise behind{near}"
     raise ArgumentError("statistics", "stats", shown(name), wanted)

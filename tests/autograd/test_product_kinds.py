@@ -110,6 +110,32 @@ def test_rotations_that_do_not_cancel() -> None:
         Gemm(TURNED, other, compute="high_precision")
 
 
+def test_a_gemm_of_three_operands_is_named() -> None:
+    said = (
+        r"Gemm fprop \(a the input and b the weight\): hadamard, signs: got 32, .* for a and 0, 'plus' for b"
+    )
+    with pytest.raises(RecipeError, match=said):
+        Quantization.of(TURNED, LINES, LINES)
+
+
+def test_names_of_formats_and_of_fields() -> None:
+    assert Quantizer("E5M2") == Quantizer(formats.E5M2)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="got 'E5M3', expected .* or the name of one; did you mean E5M2"):
+        Quantizer("E5M3")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="got 'scaling', .* did you mean granularity"):
+        Quantizer(formats.E4M3, scaling="row")  # type: ignore[call-arg]
+
+
+def test_text_says_what_of_the_gemms_differs() -> None:
+    x, w, g = (Quantizer(fmt) for fmt in (formats.E4M3, formats.E4M3, formats.E5M2))
+    plain = f"x: {x}; w: {w}; g: {g}"
+    assert str(Quantization.of(x, w, g)) == plain
+    other = Quantization(Gemm(x, w), Gemm(g, g, recast=True), Gemm(g, x, plain="a"))
+    assert str(other) == f"{plain}; w of dgrad: {g}, of the values of fprop; g of wgrad: as it is"
+    high = Quantization(Gemm(x, w), Gemm(g, w), Gemm(x, x, compute="high_precision"))
+    assert str(high) == f"{plain}; wgrad: high_precision"
+
+
 def test_each_granularity_has_one_class_of_products() -> None:
     kinds = {product_class(fp8) for fp8 in (DELAYED, CURRENT, GIVEN, BLOCKS)}
     assert len(kinds) == 2

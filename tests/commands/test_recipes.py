@@ -13,6 +13,7 @@ from fp8kit import cli, recipe_check, recipe_info, scaled_products
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends.cuda.compile import arch_of
 from fp8kit.blocks import hadamard
+from fp8kit.commands import table
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
 from fp8kit.formats import E4M3
 from fp8kit.layer_recipes import DataRecipe
@@ -385,6 +386,13 @@ def test_arrays_that_do_not_fit_are_refused():
         (["check", "mxfp8", "--data", "norml"], "; did you mean normal?"),
         (["check", "mxfp8", "--data", "no.npy"], "expected a .npy file that can be read (No such file"),
         (["check", "mxfp8", "--weight", "text.npy"], "--weight: got 'text.npy', expected a .npy file that"),
+        (["check", "mxfp8", "--data", "text.npy"], "that can be read (it is no array that np.save wrote)"),
+        (["show", "mine"], "prints, or that fp8kit.recipes.add has added (--from FILE.py)"),
+        (["list", "--from", "no.py"], "--from: got 'no.py', expected a Python file: no such file"),
+        (
+            ["list", "--from", "bad.py"],
+            "a Python file that runs (ZeroDivisionError: division by zero, line 2)",
+        ),
         (
             ["check", "mxfp8", "--data", "flat.npy"],
             "'flat.npy' of shape (4,), expected an array of at least 2",
@@ -413,6 +421,7 @@ def test_arrays_that_do_not_fit_are_refused():
 def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "bad.py").write_text("x = 0\n1 / x\n")
     arrays = {"flat": np.zeros(4), "nan": np.full((2, 2), np.nan), "words": np.full((2, 2), "tea")}
     arrays |= {"good": np.ones((3, 8)), "wide": np.ones((3, 7)), "huge": np.full((2, 4), 1e6)}
     for name, array in arrays.items():
@@ -428,6 +437,30 @@ def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monk
     assert printed.err.count("\n") == 1
     assert not printed.out
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_recipe_of_a_file(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import fp8kit as fk\n"
+        "recipe = fk.recipe.DataRecipe(fk.recipes.named('nvfp4').quantization, 'mine')\n"
+        "fk.recipes.add('mine', recipe)\n"
+    )
+    try:
+        assert cli.main(["recipes", "show", "mine", "--from", str(file)]) == 0
+        assert "; x of wgrad: E2M1 by nvfp4_1x16, current, hadamard 16" in capsys.readouterr().out
+    finally:
+        NAMED.pop("mine", None)
+
+
+def test_a_terminal_cuts_wide_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    table(("name", "words"), [("short", "w" * 100), ("s", "v")], fit=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"short  {'w' * 50}..." and len(lines[1]) == 60
+    table(("name", "words"), [("short", "w" * 100)])
+    assert f"short  {'w' * 100}" in capsys.readouterr().out
 
 
 def test_a_recipe_that_does_not_run_here_says_why(monkeypatch, capsys):

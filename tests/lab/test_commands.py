@@ -162,7 +162,15 @@ SAID = {
     ): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
     ("show", "rope", "--ptx", "--variant", "f8"): "variant: got 'f8'",
     ("check", "add", "--device", "moon"): "got 'moon'",
-    ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
+    (
+        "check",
+        "add",
+        "--only",
+        "no such case",
+        "--device",
+        "cpu",
+    ): "only: got 'no such case', expected a word in the name of a case of add: add",
+    ("check", "nothing.cu"): "got 'nothing.cu', expected a .cu file, or a source: no such file is there",
     (
         "bench",
         "add",
