@@ -93,9 +93,9 @@ class Quantizer(KnownFields):
         q         = encode(x * scale)
         scale_inv = 1 / scale
 
-    * ``format``: of the codes, or its name in ``formats.FORMATS``. ``granularity``: which elements share a scale: "tensor", "row",
-      "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others: a key of
-      ``GRANULARITIES``.
+    * ``format``: of the codes, or its name in ``formats.FORMATS``. ``granularity``: which elements share a
+      scale: "tensor", "row", "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others:
+      a key of ``GRANULARITIES``.
     * ``scale_source``: "current", the amax is taken from the tile itself; "delayed", the scale is an input
       that follows from the amaxes of earlier steps (``AmaxHistory``), and the tensor's amax an output;
       "static", ``static_scale``; "amax", which operations make of "current" where devices share amaxes, and
@@ -135,12 +135,13 @@ class Quantizer(KnownFields):
     clip_gradient: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.format, str):
-            object.__setattr__(self, "format", FORMATS.get(self.format, self.format))
-        if not isinstance(self.format, Format):
-            near = meant(self.format, FORMATS) if isinstance(self.format, str) else ""
+        given: Any = self.format
+        if isinstance(given, str) and given in FORMATS:
+            object.__setattr__(self, "format", FORMATS[given])
+        elif not isinstance(given, Format):
+            near = meant(given, FORMATS) if isinstance(given, str) else ""
             wanted = f"a fp8kit.Format, such as fp8kit.E4M3, or the name of one{near}"
-            raise RecipeError("Quantizer", "format", shown(self.format), wanted)
+            raise RecipeError("Quantizer", "format", shown(given), wanted)
         words = {
             "granularity": GRANULARITIES,
             "scale_source": _SOURCES,
@@ -370,7 +371,8 @@ NAMES = {"x": "input", "w": "weight", "g": "grad_output"}
 def gemm_of(
     name: str, a: Quantizer, b: Quantizer, accumulation: str | Accumulation, compute: str = "quantized"
 ) -> Gemm:
-    """``Gemm(a, b, accumulation, compute)`` for the GEMM of that name: a refusal names it, and its operands."""
+    """``Gemm(a, b, accumulation, compute)`` for the GEMM of that name: a refusal names it and its
+    operands."""
     try:
         return Gemm(a, b, accumulation, compute)
     except RecipeError as error:

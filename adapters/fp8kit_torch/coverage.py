@@ -61,8 +61,8 @@ class Coverage:
 
 
 _EXPERTS = (
-    "converted; experts take scales of the data (Float8CurrentScaling, Float8BlockScaling), and refuse delayed "
-    "scaling, MXFP8 and NVFP4"
+    "converted; experts take scales of the data (Float8CurrentScaling, Float8BlockScaling), and refuse "
+    "delayed scaling, MXFP8 and NVFP4"
 )
 _NORM = "a norm of fp8kit, which computes in high precision"
 _FINE = (TABLE, NO_MATRIX, _NORM)

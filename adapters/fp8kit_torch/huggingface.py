@@ -45,8 +45,8 @@ def save_fp8_pretrained(
     other sizes too, since transformers has no FP8 experts like them, and FP8 state is left out.
 
     ``scale_rule``: "exact", amax / 448, or "power_2", that rounded up to a power of two. ArgumentError for
-    another model or rule, and where no weight would be in FP8: nothing is written then. A UserWarning says how
-    many of how many layers are, where some are not; the head does not count.
+    another model or rule, and where no weight would be in FP8: nothing is written then. A UserWarning says
+    how many of how many layers are, where some are not; the head does not count.
     """
     want_module("save_fp8_pretrained", "model", model)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):

@@ -70,9 +70,9 @@ def _check_supported(name: str, gemm: Gemm) -> None:
         known = own.granularity in _TILES and own.scale_rule in ("exact", "power_2")
         if own != plain or not known or own.format not in (E4M3, E5M2):
             wanted = (
-                "E4M3 or E5M2 with scales of the data, per tensor, row or block of 128: grouped products with "
-                "sizes on the device (experts) take no other (delayed scaling wants sizes on the host). Take "
-                "Float8CurrentScaling or Float8BlockScaling, or give the experts one of them by PerLayer"
+                "E4M3 or E5M2 with scales of the data, per tensor, row or block of 128: grouped products "
+                "with sizes on the device (experts) take no other (delayed scaling wants sizes on the host). "
+                "Take Float8CurrentScaling or Float8BlockScaling, or give the experts one of them by PerLayer"
             )
             raise UnsupportedError("expert_linear", f"{name}.{place}", own, wanted)
     if gemm.a.format == gemm.b.format == E5M2:

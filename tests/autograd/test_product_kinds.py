@@ -120,9 +120,9 @@ def test_a_gemm_of_three_operands_is_named() -> None:
 
 def test_names_of_formats_and_of_fields() -> None:
     assert Quantizer("E5M2") == Quantizer(formats.E5M2)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="got 'E5M3', expected .* or the name of one; did you mean E5M2"):
+    with pytest.raises(RecipeError, match=r"got 'E5M3', expected .* or the name of one; did you mean E5M2"):
         Quantizer("E5M3")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="got 'scaling', .* did you mean granularity"):
+    with pytest.raises(RecipeError, match=r"got 'scaling', .* did you mean granularity"):
         Quantizer(formats.E4M3, scaling="row")  # type: ignore[call-arg]
 
 

@@ -197,7 +197,9 @@ def test_tied_weights_shards_and_damage(tmp_path):
 
 
 def test_weights_that_do_not_become_fp8_are_told(tmp_path):
-    with pytest.warns(UserWarning, match=r"10 of 14 layers are in FP8, .* model\.layers\.0\.self_attn\.k_proj"):
+    with pytest.warns(
+        UserWarning, match=r"10 of 14 layers are in FP8, .* model\.layers\.0\.self_attn\.k_proj"
+    ):
         save_fp8_pretrained(llama(), tmp_path / "some")
     model = llama()
     for layer in model.model.layers:

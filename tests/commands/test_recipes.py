@@ -458,7 +458,8 @@ def test_a_terminal_cuts_wide_columns(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     table(("name", "words"), [("short", "w" * 100), ("s", "v")], fit=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"short  {'w' * 50}..." and len(lines[1]) == 60
+    assert lines[1] == f"short  {'w' * 50}..."
+    assert len(lines[1]) == 60
     table(("name", "words"), [("short", "w" * 100)])
     assert f"short  {'w' * 100}" in capsys.readouterr().out
 
