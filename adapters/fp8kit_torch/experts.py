@@ -111,7 +111,7 @@ class ConvertedExperts(Converted, _Bare):
             state = traced_state()
             if state is None or not state.recipe.by_layer:
                 return "GroupedLinear", ""
-        return "GroupedLinear", f"{self.name}.{part}"
+        return "GroupedLinear", f"{self.name}.{part}" if self.name else part
 
     def extra_repr(self) -> str:
         """The sizes of the experts, and their activation."""

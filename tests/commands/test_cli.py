@@ -163,7 +163,7 @@ def test_what_commands_cannot_take_is_one_line(arguments, capsys):
         ),
         (
             ["kernels", "check", "add", "--only", "tea"],
-            "fp8kit kernels: check: operation: got 'add' with cases 'tea', expected",
+            "fp8kit kernels: check: only: got 'tea', expected a word",
         ),
         (["kernels", "show", "tea"], "fp8kit kernels: name: got 'tea', expected a kernel"),
         (

@@ -169,7 +169,7 @@ SAID = {
         "no such case",
         "--device",
         "cpu",
-    ): "only: got 'no such case', expected a word in the name of a case of add: add",
+    ): "only: got 'no such case', expected a word in the name of a case of add: float32",
     ("check", "nothing.cu"): "got 'nothing.cu', expected a .cu file, or a source: no such file is there",
     (
         "bench",

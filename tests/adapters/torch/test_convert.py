@@ -462,5 +462,3 @@ def test_a_wrong_keyword_is_told_the_right_ones():
     net = nn.Sequential(nn.Linear(D, D))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'filter'.*filter_fn"):
         convert(net, filter=None)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'exclude'.*filter_fn"):
-        convert(net, exclude=["lm_head"])
