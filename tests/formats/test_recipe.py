@@ -243,7 +243,7 @@ def test_what_fp8_attention_comes_to():
 
 
 def test_an_operand_wants_a_format():
-    for wrong in ("E4M3", None, Format.E4M3, formats.E4M3.max):
+    for wrong in ("E4M4", None, Format.E4M3, formats.E4M3.max):
         with pytest.raises(RecipeError, match=r"Quantizer: format: .*fp8kit\.E4M3"):
             Quantizer(wrong)
 
