@@ -102,8 +102,6 @@ class NonFiniteError(Fp8kitError, ArithmeticError):
 
 # what others call a thing -> what Transformer Engine and fp8kit do
 _ELSEWHERE = {
-    "exclude": "filter_fn",
-    "module_filter_fn": "filter_fn",
     "swish": "silu",
     "dropout": "hidden_dropout",
     "dtype": "params_dtype",
