@@ -138,9 +138,12 @@ class OwnLayer:
         return _Ending.apply(inp, ((scope.recipe.history, backward, None),))  # type: ignore[no-any-return]
 
 
+_ASKED = ("dtype", "block_scaling_dim", "force_pow_2_scales", "amax_epsilon")
+
+
 def _kind(quantizer: Quantizer) -> Any:
-    """What quantizers of the same tensors share."""
-    return type(quantizer), getattr(quantizer, "dtype", None)
+    """What quantizers of the same tensors share: their tiles and the rule of their scales."""
+    return type(quantizer), *[getattr(quantizer, name, None) for name in _ASKED]
 
 
 def _forked(tracker: Callable[[], Any], init: Init, tensor: Tensor) -> None:

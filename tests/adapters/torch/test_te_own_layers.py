@@ -220,6 +220,12 @@ def test_a_kept_weight_follows_its_quantizer_and_its_flag():
     other = layer.get_weight_workspace(tensor=weight, quantizer=e5m2, cache_name="w", update_workspace=False)
     assert torch.equal(other.dequantize(), e5m2(weight).dequantize())
     assert layer.get_weight_workspace(tensor=kept) is kept
+    for more in ({"block_scaling_dim": 1}, {"block_scaling_dim": 2}, {"force_pow_2_scales": False}):
+        blocks = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True, **more)
+        made = layer.get_weight_workspace(
+            tensor=weight, quantizer=blocks, cache_name="blocks", update_workspace=False
+        )
+        assert torch.equal(made.dequantize(), blocks.quantize(weight).dequantize())
     half = layer.get_weight_workspace(
         tensor=weight, quantizer=e5m2, cache_name="w", workspace_dtype=torch.bfloat16
     )
