@@ -157,8 +157,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], fit: bool = Fal
     lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     if fit and sys.stdout.isatty():
-        room = shutil.get_terminal_size().columns - 2 * (len(head) - 1)
-        while sum(widths) > room and max(widths) > _LEAST:
+        most = shutil.get_terminal_size().columns - 2 * (len(head) - 1)
+        while sum(widths) > most and max(widths) > _LEAST:
             widths[widths.index(max(widths))] -= 1
     for line in lines:
         cells = [

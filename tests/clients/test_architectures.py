@@ -11,6 +11,7 @@ from fp8kit_torch import Float8CurrentScaling, autocast, convert, coverage, reve
 from torch import nn
 
 from fp8kit.testing.compare import assert_same_bits, relative_error
+from tests.support.tiny_models import SIZES
 
 pytestmark = [
     pytest.mark.clients,
@@ -19,18 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 CAUSAL = """
     llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox gpt_neox_japanese opt
     bloom falcon mpt stablelm starcoder2 olmo olmo2 olmo3 granite cohere cohere2 nemotron persimmon glm

@@ -17,6 +17,7 @@ from fp8kit.errors import ArgumentError
 from fp8kit.recipe import DelayedScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.support.combinations import combinations
+from tests.support.tiny_models import SIZES
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -25,19 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-LAYERS, LENGTH, WINDOW = 2, 12, 5
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LAYERS, LENGTH, WINDOW = SIZES["num_hidden_layers"], 12, 5
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 ENCODERS = {"encoder_layers": LAYERS, "decoder_layers": LAYERS, "d_model": 32, "encoder_ffn_dim": 32}
 ENCODERS |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4}

@@ -39,6 +39,21 @@ def most_of(step):
     return most
 
 
+def second_step(layer, x, dy, recipe):
+    """A function: forward and backward of the layer, which has made one step and has no gradients."""
+    x.requires_grad_()
+
+    def step():
+        with scope(ft, RECIPES[recipe]):
+            y = layer(x)
+        y.backward(dy)
+
+    step()
+    for tensor in (x, *layer.parameters()):
+        tensor.grad = None
+    return step
+
+
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
 def test_the_peak_of_the_layer_is_below_torchs(recipe, monkeypatch):
     """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step
@@ -52,16 +67,7 @@ def test_the_peak_of_the_layer_is_below_torchs(recipe, monkeypatch):
         *sizes, params_dtype=torch.bfloat16, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, **inits
     )
     x, dy = (torch.empty(peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN, dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
-
-    def step():
-        with scope(ft, RECIPES[recipe]):
-            y = layer(x)
-        y.backward(dy)
-
-    step()
-    for tensor in (x, *layer.parameters()):
-        tensor.grad = None
+    step = second_step(layer, x, dy, recipe)
     assert 0.8 * peaks.EAGER < peaks.STANDING + most_of(step) <= 0.95 * peaks.EAGER
 
 
@@ -77,16 +83,7 @@ def test_the_peak_of_a_middle_layer_is_no_more_than_torchs(recipe, monkeypatch):
         *sizes, params_dtype=torch.bfloat16, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, **inits
     )
     x, dy = (torch.empty(2048, 2, 2048, dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
-
-    def step():
-        with scope(ft, RECIPES[recipe]):
-            y = layer(x)
-        y.backward(dy)
-
-    step()
-    for tensor in (x, *layer.parameters()):
-        tensor.grad = None
+    step = second_step(layer, x, dy, recipe)
     most = most_of(step) + sum(p.nbytes for p in layer.parameters())
     assert 0.8 * 512 < most / 2**20 <= 512
 
@@ -100,16 +97,7 @@ def test_temporaries_alone_are_not_streamed(recipe, monkeypatch):
     plans.plans.clear()
     layer = ft.LayerNormMLP(2048, 8192, params_dtype=torch.bfloat16, device="cpu", **inits)
     x, dy = (torch.empty(8192, 2048, dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
-
-    def step():
-        with scope(ft, RECIPES[recipe]):
-            y = layer(x)
-        y.backward(dy)
-
-    step()
-    for tensor in (x, *layer.parameters()):
-        tensor.grad = None
+    step = second_step(layer, x, dy, recipe)
     (op,) = plans.plans._values.values()
     assert streamed(op.plan.backward_scratch)
     assert not op.saved.streamed
