@@ -106,8 +106,9 @@ def test_the_example_learns_the_same_on_ranks_that_share_rows_or_weights(device)
     example = str(ROOT / "examples" / "24_several_ranks.py")
     one, rows, weights = (losses("launch", "-n", n, example, *more) for n, *more in ("1", "2", ("2", "2")))
     assert len(one) == 10
+    assert 0.5 < one[0] < 2
     for found in (rows, weights):  # which are printed with four digits
-        assert all(abs(a - b) <= 1e-3 * b + 1e-4 for a, b in zip(found, one, strict=True)), (found, one)
+        assert all(abs(a - b) <= 1e-3 + 1e-4 for a, b in zip(found, one, strict=True)), (found, one)
 
 
 def test_what_launchers_say(monkeypatch):

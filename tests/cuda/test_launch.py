@@ -11,7 +11,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from fp8kit.backends.cuda import launch, recorded
 from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
-from tests.support.cuda_libraries import EX, fake
+from tests.support.cuda_libraries import EX, HANDLE, fake
 
 
 def test_the_configuration_and_every_kind_of_number_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +155,20 @@ def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.Monke
     seen: list[int] = []
     entry = EX(lambda *pointers: seen.append(now[0]) or 0)
     monkeypatch.setattr(launch, "entry_point", lambda: (entry, calls.getDevice))
-    launch.launch(kernel, 1, 32, (1,), 0)
-    assert (seen, now) == ([0], [1])
+
+    class Functions:
+        """CuPy's kernel: a function of the device that is current."""
+
+        kernel = types.SimpleNamespace(ptr=HANDLE)
+        allowed: ClassVar[dict[int, int]] = {}
+
+        def __setattr__(self, name: str, value: int) -> None:
+            self.allowed[now[0]] = value
+
+    raw = Functions()
+    kernel._load = lambda: launch.Loaded(raw, None)
+    launch.launch(kernel, 1, 32, (1,), 0, 100 << 10)
+    assert (seen, now, raw.allowed) == ([0], [1], {0: 100 << 10})
     assert driver.launches == []
 
 

@@ -22,7 +22,7 @@ def main(how: str) -> None:
     ranks = distributed.init(timeout=TIMEOUT)
     layer = nn.Linear(16, 16, tp_group=ranks, parallel_mode="row", name="fc2", device=ranks.device)
     distributed.broadcast_parameters(layer, ranks)
-    rows = 16
+    rows, y = 16, None
     for step in range(3):
         if ranks.rank == 1 and step == 1:
             if how != "not":
@@ -30,12 +30,14 @@ def main(how: str) -> None:
             if how == "shapes":
                 rows = 32
             elif how == "dies":
+                assert y is not None
+                y.numpy()  # the call before is done
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "hangs":
                 time.sleep(HANGS)
             elif how == "raises":
                 raise KeyError("mine")
-        layer(fk.tensor(np.ones((rows, 8), np.float32), device=ranks.device))
+        y = layer(fk.tensor(np.ones((rows, 8), np.float32), device=ranks.device))
     data, tensor = distributed.grid(ranks, 2)
     assert (data.size, tensor.size, tensor.rank) == (1, 2, ranks.rank)
     x = fk.tensor(np.full(4, ranks.rank + 1.0, np.float32), device=ranks.device)

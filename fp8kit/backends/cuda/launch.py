@@ -157,9 +157,10 @@ class Kernel:
         with _LOADING[self.device], current_device(self.device):
             if self.handle is None:
                 self.raw, self.resources, self.early = self._load()
-                self.handle = ctypes.c_void_p(self.raw.kernel.ptr)
                 if self.resources is not None:  # what is allowed counts both kinds of shared memory
                     self.shared_limit -= self.resources.shared
+                # last: other threads look whether it is there
+                self.handle = ctypes.c_void_p(self.raw.kernel.ptr)
 
     def packer(self, size: int) -> Any:
         """``pack`` for a structure of ``size`` bytes."""
@@ -172,7 +173,7 @@ class Kernel:
     def allow(self, shared: int) -> None:
         """Let launches ask for so many bytes of dynamic shared memory; what is allowed only grows, also where
         threads ask at once."""
-        with _LOADING[self.device]:
+        with _LOADING[self.device], current_device(self.device):  # CuPy's function is the current device's
             if shared > self.shared_limit:
                 self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared
 

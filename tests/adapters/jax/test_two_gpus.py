@@ -190,14 +190,14 @@ def test_a_gpu_that_is_behind(monkeypatch):
         alike(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("rows", [64, 2048], ids=["ours", "cudnn"])
+@pytest.mark.parametrize("rows", [64, 4096], ids=["ours", "cudnn"])
 def test_a_gpu_that_is_thousands_of_launches_ahead(rows):
     """One GPU sleeps within a call in front of two collectives, while the other one's thread has a thousand
     attentions to launch behind them: more than its queue takes, by kernels of our own, and by cuDNN."""
     attention.forget()
     before = cudnn_plans.launches[0]
     ahead.check(jax.devices("gpu")[:2], rows, layers=1000, seconds=5)
-    assert (cudnn_plans.launches[0] - before >= 2000) == (rows == 2048)
+    assert (cudnn_plans.launches[0] - before >= 2000) == (rows == 4096)
 
 
 def test_both_gpus_at_once():
