@@ -57,16 +57,26 @@ SECONDS = 400.0  # that the ranks may take together
 
 
 class Model(NamedTuple):
-    """A stack of equal layers and each rank's input."""
+    """A stack of equal layers and each rank's input; ``names``: the contenders with divided weights."""
 
     layer: Layer
     layers: int
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.layers} layers of hidden {self.layer.hidden}, {self.layer.tokens} tokens a rank"
 
 
-MODELS = {"full": Model(Layer(2048, 8192, 16, 2048, 4), 12), "small": Model(Layer(32, 64, 2, 16, 2), 2)}
+_RECIPES: Mapping[str, Recipe | None] = {f"fp8kit_torch {name}": own for name, own in RECIPES.items()}
+# a batch that keeps GPUs busy, and one that the host of ``fully_shard`` takes longer for than they do
+MODELS = {
+    "full": (
+        Model(Layer(2048, 8192, 16, 2048, 16), 12, (EAGER, TORCH)),
+        Model(Layer(2048, 8192, 16, 2048, 4), 12, (EAGER, *_RECIPES)),
+    ),
+    "small": (Model(Layer(32, 64, 2, 16, 2), 2, (EAGER, *_RECIPES)),),
+}
+SETTLING = 20  # steps after which calls that come again have been recorded, and are graphs
 
 
 def ranks_part(setting: Setting) -> list[Row]:
@@ -277,18 +287,23 @@ def _own_layer(problem: Problem, recipe: Recipe | None) -> Callable[[], Any]:
 
 
 def model_rows(setting: Setting) -> list[Row]:
-    """Whole steps of a stack of layers, with AdamW, on other rows in each rank: one GPU by itself, weights
+    """Whole steps of stacks of layers, with AdamW, on other rows in each rank: one GPU by itself, weights
     divided (``fully_shard``, in FP8 by ``quantized_model_init``), and gradients summed
     (``DistributedDataParallel``). ``ratio``: to torch's of the same kind; ``detail`` of the others says what
     share of one GPU's speed each rank has."""
-    size = MODELS[setting.sizes.name]
+    return [row for size in MODELS[setting.sizes.name] for row in _rows_of(size, setting)]
+
+
+def _rows_of(size: Model, setting: Setting) -> list[Row]:
     setting = replace(setting, calls=min(setting.calls, 5), warmups=min(setting.warmups, 4))
     contest = Together(setting, str(size))
-    cases = {f"{name}, {how}": (name, how) for how, names in _CASES.items() for name in names}
+    whole = (EAGER, TORCH)
+    ways = {ALONE: whole, SHARDED: size.names, SUMMED: whole}
+    cases = {f"{name}, {how}": (name, how) for how, names in ways.items() for name in names}
 
     def make(case: str, row: Row) -> Step:
         step = _trained(size, *cases[case], setting)
-        for _ in range(WARM_STEPS):
+        for _ in range(SETTLING):
             y, _ = step()
         if not torch.isfinite(y).all():
             row["status"] = "WRONG: not finite"
@@ -297,18 +312,16 @@ def model_rows(setting: Setting) -> list[Row]:
     contest.enter_all(cases, make)
     rows = contest.time()
     if setting.device.kind == "cuda":
-        contest.look(f"{TORCH}, {SHARDED}")
+        contest.look(f"{TORCH}, {SHARDED}" if size is MODELS[setting.sizes.name][0] else "")
     for how in (ALONE, SHARDED, SUMMED):
         _compare({case: row for case, row in contest.rows.items() if case.endswith(how)}, f"{EAGER}, {how}")
     for case, (name, how) in cases.items():
         times = [contest.rows.get(f"{name}, {kind}", {}).get("gpu_ms") for kind in (ALONE, how)]
         if how != ALONE and None not in times:
             contest.rows[case]["scaling"] = times[0] / times[1]
+    contest.steps.clear()
+    free()
     return rows
-
-
-_RECIPES: Mapping[str, Recipe | None] = {f"fp8kit_torch {name}": own for name, own in RECIPES.items()}
-_CASES = {ALONE: (EAGER, TORCH), SHARDED: (EAGER, *_RECIPES), SUMMED: (EAGER, TORCH)}
 
 
 def _trained(size: Model, name: str, how: str, setting: Setting) -> Callable[[], Any]:
