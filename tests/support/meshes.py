@@ -54,6 +54,14 @@ LAYOUTS = {
     "dp and cp": Layout({"dp": 2, "cp": 2}, fj.MeshResource(dp_resource="dp", cp_resource="cp")),
     "shard_map": Layout({"dp": 4}, fj.MeshResource(dp_resource="dp"), manual=True),
 }
+# of two devices
+PAIRS = {
+    "fsdp": LAYOUTS["fsdp"],
+    "tp": LAYOUTS["tp"],
+    "cp": Layout({"cp": 2}, fj.MeshResource(cp_resource="cp")),
+    "two by shard_map": Layout({"dp": 2}, fj.MeshResource(dp_resource="dp"), manual=True),
+}
+ANY_LAYOUT = LAYOUTS | PAIRS
 
 
 def batches(steps: int) -> tuple[Any, Any]:

@@ -19,6 +19,8 @@ LONGEST = 27
 SUMS = np.int32([0, 1, 12, 12, 39, 44, 55])
 STARTS = np.int32([0, 1, 14, 14, 41, 46, 64])
 PACKED_BOUND = (LONGEST + D) * ROUNDOFF  # as test_mesh_sequences has it
+# scores' exponentials, outputs, and what each gradient is made of are rounded to bfloat16, 2^-9 each: eight
+BFLOAT16_BOUND = 2.0**-6
 PLACES = {"cu_seqlens_q": SUMS, "cu_seqlens_q_padded": STARTS}
 PLACES |= {name.replace("_q", "_kv"): sums for name, sums in PLACES.items()}
 PLACES |= {"max_seqlen_q": LONGEST, "max_seqlen_kv": LONGEST, "qkv_format": "thd"}

@@ -3,6 +3,7 @@ there but for those marked gpu."""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 
@@ -11,6 +12,7 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
 
+LIMIT = 60  # seconds for a test: GPUs are lent by the minute
 NEED_FLAX = [
     "test_flax.py",
     "test_flax_decode.py",
@@ -20,6 +22,7 @@ NEED_FLAX = [
     "test_residual.py",
     "test_residual_modules.py",
     "test_same_layers.py",
+    "test_two_gpus_split.py",
 ]
 collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
 
@@ -36,6 +39,17 @@ def pytest_terminal_summary(terminalreporter):
 def device(request):
     """Where the native frontend's arrays live; JAX's are ``placed`` there too."""
     return request.param
+
+
+@pytest.fixture
+def ends_when_stuck(capfd):
+    """A test that stands still ends its process, which says where: within XLA, Python hears no signal."""
+    with capfd.disabled():
+        error = os.dup(2)
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=error)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(error)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Programs that several processes of ``jax.distributed`` run together on CPUs: ``python -m
-tests.adapters.jax.processes RANK RANKS PORT NAME``. A rank has two devices."""
+"""Programs that several processes of ``jax.distributed`` run together: ``python -m
+tests.adapters.jax.processes RANK RANKS PORT NAME PLACE``. On the CPU a rank has two devices, else a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if __name__ == "__main__":  # tvm_ffi imports torch where it is installed, which
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def training(rank):
     """Losses of each model, and the FP8 state of the last one, by layouts over all processes' devices."""
-    from tests.support.meshes import LAYOUTS, fp8_state, train
+    from tests.support.meshes import ANY_LAYOUT, fp8_state, train
 
     found = {}
-    for model, recipe, layout in CASES:
-        losses, state = train(model, recipe, STEPS, LAYOUTS[layout])
+    for model, recipe, layout in CASES[jax.default_backend()]:
+        losses, state = train(model, recipe, STEPS, ANY_LAYOUT[layout])
         found[f"{model} {recipe} {layout}"] = losses
     own = {name: float(np.sum(leaf)) for name, leaf in fp8_state(state).items()}
     print(json.dumps({"losses": found, "state": own}), flush=True)
@@ -42,13 +43,14 @@ def rings(rank):
     def attend(*layers, **more):
         return fj.dot_product_attention(*layers, **{"attn_mask_type": "padding_causal"} | PLACES | more)
 
-    arrays = [draw(seed, T, HEADS, D) for seed in range(4)]
-    wanted = [striped(np.asarray(a), 4, 4) for a in value_and_gradients(attend, arrays[:3], arrays[3])]
-    mesh = jax.make_mesh((jax.device_count(),), ("cp",))
+    dtype, devices = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16, jax.device_count()
+    arrays = [draw(seed, T, HEADS, D).astype(dtype) for seed in range(4)]
+    wanted = [striped(np.asarray(a), devices, 4) for a in value_and_gradients(attend, arrays[:3], arrays[3])]
+    mesh = jax.make_mesh((devices,), ("cp",))
     split = {"context_parallel_axis": "cp", "context_parallel_causal_load_balanced": True, "stripe_size": 4}
     with jax.set_mesh(mesh):
         tokens = NamedSharding(mesh, P("cp"))
-        parts = [np.asarray(striped(a, 4, 4)) for a in arrays]
+        parts = [np.asarray(striped(a, devices, 4)) for a in arrays]
         *layers, weight = [jax.make_array_from_callback(a.shape, tokens, a.__getitem__) for a in parts]
         for strategy in ("RING", "ALL_GATHER"):
 
@@ -65,12 +67,20 @@ def rings(rank):
 
 
 STEPS, HEARTBEAT = 10, 20
-CASES = [
-    ("DenseGeneral", "current", "fsdp and tp"),
-    ("LayerNormMLP", "high", "shard_map"),
-    ("TransformerLayer", "current", "dp and cp"),
-    ("LayerNormMLP", "delayed", "fsdp and tp"),
-]
+CASES = {
+    "cpu": [
+        ("DenseGeneral", "current", "fsdp and tp"),
+        ("LayerNormMLP", "high", "shard_map"),
+        ("TransformerLayer", "current", "dp and cp"),
+        ("LayerNormMLP", "delayed", "fsdp and tp"),
+    ],
+    "gpu": [
+        ("DenseGeneral", "current", "fsdp"),
+        ("LayerNormMLP", "block", "two by shard_map"),
+        ("TransformerLayer", "current", "cp"),
+        ("LayerNormMLP", "delayed", "tp"),
+    ],
+}
 
 
 def dying(rank):
@@ -92,8 +102,12 @@ def dying(rank):
 
 
 if __name__ == "__main__":
-    rank, ranks, port, name = *map(int, sys.argv[1:4]), sys.argv[4]
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", ranks, rank, heartbeat_timeout_seconds=HEARTBEAT)
+    rank, ranks, port, name, place = *map(int, sys.argv[1:4]), *sys.argv[4:]
+    jax.config.update("jax_platforms", place)
+    options = {"heartbeat_timeout_seconds": HEARTBEAT}
+    if place == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    else:
+        options["local_device_ids"] = [rank]
+    jax.distributed.initialize(f"localhost:{port}", ranks, rank, **options)
     {f.__name__: f for f in (training, rings, dying)}[name](rank)

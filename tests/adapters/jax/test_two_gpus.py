@@ -9,8 +9,6 @@ that is allowed. One element may be off by more, where a large one of y meets a 
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import time
 
 import fp8kit_jax as fj
@@ -28,7 +26,7 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import ahead
 
-pytestmark = [pytest.mark.gpu, pytest.mark.gpu2]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu2, pytest.mark.usefixtures("ends_when_stuck")]
 RECIPES = {
     "high": None,
     "delayed": DelayedScaling(amax_history_len=3),
@@ -36,19 +34,7 @@ RECIPES = {
     "block": Float8BlockScaling(),
 }
 S, H, F = 64, 256, 1024
-LIMIT = 60  # seconds for a test: GPUs are lent by the minute
 VALUES, GRADIENTS = 2.0**-9, 2.0**-4
-
-
-@pytest.fixture(autouse=True)
-def _limit(capfd):
-    """A test that stands still ends its process, which says where: within XLA, Python hears no signal."""
-    with capfd.disabled():
-        error = os.dup(2)
-    faulthandler.dump_traceback_later(LIMIT, exit=True, file=error)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    os.close(error)
 
 
 def draw(seed, *shape):
