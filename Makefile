@@ -80,7 +80,8 @@ test-ranks: $(TEST)
 	  tests/nn/test_sharded_optimizer.py tests/adapters/torch/test_distributed.py \
 	  tests/adapters/torch/test_tensor_parallel.py tests/adapters/torch/test_context_parallel.py \
 	  tests/adapters/torch/test_mesh_checkpoint.py tests/adapters/torch/test_mesh_plans.py \
-	  tests/adapters/torch/test_mesh_pipeline.py tests/adapters/torch/test_failing_ranks.py
+	  tests/adapters/torch/test_mesh_pipeline.py tests/adapters/torch/test_failing_ranks.py \
+	  tests/adapters/jax/test_processes.py
 
 test-ranks-often: $(TEST)
 	for round in $$(seq $(ROUNDS)); do echo "$$(date) round $$round"; $(MAKE) --no-print-directory test-ranks || exit 1; done
