@@ -199,11 +199,10 @@ class BoundOp(Interface):
         """The layout of backward's temporaries when they may lie in two more places: in what forward saved,
         after that was read, and in gradients before they are filled. The regions are the block, then
         ``_lenders``."""
-        lives = self._lives[True]
-        assert lives is not None
+        assert self._lives[True] is not None
+        spans, filled, _, done, _ = self._lives[True]()
 
         def regions() -> list[Region]:
-            _, filled, _, done, _ = lives()
             taken = [
                 (offset, nbytes_of(Meta(shape, dtype)), (-math.inf, done.get(name, math.inf)))
                 for name, _, offset, shape, dtype in self.saved.parts
@@ -214,7 +213,7 @@ class BoundOp(Interface):
                 own.append(Region(size, [(0, size, (filled.get(name, -math.inf), math.inf))]))
             return own
 
-        return Layout(self.plan.backward_scratch, spans=self._spans(True), regions=regions)
+        return Layout(self.plan.backward_scratch, spans=lambda: spans, regions=regions)
 
     @cached_property
     def _lenders(self) -> list[str]:
