@@ -120,9 +120,7 @@ class Chain(Operation):
             known |= {outputs[output]: meta for output, meta in signature.outputs.items()}
             if own_needs:
                 wanted.update(outputs.values())
-            steps.append(
-                _Step(i, operation, own_metas, own_needs, signature, plan, inputs, outputs, {}, {})
-            )
+            steps.append(_Step(i, operation, own_metas, own_needs, signature, plan, inputs, outputs, {}, {}))
         between = {value: meta for value, meta in known.items() if ":" in value}
         steps[-1].cotangents[next(iter(steps[-1].outputs))] = "y"
         for step in reversed(steps):

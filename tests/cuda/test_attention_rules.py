@@ -406,9 +406,7 @@ def test_hopper_builds_no_graph_for_problems_of_middle_size(monkeypatch: pytest.
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     attention.forget()
     try:
-        choose = functools.partial(
-            attention._path, backward=True, deterministic=False, device=0, dbias=False
-        )
+        choose = functools.partial(attention._path, backward=True, deterministic=False, device=0, dbias=False)
         middle = _square(1024)
         assert choose(middle, timed=True) is flash
         assert attention._foreseen(middle, True, False, 0) == attention._AS_FAST
