@@ -199,8 +199,9 @@ class BoundOp(Interface):
         """The layout of backward's temporaries when they may lie in two more places: in what forward saved,
         after that was read, and in gradients before they are filled. The regions are the block, then
         ``_lenders``."""
-        assert self._lives[True] is not None
-        spans, filled, _, done, _ = self._lives[True]()
+        lives = self._lives[True]
+        assert lives is not None
+        spans, filled, _, done, _ = lives()
 
         def regions() -> list[Region]:
             taken = [

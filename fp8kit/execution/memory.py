@@ -157,8 +157,8 @@ def _placed(
 
 
 def _lowest(size: int, span: Span, done: Sequence[tuple[int, int, Span]]) -> int:
-    """The lowest offset, a multiple of ``ALIGNMENT``, at which no buffer in ``done``, which is sorted, uses so
-    many bytes in that time."""
+    """The lowest offset, a multiple of ``ALIGNMENT``, at which no buffer in ``done``, sorted, uses so many
+    bytes in that time."""
     start, stop = span
     at = 0
     for begin, end, (first, last) in done:

@@ -67,7 +67,7 @@ def _not_worth(about: Problem, device: int, timed: bool) -> str | None:
         return _TOO_SMALL
     if not timed:
         return None
-    # forward and backward together take 0.92 to 1.07 of cuDNN's time (benchmarks/results/h100/hopper_flash.log)
+    # both directions take 0.92 to 1.07 of cuDNN's time (benchmarks/results/h100/hopper_flash.log)
     if size < _LARGE and flash.on_hopper(about, device):
         return _AS_FAST
     return None if _worth.make((about, device), _take) else _NO_GRAPH
