@@ -201,9 +201,9 @@ class BoundOp(Interface):
         ``_lenders``."""
         lives = self._lives[True]
         assert lives is not None
+        spans, filled, _, done, _ = lives()
 
         def regions() -> list[Region]:
-            _, filled, _, done, _ = lives()
             taken = [
                 (offset, nbytes_of(Meta(shape, dtype)), (-math.inf, done.get(name, math.inf)))
                 for name, _, offset, shape, dtype in self.saved.parts
@@ -214,7 +214,7 @@ class BoundOp(Interface):
                 own.append(Region(size, [(0, size, (filled.get(name, -math.inf), math.inf))]))
             return own
 
-        return Layout(self.plan.backward_scratch, spans=self._spans(True), regions=regions)
+        return Layout(self.plan.backward_scratch, spans=lambda: spans, regions=regions)
 
     @cached_property
     def _lenders(self) -> list[str]:

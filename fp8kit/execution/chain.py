@@ -19,7 +19,7 @@ from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.execution import lifetimes
 from fp8kit.execution.lifetimes import Lives
 from fp8kit.execution.memory import Span
-from fp8kit.execution.refusals import signature_of
+from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views, WorkingSet
 
@@ -37,16 +37,16 @@ class ChainSpec:
 
 
 class _Step(NamedTuple):
-    """One operation of a chain. Four mappings go from the operation's own names to the chain's: ``inputs``,
-    ``outputs``, ``cotangents`` (an output -> the name of its gradient, which backward reads) and
-    ``gradients`` (an input -> the name of its gradient, which backward fills)."""
+    """One operation of a chain, with its ``plan`` where there is one. Four mappings go from the operation's
+    own names to the chain's: ``inputs``, ``outputs``, ``cotangents`` (an output -> the name of its gradient,
+    which backward reads) and ``gradients`` (an input -> the name of its gradient, which backward fills)."""
 
     number: int
     operation: Operation
-    spec: Any
     metas: dict[str, Meta | None]
     needs: frozenset[str]
     signature: Signature
+    plan: Plan | None
     inputs: dict[str, str]
     outputs: dict[str, str]
     cotangents: dict[str, str]
@@ -89,9 +89,10 @@ class Chain(Operation):
         return name.partition(".")[2]
 
     def _steps(
-        self, spec: ChainSpec, metas: Metas, needs: frozenset[str]
+        self, spec: ChainSpec, metas: Metas, needs: frozenset[str], kernels: Any = None
     ) -> tuple[list[_Step], dict[str, Meta]]:
-        """The steps, and the arrays that pass between them by name, without the chain's result."""
+        """The steps, and the arrays that pass between them by name, without the chain's result. With
+        ``kernels`` they have plans."""
         known: dict[str, Any] = dict(metas)
         values: dict[tuple[int, str], str] = {}
         wanted, steps = set(needs), []
@@ -101,8 +102,13 @@ class Chain(Operation):
             inputs |= {argument: values[at, output] for argument, at, output in sources}
             own_metas = {argument: known[value] for argument, value in inputs.items()}
             own_needs = frozenset(argument for argument, value in inputs.items() if value in wanted)
+            plan = None
             with user_names(operation, own_metas):
-                signature = signature_of(operation, own, own_metas, own_needs)
+                if kernels is None:
+                    signature = signature_of(operation, own, own_metas, own_needs)
+                else:
+                    plan = plan_of(operation, own, own_metas, own_needs, kernels)
+                    signature = plan.signature
             outputs = {
                 output: f"{start}{output}" if meta.zero else f"{i}:{output}"
                 for output, meta in signature.outputs.items()
@@ -114,7 +120,7 @@ class Chain(Operation):
             known |= {outputs[output]: meta for output, meta in signature.outputs.items()}
             if own_needs:
                 wanted.update(outputs.values())
-            steps.append(_Step(i, operation, own, own_metas, own_needs, signature, inputs, outputs, {}, {}))
+            steps.append(_Step(i, operation, own_metas, own_needs, signature, plan, inputs, outputs, {}, {}))
         between = {value: meta for value, meta in known.items() if ":" in value}
         steps[-1].cotangents[next(iter(steps[-1].outputs))] = "y"
         for step in reversed(steps):
@@ -171,7 +177,7 @@ class Chain(Operation):
         return Signature(outputs, saved, tuple(kept), grads, backward_inputs=backward_inputs)
 
     def plan(self, spec: ChainSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        steps, between = self._steps(spec, metas, needs)
+        steps, between = self._steps(spec, metas, needs, kernels)
         signature = self._signature(steps, between)
         ready = []
         forward = {value: meta for value, meta in between.items() if value not in signature.saved}
@@ -182,7 +188,8 @@ class Chain(Operation):
             if ":" in step.gradient(name)
         }
         for step in steps:
-            plan = step.operation.plan(step.spec, step.metas, step.needs, kernels)
+            plan = step.plan
+            assert plan is not None
             names = {name: f"{step.number}/{name}" for name in plan.scratch}
             forward |= {names[name]: meta for name, meta in plan.scratch.items()}
             back = {name: f"{step.number}/{name}" for name in plan.backward_scratch if step.needs}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,8 +140,8 @@ def _placed(
     lives: Sequence[tuple[int, Span]], order: Sequence[int], regions: Sequence[tuple[int, Region]]
 ) -> tuple[list[Place], int]:
     places, top = [(0, 0)] * len(lives), 0
-    # begin, end, time: in the block, and in each region
-    done = {i: [(at, at + size, span) for at, size, span in region.taken] for i, region in regions}
+    # begin, end, time, sorted: in the block, and in each region
+    done = {i: sorted((at, at + size, span) for at, size, span in region.taken) for i, region in regions}
     done[0] = []
     for i in order:
         size, span = lives[i]
@@ -149,21 +150,23 @@ def _placed(
             if region is None or at + size <= region.nbytes:
                 break
         places[i] = where, at
-        done[where].append((at, at + size, span))
+        bisect.insort(done[where], (at, at + size, span))
         if where == 0:
             top = max(top, at + size)
     return places, top
 
 
 def _lowest(size: int, span: Span, done: Sequence[tuple[int, int, Span]]) -> int:
-    """The lowest offset, a multiple of ``ALIGNMENT``, at which no buffer in ``done`` uses so many bytes in
-    that time."""
+    """The lowest offset, a multiple of ``ALIGNMENT``, at which no buffer in ``done``, sorted, uses so many
+    bytes in that time."""
     start, stop = span
     at = 0
-    for begin, end, _ in sorted(one for one in done if one[2][0] < stop and start < one[2][1]):
-        if at + size <= begin:
-            break
-        at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+    for begin, end, (first, last) in done:
+        if first < stop and start < last:
+            if at + size <= begin:
+                break
+            if at < end:
+                at = -(-end // ALIGNMENT) * ALIGNMENT
     return at
 
 

@@ -18,6 +18,7 @@ from fp8kit.backends.cuda import (
     cudnn_plans,
     cudnn_sdpa,
     flash,
+    launch,
     packed_attention,
     paged_attention,
     unfused,
@@ -363,6 +364,7 @@ def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest
         return None
 
     monkeypatch.setattr(cudnn_sdpa, "why_not", build)
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
     attention.forget()
     try:
         middle = [_square(rows) for rows in range(1024, 1024 + 8 * 40, 8)]
@@ -384,6 +386,7 @@ def test_cudnn_builds_graphs_for_few_problems_of_middle_size(monkeypatch: pytest
 
 def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with a few lengths has cuDNN's kernels for all of them."""
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
     monkeypatch.setattr(cudnn_plans, "launches", launches := collections.Counter())
     attention.forget()
@@ -393,6 +396,27 @@ def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPa
             paths.append(attention._path(_square(rows), False, False, 0, False, True))
             launches[0] += attention._PROOF if rows > 1024 else 2
         assert paths == [cudnn_sdpa] * attention._GRAPHS[False][1] + [flash] * 4
+    finally:
+        attention.forget()
+
+
+def test_hopper_builds_no_graph_for_problems_of_middle_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels for Hopper take is cuDNN's only where it is large, or where choices are not timed."""
+    monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    attention.forget()
+    try:
+        choose = functools.partial(attention._path, backward=True, deterministic=False, device=0, dbias=False)
+        middle = _square(1024)
+        assert choose(middle, timed=True) is flash
+        assert attention._foreseen(middle, True, False, 0) == attention._AS_FAST
+        assert not attention._taken
+        assert choose(middle, timed=False) is cudnn_sdpa
+        assert choose(_square(8192), timed=True) is cudnn_sdpa
+        # not by those kernels: heads of other sizes, dropout, padding
+        for change in ({"dim": 96, "dim_v": 96}, {"dropout": 0.1}):
+            assert choose(middle._replace(**change), timed=True) is cudnn_sdpa
+        assert attention._foreseen(middle._replace(padded=True), True, False, 0) == attention._NO_GRAPH
     finally:
         attention.forget()
 

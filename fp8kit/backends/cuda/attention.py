@@ -7,11 +7,12 @@ attention with dropout is never cuDNN's: its two directions may be parts of othe
 belong to an element are then the same.
 
 cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
-problems are never its. Others are where they are among the first of a process; later ones only once the
-graphs before have run often, and while there is space for theirs: no graph is ever built twice. Large ones,
-for which its kernels are faster than ours (twice as fast as those for any chip), may be more. So a length
-that was not seen before costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``,
-where what a process did before must change nothing, all but small problems are cuDNN's.
+problems are never its, nor are those of middle size that our kernels for Hopper take, which need no longer.
+Others are where they are among the first of a process; later ones only once the graphs before have run often,
+and while there is space for theirs: no graph is ever built twice. Large ones, for which its kernels are
+faster than ours (twice as fast as those for any chip), may be more. So a length that was not seen before
+costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did
+before must change nothing, all but small problems are cuDNN's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DIRECTIONS = ("forward", "backward", "deterministic backward")
 _MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic), of each
 _NO_DEVICE = "no usable CUDA device"
 _TOO_SMALL = "too small to be worth a graph"
+_AS_FAST = "our kernels for Hopper take no longer, and need no graph"
 _NO_GRAPH = "the graphs of other problems came first, and do not run often enough for one more"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
@@ -58,10 +60,17 @@ def _multiply_adds(about: Problem) -> float:
     return seen * scores * (about.dim + about.dim_v)
 
 
-def _worth_it(about: Problem, device: int, timed: bool) -> bool:
-    if _multiply_adds(about) < _SMALL:
-        return False
-    return not timed or _worth.make((about, device), _take)
+def _not_worth(about: Problem, device: int, timed: bool) -> str | None:
+    """Why no graph is built for a problem that ``flash`` takes; None where one is."""
+    size = _multiply_adds(about)
+    if size < _SMALL:
+        return _TOO_SMALL
+    if not timed:
+        return None
+    # both directions take 0.92 to 1.07 of cuDNN's time (benchmarks/results/h100/hopper_flash.log)
+    if size < _LARGE and flash.on_hopper(about, device):
+        return _AS_FAST
+    return None if _worth.make((about, device), _take) else _NO_GRAPH
 
 
 def _gives(about: Problem, device: int) -> bool:
@@ -108,9 +117,9 @@ def _why_not_cudnn(
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
     for build in (False, True):  # what is known beforehand first
         if build and device is not None and flash.why_not(about) is None:
-            worth = _worth_it(about, device, timed)
-            if not worth:
-                return _TOO_SMALL if _multiply_adds(about) < _SMALL else _NO_GRAPH
+            reason = _not_worth(about, device, timed)
+            if reason is not None:
+                return reason
         for direction in directions:
             reason = cudnn_sdpa.why_not(about, *direction, device if build else None)
             if reason is not None:
@@ -125,8 +134,9 @@ def _why_not_cudnn(
 
 def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """What ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
-    small = _multiply_adds(about) < _SMALL
-    if device is None or small or _worth.get((about, device)) is not None:
+    size = _multiply_adds(about)
+    decided = size < _SMALL or (device is not None and size < _LARGE and flash.on_hopper(about, device))
+    if device is None or decided or _worth.get((about, device)) is not None:
         return _why_not_cudnn(about, backward, deterministic, device, True)
     if _gives(about, device):
         return _why_not_cudnn(about, backward, deterministic, device, False)

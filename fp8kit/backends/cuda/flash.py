@@ -95,6 +95,11 @@ def _shape(problem: Problem, paged: bool = False) -> Shape:
     return shape(problem.dim, problem.dim_v, problem.dtype, kind, paged)
 
 
+def on_hopper(problem: Problem, device: int) -> bool:
+    """Whether those for Hopper take a problem on a device."""
+    return hopper_flash.why_not(problem, _shape(problem).defines, device) is None
+
+
 def kernels(problem: Problem, device: int) -> str:
     """Which kernels take a problem on a device, in words."""
     why = hopper_flash.why_not(problem, _shape(problem).defines, device)
