@@ -18,6 +18,7 @@ from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm
 from fp8kit_torch.converted_attention import hand_back, take_over
+from fp8kit_torch.converted_mlp import fuse, separate
 from fp8kit_torch.convertible import replacement
 
 Filter = Callable[[nn.Module, str], bool]
@@ -38,6 +39,7 @@ def convert(
     *,
     linear_classes: Sequence[type[nn.Linear]] = (),
     attention: bool = True,
+    gated_mlp: bool = True,
 ) -> nn.Module:
     """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every
     LayerNorm over one dimension, with or without bias, every RMSNorm, with * weight or * (1 + weight), and
@@ -50,6 +52,9 @@ def convert(
     * ``attention``: whether transformers' models attend by fp8kit's operation where no mask array is needed
       ("A model of transformers" in docs/clients.md), in high precision under every recipe. False leaves it
       as it is.
+    * ``gated_mlp``: whether an MLP ``down_proj(act(gate_proj(x)) * up_proj(x))`` whose layers are replaced
+      runs as one operation under delayed scaling ("Convert a plain model" in docs/torch.md). False: layer by
+      layer.
 
     Parameters stay the same objects, and a new module is an instance of the class that it stands for. Outside
     of ``autocast`` the model computes what it did, up to the last bits. Convert before ``torch.compile``,
@@ -80,6 +85,7 @@ def convert(
     if not all(isinstance(kind, type) and issubclass(kind, nn.Linear) for kind in linears):
         raise ArgumentError("convert", "linear_classes", linear_classes, "subclasses of nn.Linear")
     flag("convert", "attention", attention)
+    flag("convert", "gated_mlp", gated_mlp)
     if not isinstance(replacement(model, linears), str) and (filter_fn is None or filter_fn(model, "")):
         wanted = "a model that contains layers: no layer can replace itself"
         raise ArgumentError("convert", "model", type(model).__name__, wanted)
@@ -106,6 +112,8 @@ def convert(
                 setattr(layer, name, without)
     if attention:
         take_over(model, Converted)
+    if gated_mlp:
+        fuse(model)
     if not swapped and not any(isinstance(child, Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(
@@ -128,6 +136,7 @@ def revert(model: nn.Module) -> nn.Module:
             if isinstance(layer, kind) and _ALLOWED in vars(layer):
                 setattr(layer, name, vars(layer).pop(_ALLOWED))
     hand_back(model)
+    separate(model)
     return model
 
 

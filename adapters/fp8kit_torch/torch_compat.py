@@ -123,6 +123,10 @@ def _any_autocast() -> bool:
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _any_autocast)
 
 
+# Whether somebody has registered a hook on the calls of all modules.
+any_global_hook: Callable[[], bool] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
+
+
 def default_device_is_set() -> bool:
     """Whether somebody has said where torch makes tensors (``with torch.device``, ``set_default_device``):
     ``torch.get_default_device`` says "cpu" either way."""

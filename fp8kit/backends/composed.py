@@ -74,7 +74,7 @@ def composed(k: SimpleNamespace, place: Place, module: str) -> tuple[Callable[..
         dy, space = place(shape, x.dtype, workspace, a.device)
         how = a_format, b_format, a_scale_inv, b_scale_inv, None, None, fast_accumulate
         k.fp8_gemm(a, b, dy, *how, space, stream)
-        k.act_bwd(dy, x, bias, dx, dbias, amax, cast, activation, params, space, stream)
+        k.act_bwd(dy, x, bias, dx, dbias, amax, cast, None, activation, params, space, stream)
 
     def fp8_gemm_cast(
         a: ArrayView,

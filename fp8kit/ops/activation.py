@@ -107,7 +107,7 @@ def activate_bwd(
     ``gradient_workspace``."""
     k, stream, (dy, x, bias), (dx, dbias) = ws.kernels, ws.stream, given, out
     if not ALL[activation].learned:
-        k.act_bwd(dy, x, bias, dx, dbias, amax, cast, activation, params, space, stream)
+        k.act_bwd(dy, x, bias, dx, dbias, amax, cast, None, activation, params, space, stream)
         return
     assert dx is not None and cast is None
     numbers = ws.inputs["alpha_p"], ws.inputs["alpha_n"]

@@ -175,6 +175,10 @@ class QuantizedProduct(Product):
     def weight_outputs(self) -> dict[str, Meta]:
         return self._metas("w_q", "w_qt")
 
+    def input_metas(self) -> dict[str, Meta]:
+        """The input in FP8, in both orientations: what ``input_cached`` operations take."""
+        return self._metas("x_q", "x_qt")
+
     def saved(self) -> dict[str, Meta]:
         return self._metas(*(operand for operand in self._backward() if operand not in self.cached))
 
@@ -297,6 +301,10 @@ class QuantizedProduct(Product):
         del a, b
         free(ws.scratch, *self.own_names["g_q"])
         free(ws.saved, *self.own_names["w_qt"])
+
+    def added(self, ws: WorkingSet, g: Operand, w: Operand, dx: Any, how: Any) -> None:
+        """What ``dgrad`` is to multiply ``by`` where its product is added to what dx holds."""
+        self.multipliers["dgrad"](ws, g, w, dx, how, None, dx)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         if "wgrad" in self.plain:

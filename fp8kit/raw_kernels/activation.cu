@@ -58,6 +58,11 @@ static __device__ constexpr int bwd_blocks() {
 constexpr int BWD_BLOCKS = bwd_blocks();
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
+// The casts of both halves of a gradient's columns; first is that of all where there are no halves.
+struct Halves {
+  Cast first, last;
+};
+
 // Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
 struct Place {
   i64 tile_row, tile_column, row, column;
@@ -76,13 +81,11 @@ DEVICE Place place(i64 row_tile, i64 column_tile) {
 // 132 keeps the 16-byte alignment of reads and spreads the writes of a warp over 16 banks.
 constexpr int TILE_WORDS = 16 * 132;
 
-// The tile's codes into q and q_t, `shift` columns to the right; columns of the output from `end` on belong
-// to others. All threads call.
-DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, i64 shift, i64 q_end,
-                       i64 t_end, u32* tile) {
-  const bool wide_q = rows_aligned<8>(cast.q + shift, cast.q_stride);
+// The tile's codes into q and q_t. All threads call.
+DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, u32* tile) {
+  const bool wide_q = rows_aligned<8>(cast.q, cast.q_stride);
   if (cast.q != nullptr)
-    write_q<WHOLE>(cast.q, cast.q_stride, codes, at.row, shift + at.column, cast.q_rows, q_end, wide_q);
+    write_q<WHOLE>(cast.q, cast.q_stride, codes, at.row, at.column, cast.q_rows, cast.q_columns, wide_q);
   if (cast.q_t == nullptr) return;
   u32 columns[8];
   transpose_codes(codes, columns);
@@ -97,8 +100,8 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 #pragma unroll
   for (int turn = 0; turn < TILE_COLUMNS * 4 / THREADS; ++turn) {
     const int column = threadIdx.x / 4 + turn * (THREADS / 4);
-    const i64 to_row = shift + at.tile_column + column;
-    if (!WHOLE && to_row >= t_end) break;
+    const i64 to_row = at.tile_column + column;
+    if (!WHOLE && to_row >= cast.t_rows) break;
     u32 words[4];
     load_codes<16>(reinterpret_cast<const u8*>(tile + column / 8 * 132 + column % 8 * 16 + rows / 4), words);
     write_codes<16>(cast.q_t + to_row * cast.t_stride + to_column, left, wide, words);
@@ -204,7 +207,7 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
       peak.add(out);
       if (cast.wanted()) encode8(cast, out, scale, codes[k]);
     }
-    if (cast.wanted()) write_tile(cast, codes, at, 0, cast.q_columns, cast.t_rows, tile);
+    if (cast.wanted()) write_tile(cast, codes, at, tile);
   }
   block_amax(cast.amax, peak.amax(), shared);
 }
@@ -213,13 +216,13 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 // each block's rows, or null.
 extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
 act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles,
-        i64 tiles, f64 limit, f64 alpha, f64 offset, Cast given) {
+        i64 tiles, f64 limit, f64 alpha, f64 offset, Halves given) {
   start_early();
   constexpr bool SURE = WHOLE && PARTS == 1;  // a gated one's registers do not allow it
   const Params params{(float)limit, (float)alpha, (float)offset};
-  const Cast cast = known(given);
+  const Cast casts[2] = {known(given.first), PARTS == 2 ? known(given.last) : given.last};
   alignas(16) __shared__ u32 tile[TILE_WORDS];
-  __shared__ float shared[32];
+  __shared__ float shared[PARTS][32];
   __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
   const u32 block = block_from_the_end();
   const i32 column_tile = block % (u32)column_tiles, row_block = block / (u32)column_tiles;
@@ -230,7 +233,9 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
   const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)),
              wide_dy = SURE || rows_aligned<16>(dy, F);
   const bool wide_dx = rows_aligned<16>(dx, width) && rows_aligned<16>(dx, F);
-  const float scale = cast_scale(cast);
+  float scales[PARTS];
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) scales[p] = cast_scale(casts[p]);
   const int valid = SURE ? 8 : columns_left(place(0, column_tile).column, F);
   float shifts[PARTS][8], sums[PARTS][8];
 #pragma unroll
@@ -240,7 +245,7 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[p][j] = 0.0f;
   }
-  Peak<T> peak;
+  Peak<T> peaks[PARTS];
 
   const u32 pitch = (u32)(F / 8);  // in eights, of which whole tiles have less than 2**32
   u32 next = (u32)place(first_tile, column_tile).row * pitch + (u32)place(first_tile, column_tile).column / 8;
@@ -295,21 +300,18 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
         const Eight<T> out = there ? rounded8<T>(d[p]) : Eight<T>{};
         if (!SURE && dx != nullptr && there)
           write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
-        peak.add(out);
+        peaks[p].add(out);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sums[p][j] += value(out, j);
-        if (cast.wanted()) encode8(cast, out, scale, codes[p][k]);
+        if (casts[p].wanted()) encode8(casts[p], out, scales[p], codes[p][k]);
       }
     }
-    if (cast.wanted()) {
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p) {  // the first half ends where the second begins
-        const bool last = p == PARTS - 1;
-        write_tile(cast, codes[p], at, p * F, last ? cast.q_columns : F, last ? cast.t_rows : F, tile);
-      }
-    }
+    for (int p = 0; p < PARTS; ++p)
+      if (casts[p].wanted()) write_tile(casts[p], codes[p], at, tile);
   }
-  block_amax(cast.amax, peak.amax(), shared);
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) block_amax(casts[p].amax, peaks[p].amax(), shared[p]);
   if (partial == nullptr || (i64)first_tile * TILE_ROWS >= M) return;
 
 #pragma unroll

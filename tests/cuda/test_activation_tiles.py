@@ -3,6 +3,7 @@ An amax alone, for which most values are not worked out, is that of the values."
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.activation import rows_in_dy
+from fp8kit.backends.cuda import activation as cuda_activation
 from fp8kit.backends.cuda.activation import _spans, _tiles, tiles_of
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError
@@ -94,3 +96,78 @@ def test_an_amax_alone_is_that_of_the_values(dtype: DType, activation: str, spec
         kernels.act_fwd(x, bias, where, amax, None, activation, (), 0)
     assert_same_bits("amax", get(amaxes[1]), get(amaxes[0]))
     assert get(amaxes[1])[0] == np.nanmax(np.abs(get(y).astype(np.float32)))
+
+
+CASTS = struct.Struct("=5Q7qQdq")  # raw_kernels/rows.cuh, struct Cast
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, activation: str, shape: tuple[int, int], *casts: Any) -> Any:
+    """What ``act_bwd`` on a dy of ``shape`` launches: the kernel's TILES, its grid, M and F, and both casts'
+    fields."""
+    found: list[Any] = []
+    monkeypatch.setattr(cuda_activation, "kernel", lambda source, name, like, **defines: defines["TILES"])
+    monkeypatch.setattr(cuda_activation.launch, "launch", lambda *arguments: found.append(arguments))
+    rows, columns = shape
+    parts = 2 if activation == "swiglu" else 1
+    dy = ArrayView(1 << 30, shape, bfloat16, Device("cuda", 0))
+    x = ArrayView(1 << 40, (rows, parts * columns), bfloat16, Device("cuda", 0))
+    amax, cast, second = casts
+    cuda_activation.act_bwd(dy, x, None, None, None, amax, cast, second, activation, (), None, 0)
+    ((form, grid, _, arguments, _),) = found
+    *numbers, packed = arguments
+    assert len(packed.pointers) == 6 * parts
+    return form, grid, numbers[5:7], [CASTS.unpack(packed[i : i + CASTS.size]) for i in (0, CASTS.size)]
+
+
+def _cast(rows: int, columns: int, at: int, scale: int) -> Cast:
+    q, q_t = (
+        ArrayView(at, (rows, columns), uint8, CPU),
+        ArrayView(at + (1 << 25), (columns, rows), uint8, CPU),
+    )
+    return Cast(E5M2, q, q_t, _number(scale), _number(scale + 8), _number(scale + 16))
+
+
+def _number(at: int) -> ArrayView:
+    return ArrayView(at, (1,), float32, CPU)
+
+
+@pytest.mark.parametrize("pad", [0, 16])
+def test_a_cast_of_both_halves_is_two(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one scale, the second one with what is padding."""
+    rows, columns, q, q_t = 256, 512, 1 << 27, (1 << 27) + (1 << 25)
+    cast = _cast(rows + pad, 2 * columns + pad, q, 64)
+    form, grid, sizes, (first, last) = _launched(monkeypatch, "swiglu", (rows, columns), None, cast, None)
+    assert sizes == [rows, columns]
+    assert form == ("mixed" if pad else "e5m2")
+    assert grid == (5 * 5 if pad else 4 * 4)
+    width, tall = 2 * columns + pad, rows + pad
+    assert first[:5] == (q, q_t, 64, 72, 80)
+    assert first[5:11] == (tall, columns, width, columns, tall, tall)
+    assert last[:5] == (q + columns, q_t + columns * tall, 64, 72, 80)
+    assert last[5:11] == (tall, columns + pad, width, columns + pad, tall, tall)
+
+
+def test_halves_with_casts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, places = (256, 512), [(1 << 27, 64), (1 << 28, 160)]
+    own = [_cast(*shape, *place) for place in places]
+    form, _, _, packed = _launched(monkeypatch, "swiglu", shape, None, *own)
+    assert form == "e5m2"
+    for fields, (q, scale) in zip(packed, places, strict=True):
+        assert fields[:5] == (q, q + (1 << 25), scale, scale + 8, scale + 16)
+        assert fields[5:11] == (256, 512, 512, 512, 256, 256)
+    own[1] = _cast(256, 512, (1 << 28) + 4, 160)  # codes that lie badly
+    assert _launched(monkeypatch, "swiglu", shape, None, *own)[0] == "mixed"
+    padded = [_cast(32, 48, *place) for place in places]
+    form, grid, sizes, packed = _launched(monkeypatch, "swiglu", (17, 33), None, *padded)
+    assert (form, grid, sizes) == ("mixed", 1, [17, 33])
+    assert [fields[5:11] for fields in packed] == [(32, 48, 48, 48, 32, 32)] * 2
+
+
+def test_without_halves_and_without_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (256, 512)
+    _, _, _, (first, last) = _launched(monkeypatch, "gelu", shape, None, _cast(*shape, 1 << 27, 64), None)
+    assert first[0] == 1 << 27
+    assert not any(last)
+    form, _, _, packed = _launched(monkeypatch, "swiglu", shape, _number(80), None, None)
+    assert form == "none"
+    assert [fields[:5] for fields in packed] == [(0, 0, 0, 0, 80)] * 2

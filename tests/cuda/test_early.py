@@ -113,6 +113,7 @@ CALLS: dict[str, Call] = {
         r.blank(COLUMNS, dtype=bfloat16),
         None,
         r.cast(),
+        None,
         "gelu",
         (),
         r.space(k.act_bwd_workspace(ROWS, COLUMNS)),

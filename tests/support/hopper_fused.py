@@ -147,7 +147,7 @@ def finished(epilogue: str, act: str, product: Array, x: Array | None, bias: Arr
         return y
     assert x is not None
     dx = np.empty_like(x)
-    called("act_bwd", product, x, bias, results=(dx,), rest=(None, None, None, act, (), None, 0))
+    called("act_bwd", product, x, bias, results=(dx,), rest=(None, None, None, None, act, (), None, 0))
     return dx
 
 

@@ -115,6 +115,7 @@ def act_bwd(
     dbias: ArrayView | None,
     amax: ArrayView | None,
     cast: Cast | None,
+    second: Cast | None,
     activation: str,
     params: tuple[float, ...],
     workspace: ArrayView | None,
@@ -124,16 +125,23 @@ def act_bwd(
     row, numbers = known(activation, params), params or _NO_PARAMS
     rows, width = x.shape
     columns = width // row.parts
-    down, right = covered(cast, rows, width)
+    if second is None:
+        down, right = covered(cast, rows, width)
+        walked, padded = max(columns, right - (width - columns)), (down, right) != (rows, width)
+        form = tiles_of(activation, (x, dy), rows, columns, dx, cast, padded)
+    else:
+        down, walked = covered(second, *covered(cast, rows, columns))
+        padded = (down, walked) != (rows, columns)
+        forms = {tiles_of(activation, (x, dy), rows, columns, dx, own, padded) for own in (cast, second)}
+        form = forms.pop() if len(forms) == 1 else _MIXED
     if dbias is not None and workspace is None:
         raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
     partial = 0 if dbias is None else address(workspace)
-    form = tiles_of(activation, (x, dy), rows, columns, dx, cast, (down, right) != (rows, width))
     function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
-    walked = max(columns, right - (width - columns))
     for start, stop, part in _spans(dy, rows, cast):
         most = down if stop == rows else stop
         grid, across, tiles = _grid(rows, columns, (most - start, walked), cast)
+        first, last = (part, second) if second is not None else _halves(part, columns, row.parts)
         arguments = (
             dy.ptr + start * columns * dy.dtype.itemsize,
             x.ptr + start * width * x.dtype.itemsize,
@@ -145,11 +153,23 @@ def act_bwd(
             across,
             tiles,
             *numbers,
-            cast_bytes(part, amax),
+            cast_bytes(first, amax) + cast_bytes(last, amax),
         )
         launch.launch(function, grid, _THREADS, arguments, stream)
     if dbias is not None:
         sum_partials(partial, _row_blocks(rows, columns), dbias, None, stream)
+
+
+def _halves(cast: Cast | None, columns: int, parts: int) -> tuple[Cast | None, Cast | None]:
+    """A cast of both halves of a gated activation's gradient as one of each, the first of ``columns``."""
+    if cast is None or parts == 1:
+        return cast, None
+    made = []
+    for start, stop in ((0, columns), (columns, None)):
+        q = None if cast.q is None else cast.q.slice(1, start, (stop or cast.q.shape[1]) - start)
+        q_t = None if cast.q_t is None else cast.q_t.slice(0, start, (stop or cast.q_t.shape[0]) - start)
+        made.append(Cast(cast.format, q, q_t, cast.scale, cast.scale_inv, cast.amax, cast.rule))
+    return made[0], made[1]
 
 
 def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, Cast | None]]:

@@ -30,7 +30,7 @@ class Activations(Protocol):
         the amax is wanted."""
 
     @kernel(
-        writes="dx dbias cast",
+        writes="dx dbias cast second",
         updates="amax",
         casts="dx",
         sums={"dbias": "dx"},
@@ -45,15 +45,18 @@ class Activations(Protocol):
         dbias: ArrayView | None,
         amax: ArrayView | None,
         cast: Cast | None,
+        second: Cast | None,
         activation: str,
         params: tuple[float, ...],
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
         """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax
-        as y there; dx of an activation that is not gated may be the same memory as dy.
+        as y there; dx of an activation that is not gated may be the same memory as dy. second: of a gated
+        activation, beside a cast and without amax: cast is then of dx's first half of columns, and second of
+        the second half, by a scale of its own.
 
-        Without dx and without padding, cast.q may begin in dy's memory, which is lost then: its first
+        Without dx, second and padding, cast.q may begin in dy's memory, which is lost then: its first
         ``backends.activation.rows_in_dy`` rows are dy's last bytes, the others lie behind dy."""
 
     @workspace_of("act_bwd")

@@ -19,6 +19,7 @@ from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, column_sum, f32, quiet, store
 from fp8kit.backends.reference.exponential import exp32
+from fp8kit.backends.reference.quantize import quantize_transpose
 from fp8kit.backends.reference.threads import njit, prange
 
 _ZERO, _ONE, _THREE = np.float32(0), np.float32(1), np.float32(3)
@@ -93,6 +94,7 @@ def act_bwd(
     dbias: ArrayView | None,
     amax: ArrayView | None,
     cast: Cast | None,
+    second: Cast | None,
     activation: str,
     params: tuple[float, ...],
     workspace: ArrayView | None,
@@ -105,7 +107,10 @@ def act_bwd(
         _backward(f32(dy), f32(x), _shift(bias, x.shape[1]), sink.values, *curve)
     else:
         _ramp_backward(f32(dy), f32(x) + _shift(bias, x.shape[1]), sink.values, _SQUARED[activation])
-    sink.finish(amax, cast)
+    sink.finish(amax, None if second is not None else cast)
+    if cast is not None and second is not None:
+        for start, own in ((0, cast), (dy.shape[1], second)):
+            quantize_transpose(sink.view.slice(1, start, dy.shape[1]), own, None, None, 0)
     if dbias is not None:
         store(dbias, column_sum(f32(sink.view)))
 

@@ -128,9 +128,17 @@ def act_fwd_oracle(a: Any) -> Results:
 
 
 def act_bwd(
-    s: Sampler, m: int, n: int, kind: str = "gelu", biased: bool = False, in_dy: bool = False, **result: Any
+    s: Sampler,
+    m: int,
+    n: int,
+    kind: str = "gelu",
+    biased: bool = False,
+    in_dy: bool = False,
+    split: bool = False,
+    **result: Any,
 ) -> Arguments:
-    """As ``act_fwd``; dbias where there is a bias. ``in_dy``: the codes begin in dy's memory."""
+    """As ``act_fwd``; dbias where there is a bias. ``in_dy``: the codes begin in dy's memory. ``split``: the
+    halves of dx's columns are cast each by itself, as the options ``cast`` say but for the second scale."""
     forward = act_fwd(s, m, n, kind, biased, y=False)
     columns = forward["x"].shape[1]
     dy = _with_room(s, (m, n), columns) if in_dy else s.normal(m, n)
@@ -140,6 +148,9 @@ def act_bwd(
         "dbias": s.output(columns) if biased else None,
         **s.result("dx", m, columns, **result),
     }
+    if split:
+        made["cast"] = s.cast(m, n, **result["cast"])
+        made["second"] = s.cast(m, n, **{**result["cast"], "scale": 5.3, "amax": 0.002})
     if in_dy and made["cast"] is not None:
         first = rows_in_dy(m, dy.nbytes // m, columns)
         at = dy.ptr + dy.nbytes - first * columns
@@ -234,6 +245,14 @@ _IN_DY = product(
     cast={"fmt": E5M2, "pad": (0, 0)},
     **_BIASED,
 )
+_SPLIT = product(
+    "{kind}-halves-{m}x{n}",
+    {"kind": [kind for kind in _KINDS if ACTIVATIONS[kind].gated], "m n": ((17, 33), (128, 256))},
+    split=True,
+    dx=False,
+    cast={"fmt": E5M2},
+    **_BIASED,
+)
 _NAN = product("{kind}-nan", {"kind": _KINDS}, m=4, n=40, nan=True)
 
 TESTS = (
@@ -241,6 +260,10 @@ TESTS = (
         "act_fwd", act_fwd, act_fwd_oracle, {**typed(_FWD), **_NAN}, {**_BIASED, "y": False, "cast": {}}
     ),
     KernelTest(
-        "act_bwd", act_bwd, act_bwd_oracle, typed({**_BWD, **_IN_DY}), {**_BIASED, "dx": False, "cast": {}}
+        "act_bwd",
+        act_bwd,
+        act_bwd_oracle,
+        typed({**_BWD, **_IN_DY, **_SPLIT}),
+        {**_BIASED, "dx": False, "cast": {}},
     ),
 )

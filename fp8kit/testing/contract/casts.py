@@ -40,18 +40,23 @@ def scaled(x: Array, scale: Any) -> Array:
 
 
 def cast_results(a: Any, values: Any) -> dict[str, Array]:
-    """Every array of ``a.cast``, and ``a.amax``, after ``values`` were cast."""
+    """Every array of ``a.cast``, and ``a.amax``, after ``values`` were cast; where there is an ``a.second``,
+    half of their columns to each."""
     found: dict[str, Array] = {}
-    cast = a.cast
-    if cast is not None:
+    second = getattr(a, "second", None)
+    half = values.shape[1] // 2 if second is not None else None
+    for name, cast in (("cast", a.cast), ("second", second)):
+        if cast is None:
+            continue
+        part = values[:, half:] if name == "second" else values[:, :half]
         rule, fmt = cast.rule, cast.format
         scale = cast.scale if rule is None else scale_of(cast.amax, fmt.max, rule.power_2, rule.epsilon)
         codes = np.zeros(cast.q_t.shape[::-1] if cast.q is None else cast.q.shape, np.uint8)
-        codes[: values.shape[0], : values.shape[1]] = codec.encode(scaled(values, scale), fmt)
-        found |= {"cast.q": codes, "cast.q_t": np.ascontiguousarray(codes.T)}
-        found["cast.scale_inv"] = np.float32(1) / scale
+        codes[: part.shape[0], : part.shape[1]] = codec.encode(scaled(part, scale), fmt)
+        found |= {f"{name}.q": codes, f"{name}.q_t": np.ascontiguousarray(codes.T)}
+        found[f"{name}.scale_inv"] = np.float32(1) / scale
         known = cast.amax is None or rule is not None
-        found["cast.amax"] = cast.amax if known else np.maximum(cast.amax, largest(values))
+        found[f"{name}.amax"] = cast.amax if known else np.maximum(cast.amax, largest(part))
     if getattr(a, "amax", None) is not None:
         found["amax"] = np.maximum(a.amax, largest(values))
     return found

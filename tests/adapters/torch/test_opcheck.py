@@ -27,6 +27,7 @@ from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
 from fp8kit.ops.expert_linear import ExpertLinearSpec
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec
+from fp8kit.ops.gated_mlp import GatedMLPSpec
 from fp8kit.ops.grouped_linear import GroupedLinearSpec
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
@@ -67,6 +68,10 @@ def _operands(device):
     norm, plain = NormSpec(16), ProductSpec(16, (24,))
     quantised = ProductSpec(16, (24,), fp8=fp8)
     fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
+    gated = [
+        ProductSpec(k, (n,), fp8=fp8, prefix=f"{name}_")
+        for name, k, n in (("gate", 16, 24), ("up", 16, 24), ("down", 24, 16))
+    ]
     norms = {"x": r(2, 3, 16), "norm_weight": r(16), "norm_bias": r(16)}
     own = {"weight0": r(24, 16), "bias0": r(24)}
     codes, codes16 = (
@@ -100,6 +105,13 @@ def _operands(device):
             | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
             "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0",
             (),
+        ),
+        "gated_mlp": (
+            GatedMLPSpec(*gated),
+            {"x": r(2, 3, 16), "gate_weight0": r(24, 16), "up_weight0": r(24, 16), "down_weight0": r(16, 24)}
+            | {"gate_bias0": r(24), "up_bias0": r(24), "down_bias0": r(16)},
+            "x gate_weight0 up_weight0 down_weight0 gate_bias0 up_bias0 down_bias0",
+            ("gate_", "up_", "down_"),
         ),
         "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", ()),
         "dropout_add": (

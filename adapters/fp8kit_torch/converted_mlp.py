@@ -1,0 +1,288 @@
+"""Gated MLPs, ``down_proj(act(gate_proj(x)) * up_proj(x))``, whose three layers ``convert`` has replaced:
+under delayed scaling they run as one operation, ``fp8kit.ops.gated_mlp``.
+
+Each layer keeps its parameters, its FP8 state and its place, and its operands are cast by that state as
+before, x by gate_proj's for up_proj too, which has seen the same x. The MLP's own forward runs wherever
+something would be passed by: hooks, another module in a layer's place, an inspector, weights that are held in
+FP8. It also runs within torch.compile, whose compiler has a kernel for what stands between the products.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from fp8kit import inspection
+from fp8kit.autocast import AutocastState, current
+from fp8kit.layers.fp8_layer import scale_names
+from fp8kit.ops.gated_mlp import GatedMLPSpec, gated_activations, gated_mlp, is_fused
+from fp8kit.quantization import Quantization
+from fp8kit_torch import recompute, torch_compat
+from fp8kit_torch.call import prepare, run
+from fp8kit_torch.converted import ConvertedLinear
+from fp8kit_torch.state import StateBinding
+from fp8kit_torch.torch_compat import unseen
+
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+PREFIXES = ("gate_", "up_", "down_")
+_SCALES = scale_names(PREFIXES)
+_KIND = "_fp8kit_activation"  # where such an MLP has the name of its activation
+_SEEN_BY_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+Layers = tuple[ConvertedLinear, ConvertedLinear, ConvertedLinear]
+
+
+class _Found(NamedTuple):
+    """What an MLP's last call found. ``of``: quantisation and the layers' own specs; ``parts``: the layers'
+    bindings, which ``binding`` joins."""
+
+    of: tuple[Any, ...]
+    spec: GatedMLPSpec | None
+    parts: tuple[StateBinding, ...] = ()
+    binding: StateBinding | None = None
+
+
+_found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary()
+
+
+class GatedMLP(nn.Module):
+    """What an MLP is besides its own class (``standing_for``)."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the MLP's own forward gives."""
+        if len(args) == 1 and not named and not torch.compiler.is_compiling():
+            y = _fused(self, args[0])
+            if y is not None:
+                return y
+        return super().forward(*args, **named)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (type(self).__bases__[1],), self.__getstate__()
+
+
+@cache
+def _standing_for(kind: type[nn.Module]) -> type[Any]:
+    """The class of such an MLP: an instance of its own class ``kind``, by whose name it goes."""
+    doc = f"A {kind.__name__} that runs as one operation where it can."
+    return type(kind.__name__, (GatedMLP, kind), {"__doc__": doc, "__module__": kind.__module__})
+
+
+def _empty(kind: type[nn.Module]) -> Any:
+    made = _standing_for(kind)
+    return made.__new__(made)
+
+
+# --- which MLPs ---------------------------------------------------------------------------------------------
+
+
+def fuse(model: nn.Module) -> None:
+    """Have every MLP of ``model`` run as one operation that is known by what its forward does."""
+    for mlp in list(model.modules()):
+        if not isinstance(mlp, GatedMLP) and (kind := _activation_of(mlp)):
+            vars(mlp)[_KIND] = kind
+            mlp.__class__ = _standing_for(type(mlp))
+
+
+def separate(model: nn.Module) -> None:
+    """Undo ``fuse``."""
+    for mlp in model.modules():
+        if isinstance(mlp, GatedMLP):
+            mlp.__class__ = type(mlp).__bases__[1]
+            del vars(mlp)[_KIND]
+            _found.pop(mlp, None)
+
+
+class _Given(nn.Module):
+    """Stands for a layer in a trial: gives ``y``, and notes what it was called with."""
+
+    def __init__(self, y: Tensor) -> None:
+        super().__init__()
+        self.y, self.calls = y, list[Any]()
+
+    def forward(self, *args: Any) -> Tensor:
+        self.calls.append(args)
+        return self.y
+
+
+def _activation_of(mlp: nn.Module) -> str:
+    """Name of the activation of an MLP whose forward is that of this module; "" for anything else. Its own
+    forward runs on a few numbers, with layers that give what they are told."""
+    layers = {mlp._modules.get(name) for name in LAYERS}
+    further = [part for name, part in mlp._modules.items() if name not in LAYERS and part is not None]
+    if len(layers) < len(LAYERS) or not all(isinstance(layer, ConvertedLinear) for layer in layers):
+        return ""
+    if mlp._parameters or mlp._buffers or "forward" in vars(mlp) or len(further) > 1:
+        return ""
+    if any([*part.parameters(), *part.buffers()] or hasattr(part, "p") for part in further):
+        return ""  # the activation learns, or there is dropout
+    twin = copy.copy(mlp)
+    with torch.inference_mode(False), torch.no_grad(), unseen(), torch.device("cpu"):
+        x, g = torch.zeros(2, 3, 4), torch.linspace(-6, 6, 6 * 64).view(2, 3, 64)
+        u = g.flip(-1).cos() * 3
+        gate, up, down = (_Given(y) for y in (g, u, torch.zeros(2, 3, 5)))
+        vars(twin)["_modules"] = {**mlp._modules, **dict(zip(LAYERS, (gate, up, down), strict=True))}
+        vars(twin)["training"] = True  # so that dropout shows
+        try:
+            y = type(mlp).forward(twin, x)
+        except Exception:  # of whatever a kernel in it raises that takes no such numbers
+            return ""
+        calls = [part.calls for part in (gate, up, down)]
+        once = all(len(each) == 1 and len(each[0]) == 1 for each in calls)
+        if not once or y is not down.y or any(each[0][0] is not x for each in calls[:2]):
+            return ""
+        (act,) = calls[2][0]
+        if not isinstance(act, Tensor) or act.shape != g.shape:
+            return ""
+        for name in gated_activations():
+            wanted = _VALUES[name](g.double()) * u.double()
+            # a function known to a few roundings of its argument, and a product
+            limit = 16 * torch.finfo(torch.float32).eps * (1 + g.abs()) * u.abs()
+            if bool(((act.double() - wanted).abs() <= limit).all()):
+                return name
+    return ""
+
+
+# fp8kit.backends.activation's table, of the first half
+_VALUES = {
+    "swiglu": nn.functional.silu,
+    "geglu": lambda u: nn.functional.gelu(u, approximate="tanh"),
+    "qgeglu": lambda u: u * torch.sigmoid(1.702 * u),
+    "reglu": torch.relu,
+    "sreglu": lambda u: torch.relu(u).square(),
+    "glu": torch.sigmoid,
+}
+
+
+# --- a call -------------------------------------------------------------------------------------------------
+
+
+def _fused(mlp: nn.Module, x: Any) -> Tensor | None:
+    """y of the MLP as one operation; None where its own forward is to run."""
+    state = current()
+    if state is None or not state.enabled or state.check_finite or inspection.inspector is not None:
+        return None
+    layers = _layers(mlp)
+    if layers is None or type(x) is not Tensor or torch.jit.is_tracing():
+        return None
+    gate = layers[0]
+    if state.recipe.by_layer:
+        own = [layer.own_state(state) for layer in layers]
+        if own[0] is None or any(each != own[0] for each in own):
+            return None
+        state = own[0]
+    spec = _spec(mlp, layers, gate._fp8_of(state.recipe))
+    inputs = None if spec is None else _inputs(gate, x, layers)
+    if inputs is None:
+        return None
+    prepared = prepare(gated_mlp, spec, inputs, _SCALES)
+    return run(*prepared, _bind(mlp, layers, state))["y"]
+
+
+def _layers(mlp: nn.Module) -> Layers | None:
+    """The three layers, where nothing happens in or around each but its product."""
+    if torch_compat.any_global_hook():
+        return None
+    for name, part in mlp._modules.items():
+        own = {"forward": None} if part is None else vars(part)
+        if "forward" in own or any(own[hooks] for hooks in _SEEN_BY_HOOKS):
+            return None
+        if name in LAYERS and not (isinstance(part, ConvertedLinear) and _is_plain(part)):
+            return None
+    return tuple(mlp._modules[name] for name in LAYERS)  # type: ignore[return-value]
+
+
+def _is_plain(layer: ConvertedLinear) -> bool:
+    """Whether a layer's call would be its operation, on a weight in high precision."""
+    if type(layer).forward is not ConvertedLinear.forward or layer.microbatch is not None:
+        return False
+    if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute or layer._held is not None:
+        return False
+    if type(layer._parameters.get("weight")) not in (Parameter, Tensor) or layer._part is not None:
+        return False
+    return not layer._changed()
+
+
+def _spec(mlp: nn.Module, layers: Layers, fp8: Quantization) -> GatedMLPSpec | None:
+    """The operation's spec, the same object for the same request; None for what it does not quantise so."""
+    of = (fp8, *(layer._spec for layer in layers))
+    found = _found.get(mlp)
+    if found is None or any(one is not other for one, other in zip(found.of, of, strict=True)):
+        spec = None
+        if is_fused(fp8):
+            own = zip(layers, PREFIXES, strict=True)
+            made = [replace(layer._spec.product, fp8=fp8, prefix=prefix) for layer, prefix in own]
+            sizes = made[0].in_features, made[0].out_features, made[0].out_features
+            if sizes == (made[1].in_features, made[1].out_features, made[2].in_features):
+                spec = GatedMLPSpec(*made, activation=vars(mlp)[_KIND])
+        found = _found[mlp] = _Found(of, spec)
+    return found.spec
+
+
+def _inputs(gate: ConvertedLinear, x: Tensor, layers: Layers) -> dict[str, Tensor] | None:
+    """The operation's inputs; None for those that a layer refuses, which says so better, and for gradients
+    that are not wanted together."""
+    inputs = {"x": x}
+    for layer, prefix in zip(layers, PREFIXES, strict=True):
+        inputs[f"{prefix}weight0"] = layer.weight
+        if layer.bias is not None:
+            inputs[f"{prefix}bias0"] = layer.bias
+    if torch_compat.any_autocast():
+        inputs = gate.autocast_inputs(inputs)
+    x = inputs["x"]
+    if (
+        x.ndim == 0
+        or x.shape[-1] != gate.in_features
+        or not all(own.dtype == x.dtype and own.device == x.device for own in inputs.values())
+    ):
+        return None
+    needs = {name for name, own in inputs.items() if own.requires_grad}
+    weights, biases = {"gate_weight0", "up_weight0"} & needs, {"gate_bias0", "up_bias0"} & needs
+    together = len(weights) != 1 and (not biases or weights or "x" in needs)
+    return inputs if together or not torch.is_grad_enabled() else None
+
+
+def _bind(mlp: nn.Module, layers: Layers, state: AutocastState) -> StateBinding:
+    """The layers' states as the operation's: what each call of a layer does with its own, in the layers'
+    order."""
+    idle = recompute.idle()
+    training = torch.is_grad_enabled() or (not idle and recompute.first())
+    parts = []
+    for layer in layers:
+        kept = None if idle else recompute.recall(layer)
+        layer.note_pass(not training, True)
+        parts.append(layer.bind_state(state.recipe, training, training or state.calibrating, kept))
+        if not idle and kept is None:
+            layer.keep_pass(parts[-1], None)
+    found = _found[mlp]
+    if len(found.parts) != len(parts) or any(map(_differ, found.parts, parts)):
+        found = _found[mlp] = found._replace(parts=tuple(parts), binding=_joined(parts))
+    assert found.binding is not None
+    return found.binding
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _joined(parts: Sequence[StateBinding]) -> StateBinding:
+    """Bindings of the layers as one."""
+    tables = [
+        {
+            f"{prefix}{name}": address
+            for prefix, part in zip(PREFIXES, parts, strict=True)
+            for name, address in part[i].items()  # type: ignore[union-attr]
+        }
+        for i in range(4)
+    ]
+    tokens, held = (tuple(one for part in parts for one in part[i]) for i in (4, 5))
+    return StateBinding(*tables, tokens, held)
+
+
+__all__ = ["LAYERS", "fuse", "separate"]
