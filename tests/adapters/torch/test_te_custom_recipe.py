@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import fp8kit_torch as te
 import pytest
@@ -120,7 +121,7 @@ def test_a_scale_that_is_given_stays():
 def test_an_identity_gives_its_input():
     x = torch.randn(2, 32)
     assert te.IdentityQuantizer()(x) is x
-    assert te.IdentityQuantizer(torch.bfloat16)(x).dtype is torch.bfloat16
+    assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype is torch.bfloat16
 
 
 def test_what_cannot_be_is_refused_by_name():
@@ -142,3 +143,32 @@ def test_a_model_under_such_a_recipe_can_be_copied():
     with te.autocast(recipe=CustomRecipe(factories.current_scaling_factory)):
         layer(torch.ones(16, 32))
     copy.deepcopy(layer)
+
+
+def test_an_identity_makes_and_fills_plain_tensors():
+    own, x = te.IdentityQuantizer(dtype=torch.bfloat16), torch.randn(2, 32)
+    made = own.make_empty((2, 32), device="cpu", requires_grad=True)
+    assert (type(made), made.dtype, made.shape, made.requires_grad) == (
+        torch.Tensor,
+        torch.bfloat16,
+        (2, 32),
+        True,
+    )
+    assert own.update_quantized(x, made) is made
+    assert torch.equal(made, x.bfloat16())
+    own.update_quantized(-x, made, noop_flag=torch.ones(1))
+    assert torch.equal(made, x.bfloat16())
+    own.update_quantized(-x, made, noop_flag=torch.zeros(1))
+    assert torch.equal(made, -x.bfloat16())
+    assert not own.quantize_impl(x.requires_grad_()).requires_grad
+
+
+def test_a_role_is_made_by_either_words():
+    """A factory may be asked by a program, too."""
+    role = te.QuantizerRole(module_type="grouped_linear", tensor_type="weight", name="fc1")
+    assert role == te.QuantizerRole("GroupedLinear", "fc1", "weight")
+    assert (role.module_type, role.tensor_type, role.name) == ("grouped_linear", "weight", "fc1")
+    assert pickle.loads(pickle.dumps(role)) == role
+    assert role._replace(name="fc2").name == "fc2"
+    linear = te.QuantizerRole(module_type="linear", tensor_type="grad_output")
+    assert factories.current_scaling_factory(linear).dtype is te.DType.kFloat8E5M2

@@ -72,6 +72,10 @@ def test_codes_in_anothers_place(w):
     assert torch.equal(like._scale_inv, held._scale_inv)
     assert torch.equal(like._transpose, other._transpose)
     assert not torch.equal(held._data, other._data)
+    held.update_usage(columnwise_usage=False)
+    both = ft.Float8Tensor.make_like(held, data=other._data, data_transpose=other._transpose)
+    assert torch.equal(both._transpose, other._transpose)
+    assert held.get_usages() == {"rowwise": True, "columnwise": False}
 
 
 @pytest.mark.parametrize("name", MADE)
