@@ -19,7 +19,7 @@ E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 def results(recipe, steps=1, kind=te.Linear):
     """Outputs, gradients and scales of a few steps."""
     torch.manual_seed(0)
-    layer, found = kind(128, 128, device="cpu"), []
+    layer, found = kind(128, 128, device=torch.get_default_device()), []
     for seed in range(steps):
         torch.manual_seed(seed)
         x = torch.randn(128, 128, requires_grad=True)
@@ -50,6 +50,7 @@ def test_factories_give_what_the_recipes_give(factory, recipe):
     same(CustomRecipe(qfactory=factory), recipe)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_requests_share_delayed_scalings_state(hybrid):
     """Products are summed otherwise than DelayedScaling's: a CustomRecipe's are split, as TE's."""

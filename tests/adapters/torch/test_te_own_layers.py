@@ -175,6 +175,7 @@ class Keeping(Own):
             return KeptProduct.apply(x, self.weight, self, is_first_microbatch)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.filterwarnings("ignore:.*high precision:UserWarning")
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_weight_is_cast_once_for_several_micro_batches(kind):
@@ -206,6 +207,7 @@ def test_a_weight_is_cast_once_for_several_micro_batches(kind):
     assert layer.last is not held
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_kept_weight_follows_its_quantizer_and_its_flag():
     layer, weight = Own(32, 32), torch.randn(32, 32)
     e4m3, e5m2 = (
@@ -237,11 +239,12 @@ def test_a_kept_weight_follows_its_quantizer_and_its_flag():
         layer.get_weight_workspace(tensor=weight, cache_name="new")
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_program_keeps_a_weights_cast_itself():
     """As ``get_weight_workspace`` does, without a layer: what is new is what to keep; a flag decides in the
     place of ``update_workspace``."""
     weight = torch.randn(32, 32)
-    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
     want, minus = quantizer(weight).dequantize(), quantizer(-weight).dequantize()
     made, kept = quantize_weight(tensor=weight, quantizer=quantizer)
     assert torch.equal(made.dequantize(), want)
