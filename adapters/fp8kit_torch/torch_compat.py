@@ -131,7 +131,6 @@ def default_device_is_set() -> bool:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
 
 
-@torch.compiler.assume_constant_result
 def function_modes() -> bool:
     """Whether a ``TorchFunctionMode`` sees calls of torch's functions, other than the one of
     ``torch.device``, which looks at those that make tensors."""

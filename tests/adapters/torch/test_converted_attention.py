@@ -287,13 +287,19 @@ def test_where_a_program_says_how_torch_attends_it_is_asked(name, calls):
     with Seen() as seen:
         assert_alike(passed(model, tokens(name)), wanted)
     assert (len(calls), seen.count) == (0, LAYERS)
+    with Seen() as seen:
+        torch.compile(model, backend="eager", fullgraph=True)(**tokens(name))
+    assert (len(calls), seen.count) == (0, LAYERS)
     with torch.device("cpu"):
         passed(model, tokens(name))
-    assert len(calls) == LAYERS
+        assert len(calls) == LAYERS
+        (forward, _), _ = graphs_of(model, tokens(name))
+    assert sum("fp8kit.attention_forward" in each for each in forward[0]) == LAYERS
+    calls.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(converted_attention, "_DEVICES", ("cuda",))
         assert_alike(passed(model, tokens(name)), wanted)
-    assert len(calls) == LAYERS
+    assert not calls
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1])
