@@ -17,6 +17,7 @@ from pathlib import Path
 import fp8kit_torch
 from fp8kit_torch.te_compat import gemms
 from fp8kit_torch.te_compat.public import public_names, why_not
+from fp8kit_torch.te_compat.unsupported import METHODS, WHY
 
 from fp8kit.aliases import is_refused
 from fp8kit.layers.unsupported import CONSTRUCTOR, FORWARD, REASONS, WITHOUT_EFFECT
@@ -31,11 +32,25 @@ _OPS = {
     "sm_margin": "a hint about kernels that run beside it",
     "activation_recompute_in_mlp": "backward computes the activation anew in any case",
 }
-_WHY = {"amsgrad": "as in Transformer Engine"}
+_WHY = {
+    "amsgrad": "as in Transformer Engine",
+    "columnwise_source": "each GEMM casts the tensor itself",
+    **dict.fromkeys(("qb_histogram", "qb_bin_bounds", "qb_histogram_mode"), "no histogram is kept"),
+}
+_TWO_FORMATS = "there is no tensor in two formats"
+# methods that are called and refuse
+_METHODS = METHODS | dict.fromkeys(
+    [f"HybridQuantizer.{name}" for name in ("quantize_impl", "make_empty", "update_quantized")], _TWO_FORMATS
+)
 # what has one value where it is called -> its arguments, where no table of the layers has them
 _REFUSED: dict[str, dict[str, object]] = {
     "optimizers.FusedAdam": {"amsgrad": False},
     "cpp_extensions.general_gemm": gemms._NEUTRAL,
+    "router.fused_topk_with_score_function": dict.fromkeys(
+        ("qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
+    ),
+    "Quantizer.make_empty": {"pin_memory": False},
+    "HybridQuantizer": {"columnwise_source": "original"},
 }
 
 
@@ -72,6 +87,10 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
             parallel = "parallel" in argument or argument.startswith(("tp_", "cp_"))
             why = REASONS.get(argument, _WHY.get(argument, _TENSOR_PARALLEL if parallel else ""))
             return "refused", f"{table[argument]!r} only" + (f": {why}" if why else "")
+    if argument == "D_dtype":
+        return "ignored", "the dtype of out says it"
+    if argument == "internal":
+        return "ignored", "tensors and their storages are of one class"
     if argument in ("fast_zero_fill", "num_splits", "seq_length", "micro_batch_size"):
         return "ignored", WITHOUT_EFFECT.get(argument, "outputs of no row are always 0")
     return "works", ""
@@ -81,6 +100,11 @@ def arguments() -> list[str]:
     """A list for each signature."""
     lines = []
     for name, names in signatures().items():
+        last = name.rpartition(".")[2]
+        why = WHY.get(last) or _METHODS.get(name) or _METHODS.get(last)
+        if why is not None:
+            lines += _item(f"`{name}`: refused ({why}).")
+            continue
         states: dict[tuple[str, str], list[str]] = {}
         for argument in names:
             states.setdefault(state_of(name, argument.lstrip("*")), []).append(f"`{argument}`")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from fp8kit import formats
@@ -293,15 +293,34 @@ def _say_unnamed(recipe: Recipe, kind: str, why: str, known_by: object) -> None:
         )
 
 
-class QuantizerRole(NamedTuple):
-    """What a ``CustomRecipe``'s function is asked about: ``module``, the layer's class; ``name``, the layer's
-    name, "" where it has none; ``operand``: "input", "weight" or "grad_output"; ``gemm``: "fprop", "dgrad" or
-    "wgrad"."""
-
+class _Role(NamedTuple):
     module: str
     name: str
     operand: str
     gemm: str
+
+
+class QuantizerRole(_Role):
+    """What a ``CustomRecipe``'s function is asked about: ``module``, the layer's class; ``name``, the layer's
+    name, "" where it has none; ``operand``: "input", "weight" or "grad_output"; ``gemm``: "fprop", "dgrad" or
+    "wgrad". ``module_type`` and ``tensor_type``: Transformer Engine's words, in the place of ``module`` and
+    ``operand``."""
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        module: str = "",
+        name: str = "",
+        operand: str = "",
+        gemm: str = "",
+        *,
+        module_type: str = "",
+        tensor_type: str = "",
+    ) -> Self:
+        words = {"linear": "Linear", "grouped_linear": "GroupedLinear"}
+        module = words.get(module_type, module_type) or module
+        return super().__new__(cls, module, name, tensor_type or operand, gemm)
 
     def __getattr__(self, name: str) -> Any:
         fields = (*QuantizerRole._fields, "tensor_type", "module_type")

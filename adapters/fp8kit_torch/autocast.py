@@ -111,8 +111,9 @@ class autocast(_autocast):
             for text, states in groups.items():
                 scales, inverses = [state.scale for state in states], [state.scale_inv for state in states]
                 update_(scales, inverses, [state.amax_history for state in states], text, True)
-        for _, state in () if kind is None else self.traced or ():
-            state.drop()
+        if self.owner and kind is not None:  # one within it leaves what was recorded to the outermost's end
+            for _, state in self.traced or ():
+                state.drop()
         self.traced = None
 
     def touched_untraced(self, state: Any, recipe: Recipe, training: bool) -> bool:

@@ -2,8 +2,8 @@
 
 It is transformers' "sdpa" with two differences. Where a mask says no more than that rows are causal, within a
 window or not, none is made, also within ``torch.compile``; and a call without a mask is fp8kit's operation,
-where that computes the same. All other calls go on to "sdpa" as they came. Keys and values are not repeated
-for grouped heads, and numbers differ from those of "sdpa" as those of torch's own kernels differ.
+where that computes the same and no slower. All other calls go on to "sdpa" as they came. Keys and values are
+not repeated for grouped heads, and numbers differ from those of "sdpa" as those of torch's kernels differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fp8kit_torch.call import apply
 from fp8kit_torch.constants import constant_result, exporting
 from fp8kit_torch.library import policy_now
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.torch_compat import function_modes
 from fp8kit_torch.views import FLOATS
 
 NAME, THEIRS = "fp8kit", "sdpa"
@@ -32,6 +33,7 @@ OURS = "fp8kit's attention, where a call has no mask array and no dropout"
 
 _theirs: dict[str, Callable[..., Any]] = {}  # what "sdpa" is: "attention" and "mask"
 _SDPA = functional.scaled_dot_product_attention
+_DEVICES = ("cuda",)  # where it is as fast as torch's
 _WIDEST = 128  # features of a head on a GPU
 _BEYOND = ("position_bias", "softcap", "s_aux", "sinks")  # what fp8kit's operation is not given
 _BY_NAME = re.compile(r"""["']sdpa["']""")
@@ -88,8 +90,10 @@ def mask(**given: Any) -> Tensor | None:
                 return None
             config = of("config")
             chunked = getattr(config, "attention_chunk_size", None) is not None
-            if not chunked and window == getattr(config, "sliding_window", None):
-                return torch.empty((1, 1, 0, window), dtype=torch.bool, device=of("device"))
+            here = torch.empty((1, 1, 0, window), dtype=torch.bool, device=of("device"))
+            known = here.device.type in _DEVICES and _torchs_own()
+            if known and not chunked and window == getattr(config, "sliding_window", None):
+                return here
     return _theirs["mask"](**given)  # type: ignore[no-any-return]
 
 
@@ -108,13 +112,26 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, causal: 
         return False
     if not (scaling is None or (isinstance(scaling, float) and scaling > 0)):
         return False
-    # somebody else's in its place, such as torch's context parallelism; programs that run without fp8kit
-    if functional.scaled_dot_product_attention is not _SDPA or exporting() or torch.jit.is_tracing():
+    if query.device.type not in _DEVICES or not _torchs_own() or exporting() or torch.jit.is_tracing():
         return False
-    if query.device.type != "cuda":
-        return query.device.type == "cpu"
+    if query.device.type == "cpu":
+        return True
     narrow = query.dtype != torch.float32 and max(d, d_v) <= _WIDEST and not d % 8 and not d_v % 8
     return narrow and _has_kernels(query.device.index)
+
+
+def _torchs_own() -> bool:
+    """Whether nobody has asked for another attention: by a function in the place of torch's, as its context
+    parallelism puts there, by a mode that sees calls of it, or for some of its kernels alone
+    (``sdpa_kernel``)."""
+    return functional.scaled_dot_product_attention is _SDPA and _any_kernel() and not function_modes()
+
+
+@torch.compiler.assume_constant_result
+def _any_kernel() -> bool:
+    """Whether ``scaled_dot_product_attention`` may choose among all its kernels."""
+    kernels = torch.backends.cuda
+    return kernels.flash_sdp_enabled() and kernels.mem_efficient_sdp_enabled() and kernels.math_sdp_enabled()
 
 
 def _repeats(module: nn.Module, heads: int, groups: int) -> int:

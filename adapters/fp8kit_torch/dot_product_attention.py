@@ -35,6 +35,7 @@ _narrowed = torch.compiler.disable(_narrow, reason=str(not_compiled("fp8_output 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
     __doc__ = layers.DotProductAttention.__doc__
+    causal_masks_have_their_corner = True
 
     def add_offset(self, zeros: bool, device: Any) -> None:
         where = placed(self.layer_name, device) if zeros else None

@@ -63,6 +63,14 @@ class FusibleOperation:
             return None
         return self._quantizer(state.recipe, mode, index)
 
+    def get_input_quantizer(self) -> Any:
+        """The quantizer of its input, that of ``get_quantizer("forward", 0)``; None where it casts none."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """The quantizer of its output's gradient; None where it casts none."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
     def _quantizer(self, recipe: Any, mode: str, index: int) -> Any:
         raise NotImplementedError
 

@@ -216,10 +216,12 @@ class QuantizedTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
         data: Tensor | None = None,
+        data_transpose: Tensor | None = None,
     ) -> Any:
         """Another tensor of the codes and scales of ``tensor``: of another ``shape``, where these allow it,
-        another ``dtype`` of the values, or with the codes ``data`` in the place of the rows'. ShapeError for
-        another shape."""
+        another ``dtype`` of the values, or with the codes ``data`` in the place of the rows'. With
+        ``data_transpose`` the columns are held too, which follow from the rows. ShapeError for another
+        shape."""
         made = tensor._like(lambda part: part, dtype)
         if shape is not None and tuple(shape) != tuple(tensor.shape):
             made = made.shared_view(tuple(shape))
@@ -228,6 +230,8 @@ class QuantizedTensor(torch.Tensor):
                 raise ShapeError(f"{cls.__name__}.make_like", "shape", got, wanted)
         if data is not None:
             made._rowwise_data = data
+        if data_transpose is not None:
+            made.update_usage(columnwise_usage=True)
         return made.requires_grad_(requires_grad)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
@@ -277,6 +281,10 @@ class QuantizedTensor(torch.Tensor):
     def get_usages(self) -> dict[str, bool]:
         """Which of both are held."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Hold an orientation, or let go of it; None leaves it."""
+        raise NotImplementedError
 
     def _get_quantizer(self) -> Any:
         """What it was cast by; one that casts as it was cast, for a tensor that a layer made."""

@@ -135,6 +135,12 @@ def default_device_is_set() -> bool:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
 
 
+def function_modes() -> bool:
+    """Whether a ``TorchFunctionMode`` sees calls of torch's functions, other than the one of
+    ``torch.device``, which looks at those that make tensors."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
 def global_forward_hooks() -> bool:
     """Whether there are forward hooks on every module (``register_module_forward_hook``)."""
     return bool(torch.nn.modules.module._global_forward_hooks)

@@ -35,7 +35,7 @@ class DotProductAttention(AttentionCall):
     * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "causal_bottom_right", "padding",
       "padding_causal" (also "padding,causal", "causal,padding"), "padding_causal_bottom_right" or
       "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
-      see ``fp8kit.ops.attention_spec.AttentionSpec``.
+      see ``fp8kit.ops.attention_spec.AttentionSpec``; in torch causal masks have their own, whatever it says.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
       and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with

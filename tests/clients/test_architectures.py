@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8kit_torch import Float8CurrentScaling, autocast, convert, coverage, revert
+from fp8kit_torch import Float8CurrentScaling, autocast, convert, converted_attention, coverage, revert
 from torch import nn
 
 from fp8kit.testing.compare import assert_same_bits, relative_error
@@ -32,6 +32,12 @@ MASKED = """
     megatron-bert nystromformer roformer modernbert esm eurobert data2vec-text
 """
 ENCODER_DECODER = ["t5", "blenderbot-small"]
+
+
+@pytest.fixture(autouse=True)
+def on_cpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8kit's attention in the place of torch's on a CPU, as it is on a GPU."""
+    monkeypatch.setattr(converted_attention, "_DEVICES", ("cpu", "cuda"))
 
 
 def make(name: str, auto: Any) -> Any:

@@ -415,9 +415,9 @@ class NVFP4Quantizer(_BlockQuantizer):
         """Shape of the bytes of a tensor of that shape: two codes in one."""
         return (*shape[:-1], shape[-1] // 2)
 
-    def get_columnwise_shape(self, rowwise_data_shape: Any) -> tuple[int, ...]:
+    def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
         """(K, rows), which ``convert_shape_for_fp4`` halves."""
-        return super().get_columnwise_shape(rowwise_data_shape)
+        return super().get_columnwise_shape(shape)
 
 
 def _rebuilt(

@@ -19,6 +19,7 @@ from fp8kit.quantization import OPERANDS, AmaxHistory
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit.recipe import DelayedScaling, Format, Recipe
 from fp8kit_torch.operand_tensor import format_of
+from fp8kit_torch.parameters import default_device
 from fp8kit_torch.te_compat.block_tensors import MXFP8Quantizer, NVFP4Quantizer
 from fp8kit_torch.te_compat.dtypes import DType
 from fp8kit_torch.te_compat.quantizers import (
@@ -77,7 +78,7 @@ class IdentityQuantizer(Quantizer):
     precision."""
 
     def __init__(
-        self, dtype: torch.dtype | None = None, *, rowwise: bool = True, columnwise: bool = True
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = dtype  # type: ignore[assignment]
@@ -87,6 +88,29 @@ class IdentityQuantizer(Quantizer):
         asked: Any = dtype or self.dtype
         made = tensor if asked is None else tensor.to(asked)
         return made if out is None else out.copy_(made)
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """``quantize`` without a gradient."""
+        return self.quantize(tensor.detach())
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Copy ``src`` to ``dst``, which is returned; not where ``noop_flag``, (1,), is not 0."""
+        with torch.no_grad():
+            return dst.copy_(src if noop_flag is None else torch.where(noop_flag == 0, src, dst))
+
+    def make_empty(
+        self,
+        shape: Any,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A plain tensor of that shape, of the constructor's dtype where there is one, not filled."""
+        where, asked = default_device() if device is None else device, self.dtype or dtype
+        options: Any = {"dtype": asked, "device": where, "pin_memory": pin_memory}
+        return torch.empty(tuple(shape), requires_grad=requires_grad, **options)
 
 
 @dataclass(frozen=True)

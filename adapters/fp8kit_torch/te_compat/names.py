@@ -79,7 +79,7 @@ _SAME = {
     "ops.fuser": "fp8kit_torch.fusion",
     "ops.op": "fp8kit_torch.fusion",
     "module": "fp8kit_torch",
-    "module.base": "fp8kit_torch.module fp8kit_torch.te_compat.parallel",
+    "module.base": "fp8kit_torch.module fp8kit_torch.te_compat.parallel fp8kit_torch.te_compat.own_layers",
     "module.linear": "fp8kit_torch.linear",
     "module.grouped_linear": "fp8kit_torch.grouped_linear",
     "module.layernorm": "fp8kit_torch.norm",

@@ -35,7 +35,7 @@ class OwnLayer:
     fp8_meta: dict[str, Any]
     _inits: dict[str, Init]
     _parameters: dict[str, Parameter | None]
-    _workspaces: dict[str | None, tuple[QuantizedTensor, Any]]
+    _workspaces: dict[str | None, QuantizedTensor]
 
     def _forget(self) -> None:
         super()._forget()  # type: ignore[misc]
@@ -89,35 +89,23 @@ class OwnLayer:
 
         ``cache_name``: keep it under that name until the layer is moved, and cast later tensors over it, as
         long as quantizers ask for nothing else; ``update_workspace``: False takes what is kept.
-        ``skip_update_flag``: one element, on the device; where it is not 0 the kept values stay.
+        ``skip_update_flag``: one element, on the device, asked in the place of ``update_workspace``: where it
+        is not 0 the kept values stay.
         ``workspace_dtype``: of its values, None for ``tensor``'s. ``fsdp_group``: None, or a group of one
         process. ArgumentError where ``tensor`` or ``quantizer`` is missing.
         """
-        operation = "get_weight_workspace"
-        of_one(operation, "fsdp_group", fsdp_group)
-        if isinstance(tensor, QuantizedTensor):
-            return tensor
-        held, kind = self._workspaces.get(cache_name, (None, None))
-        if held is not None and quantizer is not None:
-            asked, there = quantizer.get_usages(), held.get_usages()
-            missing = any(asked[use] and not there[use] for use in asked)
-            if missing or kind != _kind(quantizer) or workspace_dtype not in (None, held.dtype):
-                held = None
-        if held is not None and not update_workspace:
-            return held
-        for name, value in {"tensor": tensor, "quantizer": quantizer}.items():
-            if value is None and (held is None or name == "tensor"):
-                wanted = "one: nothing is kept under this name, or update_workspace is True"
-                raise ArgumentError(operation, name, None, wanted)
-        assert tensor is not None
-        if held is not None:
-            if quantizer is None:
-                return held.quantize_(tensor.detach(), noop_flag=skip_update_flag)
-            return quantizer.update_quantized(tensor.detach(), held, noop_flag=skip_update_flag)
-        assert quantizer is not None
-        made = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
-        if cache_name is not None:
-            self._workspaces[cache_name] = made, _kind(quantizer)
+        made, new = quantize_weight(
+            tensor=tensor,
+            quantizer=quantizer,
+            workspace=self._workspaces.get(cache_name),
+            update_workspace=update_workspace,
+            skip_update_flag=skip_update_flag,
+            fsdp_group=fsdp_group,
+            workspace_dtype=workspace_dtype,
+            cache=cache_name is not None,
+        )
+        if new is not None:
+            self._workspaces[cache_name] = new
         return made
 
     def open_forward(self, inp: Tensor, num_gemms: int) -> Tensor:
@@ -138,6 +126,53 @@ class OwnLayer:
         return _Ending.apply(inp, ((scope.recipe.history, backward, None),))  # type: ignore[no-any-return]
 
 
+def quantize_weight(
+    *,
+    tensor: Tensor | None = None,
+    quantizer: Quantizer | None = None,
+    workspace: QuantizedTensor | None = None,
+    update_workspace: bool = True,
+    skip_update_flag: Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+    cache: bool = False,
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """(A weight's QuantizedTensor, what the program is to keep as ``workspace`` from now on, or None):
+    ``TransformerEngineBaseModule.get_weight_workspace`` where the program itself keeps what it gave.
+
+    ``workspace``: what was kept, cast over and returned unless the ``quantizer`` asks for something else.
+    ``cache``: whether a new one is to be kept. The rest, and the errors, as there.
+    """
+    operation = "quantize_weight"
+    of_one(operation, "fsdp_group", fsdp_group)
+    if isinstance(tensor, QuantizedTensor):
+        return tensor, None
+    held = workspace
+    if held is not None and quantizer is not None:
+        asked, there = quantizer.get_usages(), held.get_usages()
+        missing = any(asked[use] and not there[use] for use in asked)
+        if (
+            missing
+            or _kind(held._get_quantizer()) != _kind(quantizer)
+            or workspace_dtype not in (None, held.dtype)
+        ):
+            held = None
+    if held is not None and not update_workspace and skip_update_flag is None:
+        return held, None
+    for name, value in {"tensor": tensor, "quantizer": quantizer}.items():
+        if value is None and (held is None or name == "tensor"):
+            raise ArgumentError(operation, name, None, "one: nothing is kept, or it is to be cast anew")
+    assert tensor is not None
+    if held is not None:
+        if quantizer is None:
+            return held.quantize_(tensor.detach(), noop_flag=skip_update_flag), None
+        return quantizer.update_quantized(tensor.detach(), held, noop_flag=skip_update_flag), None
+    assert quantizer is not None
+    made = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+    made.update_quantizer(quantizer.copy())  # as it is now, for the next comparison
+    return made, made if cache else None
+
+
 _ASKED = ("dtype", "block_scaling_dim", "force_pow_2_scales", "amax_epsilon")
 
 
@@ -149,6 +184,9 @@ def _kind(quantizer: Quantizer) -> Any:
 def _forked(tracker: Callable[[], Any], init: Init, tensor: Tensor) -> None:
     with tracker().fork():
         init(tensor)
+
+
+__all__ = ["quantize_weight"]
 
 
 class _Ending(torch.autograd.Function):

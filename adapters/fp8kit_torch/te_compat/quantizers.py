@@ -27,6 +27,7 @@ from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, fo
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import NO_STATE, StateBinding, _stream, slot_addresses
 from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.te_compat.unsupported import METHODS
 from fp8kit_torch.views import FLOATS, as_view
 
 
@@ -44,6 +45,10 @@ class Quantizer:
         self.rowwise_usage = bool(flag(name, "rowwise", rowwise))
         self.columnwise_usage = bool(flag(name, "columnwise", columnwise))
         self.internal = False
+
+    def __getattr__(self, name: str) -> Any:
+        why = f", which is not supported: {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{why}", name=name, obj=self)
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         """``quantize``."""
@@ -330,6 +335,10 @@ class Float8BlockQuantizer(OperandQuantizer):
     def is_quantizable(self, inp: Tensor) -> bool:
         """Whether the sizes are multiples of 128, which Transformer Engine wants; any matrix can be cast."""
         return inp.ndim >= 2 and not inp.shape[-1] % 128 and not inp.shape[:-1].numel() % 128
+
+    def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
+        """Shape of ``_columnwise_data`` of a tensor of that shape: (K, ...)."""
+        return super().get_columnwise_shape(shape)
 
     def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
         """Shape of the scales of the rows, or of the columns, of a tensor of that shape."""

@@ -32,6 +32,16 @@ _NAMES = {
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 
 
+# the same of methods of quantizers and of their tensors
+_METHODS = {
+    "torch.compile has no part in it": "inner_tensor_specs storage_metadata alloc_tensors create_metadata",
+    "fully_shard takes such weights whole, and divides their codes itself": """fsdp_buffer_fields
+        fsdp_extract_buffers fsdp_assign_gathered fsdp_pre_all_gather fsdp_post_all_gather""",
+    "the two quantizers within say it": "with_amax_reduction amax_reduction_group",
+}
+METHODS = {name: why for why, names in _METHODS.items() for name in names.split()}
+
+
 def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError:
     """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or
     the name most like it of those that are ``known``."""

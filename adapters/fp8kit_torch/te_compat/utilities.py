@@ -130,6 +130,42 @@ def _regrouped(operation: str, value: Tensor, block: int, interleave: bool) -> T
     return value.reshape(*groups, block, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
 
+def make_weak_ref(x: Any) -> Any:
+    """``x``, a tensor or numbers, tuples, lists and dicts of them, with each plain tensor on a CUDA device as
+    one of the same memory that does not keep it alive: it may be read for as long as somebody else keeps the
+    memory, as a CUDA graph does that of its outputs. All else is as it came. ArgumentError for other
+    objects."""
+    if isinstance(x, dict):
+        return {name: make_weak_ref(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(map(make_weak_ref, x))
+    if x is None or isinstance(x, int | float):
+        return x
+    tensor("make_weak_ref", "x", x)
+    if not x.is_cuda or not x.numel() or type(x) not in (Tensor, torch.nn.Parameter):
+        return x
+    return _as_it_lies(torch.as_tensor(_Memory(x), device=x.device), x)
+
+
+class _Memory:
+    """The bytes of a tensor, which this does not hold."""
+
+    def __init__(self, x: Tensor) -> None:
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        size, at = (last + 1) * x.element_size(), x.data_ptr()
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (at, False),
+            "version": 3,
+        }
+
+
+def _as_it_lies(data: Tensor, x: Tensor) -> Tensor:
+    """Bytes as a tensor of the dtype, shape and strides of ``x``."""
+    return data.view(x.dtype).as_strided(x.shape, x.stride())
+
+
 def clear_tensor_data(*tensors: Tensor | None) -> None:
     """Let go of the memory of tensors that nothing reads any more; None is passed over."""
     for each in tensors:
@@ -322,6 +358,7 @@ __all__ = [
     "is_bf16_available",
     "is_bf16_compatible",
     "is_non_tn_fp8_gemm_supported",
+    "make_weak_ref",
     "nvtx_range_pop",
     "nvtx_range_push",
     "print_rank_0",

@@ -17,6 +17,13 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def everywhere(device):
+    """What the test makes without a word about it is on that device."""
+    with torch.device(device):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_bits():
     torch.manual_seed(1234)

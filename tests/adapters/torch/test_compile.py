@@ -377,6 +377,37 @@ def test_a_function_compiled_before_the_policy_was_read(device, monkeypatch):
         same(one, other, "compiled")
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_an_exception_within_an_inner_autocast_leaves_the_outer_ones_amaxes(device, fullgraph):
+    """Where the function itself catches it, in eager code too: one autocast is left by an exception, and the
+    one that updates states is not."""
+    recipe = DelayedScaling(amax_history_len=4)
+
+    def trained(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        first, second = (ft.Linear(32, 32, device=device) for _ in range(2))
+
+        def function(x):
+            with ft.autocast(recipe=recipe):
+                y = first(x)
+                try:
+                    with ft.autocast(recipe=recipe):
+                        second(y)
+                        raise ValueError
+                except ValueError:
+                    return y + 1
+
+        call = torch.compile(function, backend="eager", fullgraph=fullgraph) if compiled else function
+        call(torch.ones(16, 32, device=device, requires_grad=True)).sum().backward()
+        return [part for layer in (first, second) for part in layer.fp8_meta["scaling_fwd"].parts]
+
+    compiled, eager = trained(True), trained(False)
+    for got, want in zip(compiled, eager, strict=True):
+        assert torch.equal(got, want)
+    assert all((scale[:2] != 1).all() for scale in (eager[0], eager[3]))
+
+
 def test_inference_leaves_no_trace(device):
     ours, _ = twins("Linear", device)
     x = torch.randn(4, WIDTH, device=device)

@@ -12,6 +12,8 @@ import torch
 from fp8kit_torch import autocast, convert, converted_attention, coverage, revert
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from fp8kit.errors import ArgumentError
 from fp8kit.recipe import DelayedScaling
@@ -55,6 +57,12 @@ def make(name, **more):
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[name](**SIZES | settings | more)
     return getattr(transformers, f"AutoModelFor{head}").from_config(config).eval()  # without dropout
+
+
+@pytest.fixture(autouse=True)
+def on_cpus_too(monkeypatch):
+    """fp8kit's attention in the place of torch's on a CPU, as it is on a GPU."""
+    monkeypatch.setattr(converted_attention, "_DEVICES", ("cpu", "cuda"))
 
 
 @pytest.fixture
@@ -251,6 +259,47 @@ def test_what_the_operation_does_not_compute_stays_torchs(calls, monkeypatch):
     again = passed(model, tokens("llama"))
     assert len(calls) == 3 * LAYERS
     assert_same_bits("checkpointed", again[1].numpy(), once[1].numpy())
+
+
+class Seen(TorchFunctionMode):
+    """Counts calls of torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is nn.functional.scaled_dot_product_attention
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_where_a_program_says_how_torch_attends_it_is_asked(name, calls):
+    """In ``sdpa_kernel``, compiled and not, in a mode that sees torch's functions, and on a CPU, where
+    torch's is quicker. ``torch.device`` is a mode as well, of which attention knows nothing."""
+    plain = make(name)
+    model, wanted = convert(copy.deepcopy(plain)), passed(plain, tokens(name))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_alike(passed(model, tokens(name)), wanted)
+        (forward, _), got = graphs_of(model, tokens(name))
+    assert_alike(got, wanted)
+    assert not any("fp8kit.attention" in each for each in forward[0])
+    with Seen() as seen:
+        assert_alike(passed(model, tokens(name)), wanted)
+    assert (len(calls), seen.count) == (0, LAYERS)
+    with Seen() as seen:
+        torch.compile(model, backend="eager", fullgraph=True)(**tokens(name))
+    assert (len(calls), seen.count) == (0, LAYERS)
+    with torch.device("cpu"):
+        passed(model, tokens(name))
+        assert len(calls) == LAYERS
+        (forward, _), _ = graphs_of(model, tokens(name))
+    assert sum("fp8kit.attention_forward" in each for each in forward[0]) == LAYERS
+    calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(converted_attention, "_DEVICES", ("cuda",))
+        assert_alike(passed(model, tokens(name)), wanted)
+    assert not calls
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1])

@@ -45,6 +45,7 @@ def core(**options):
     return te.DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", return_max_logit=True, **options)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("block", [2**24, B * H * S_KV * 2], ids=["one block", "blocks of two rows"])
 @pytest.mark.parametrize(
     ("mask", "corner"),

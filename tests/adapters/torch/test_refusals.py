@@ -31,7 +31,12 @@ def layer(device, **options):
     return ft.TransformerLayer(H, FFN, HEADS, device=device, hidden_dropout=0.1, **OPTIONS, **options)
 
 
-CASES = cases(mha, layer)
+# a causal mask has its corner, whatever is said beside it, as in Transformer Engine
+TAKEN = {"another corner than the mask's"}
+CASES = {
+    case: (make, good, {name: bad for name, bad in table.items() if name not in TAKEN})
+    for case, (make, good, table) in cases(mha, layer).items()
+}
 
 
 def placed(value, device):

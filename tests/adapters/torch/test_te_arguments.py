@@ -33,17 +33,15 @@ WITHOUT_EFFECT = {
     "use_grouped_tensor": False,
 }
 MAKERS = {
-    "Linear": lambda **more: ft.Linear(32, 16, device="cpu", **more),
-    "LayerNorm": lambda **more: ft.LayerNorm(32, device="cpu", **more),
-    "RMSNorm": lambda **more: ft.RMSNorm(32, device="cpu", **more),
-    "LayerNormLinear": lambda **more: ft.LayerNormLinear(32, 16, device="cpu", **more),
-    "LayerNormMLP": lambda **more: ft.LayerNormMLP(32, 16, device="cpu", **more),
-    "GroupedLinear": lambda **more: ft.GroupedLinear(2, 32, 16, device="cpu", **more),
-    "MultiheadAttention": lambda **more: ft.MultiheadAttention(
-        32, 4, attention_dropout=0.0, device="cpu", **more
-    ),
+    "Linear": lambda **more: ft.Linear(32, 16, **more),
+    "LayerNorm": lambda **more: ft.LayerNorm(32, **more),
+    "RMSNorm": lambda **more: ft.RMSNorm(32, **more),
+    "LayerNormLinear": lambda **more: ft.LayerNormLinear(32, 16, **more),
+    "LayerNormMLP": lambda **more: ft.LayerNormMLP(32, 16, **more),
+    "GroupedLinear": lambda **more: ft.GroupedLinear(2, 32, 16, **more),
+    "MultiheadAttention": lambda **more: ft.MultiheadAttention(32, 4, attention_dropout=0.0, **more),
     "TransformerLayer": lambda **more: ft.TransformerLayer(
-        32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu", **more
+        32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, **more
     ),
 }
 TAKES = {name: set(ft.__dict__[name].__init__.__code__.co_varnames) for name in MAKERS}
@@ -55,6 +53,7 @@ def called(kind, **more):
     return layer(x, [4, 4]) if kind == "GroupedLinear" else layer(x)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(
     ("kind", "argument"), [(kind, name) for kind in MAKERS for name in WITHOUT_EFFECT if name in TAKES[kind]]
 )
@@ -92,6 +91,7 @@ def gradients(kind, recipe, **more):
     return layer, x.grad
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("recipe", [ft.Float8CurrentScaling, ft.DelayedScaling])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
 def test_weights_gradients_wait_for_backward_dw(kind, recipe):
@@ -116,8 +116,9 @@ def test_gradients_of_several_passes_are_added_once():
     assert torch.allclose(layer.weight.grad, 2 * x.sum(0).expand(16, 32))
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_hook_runs_when_the_gradients_are_there():
-    layer, seen = ft.Linear(32, 16, device="cpu", delay_wgrad_compute=True), []
+    layer, seen = ft.Linear(32, 16, delay_wgrad_compute=True), []
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(layer.weight.grad is not None))
     layer(torch.ones(4, 32)).sum().backward()
     assert seen == []
@@ -125,9 +126,10 @@ def test_a_hook_runs_when_the_gradients_are_there():
     assert seen == [True]
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_layer_of_layers_hands_over_what_waits_in_its_parts():
-    layer = ft.TransformerLayer(32, 64, 4, device="cpu")
-    layer.layernorm_mlp = ft.LayerNormMLP(32, 64, device="cpu", delay_wgrad_compute=True, return_bias=True)
+    layer = ft.TransformerLayer(32, 64, 4)
+    layer.layernorm_mlp = ft.LayerNormMLP(32, 64, delay_wgrad_compute=True, return_bias=True)
     layer(torch.randn(4, 2, 32)).sum().backward()
     assert layer.need_backward_dw()
     assert layer.layernorm_mlp.fc1_weight.grad is None
@@ -135,8 +137,9 @@ def test_a_layer_of_layers_hands_over_what_waits_in_its_parts():
     assert layer.layernorm_mlp.fc1_weight.grad is not None
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_copy_has_nothing_that_waits():
-    layer = ft.Linear(32, 16, device="cpu", delay_wgrad_compute=True)
+    layer = ft.Linear(32, 16, delay_wgrad_compute=True)
     layer(torch.ones(4, 32)).sum().backward()
     twin = copy.deepcopy(layer)
     twin.backward_dw()
@@ -213,8 +216,9 @@ class Own(ft.Linear):
             return super().forward(x) + 1
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_subclass_calls_the_hooks_of_the_base_class():
-    layer = Own(32, 16, device="cpu")
+    layer = Own(32, 16)
     assert isinstance(layer, TransformerEngineBaseModule)
     x = torch.randn(32, 4).t()
     assert torch.equal(layer(x), ft.Linear.forward(layer, x) + 1)

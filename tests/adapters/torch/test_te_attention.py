@@ -39,6 +39,23 @@ def test_masks_and_lengths_beside_a_mask_that_needs_none_are_not_looked_at(devic
     assert torch.equal(attend(q, k, v, attention_mask=hidden, **lengths), want)
 
 
+@pytest.mark.parametrize("mask", ["causal", "causal_bottom_right", "padding_causal"])
+def test_causal_masks_have_their_corner_whatever_is_said_beside(device, mask):
+    """Of fewer rows than columns, for which the corner makes a difference."""
+    q, (k, v) = layers(device, 3, B)[..., 0, :, :], layers(device, S, B).unbind(-3)[1:]
+    more = {}
+    if mask.startswith("padding"):
+        more = {"cu_seqlens_q": sums(3, 2, device=device), "cu_seqlens_kv": sums(S, 4, device=device)}
+    want = core(device, attn_mask_type=mask, attention_type="cross")(q, k, v, **more)
+    for corner in (True, False):
+        said = core(device, attn_mask_type=mask, attention_type="cross", bottom_right_diagonal=corner)
+        assert torch.equal(said(q, k, v, **more), want)
+        assert torch.equal(said(q, k, v, bottom_right_diagonal=not corner, **more), want)
+    layer = ft.TransformerLayer(32, 64, H, hidden_dropout=0, attention_dropout=0, device=device)
+    x = torch.randn(S, B, 32, device=device)
+    assert torch.equal(layer(x, bottom_right_diagonal=True), layer(x))
+
+
 def test_lengths_go_before_a_padding_mask(device):
     attend, (q, k, v) = core(device, attn_mask_type="padding"), layers(device, S, B).unbind(-3)
     hidden = torch.arange(S, device=device) >= torch.tensor([[3], [2]], device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import fp8kit_torch as te
 import pytest
@@ -18,7 +19,7 @@ E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 def results(recipe, steps=1, kind=te.Linear):
     """Outputs, gradients and scales of a few steps."""
     torch.manual_seed(0)
-    layer, found = kind(128, 128, device="cpu"), []
+    layer, found = kind(128, 128, device=torch.get_default_device()), []
     for seed in range(steps):
         torch.manual_seed(seed)
         x = torch.randn(128, 128, requires_grad=True)
@@ -49,6 +50,7 @@ def test_factories_give_what_the_recipes_give(factory, recipe):
     same(CustomRecipe(qfactory=factory), recipe)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_requests_share_delayed_scalings_state(hybrid):
     """Products are summed otherwise than DelayedScaling's: a CustomRecipe's are split, as TE's."""
@@ -120,7 +122,7 @@ def test_a_scale_that_is_given_stays():
 def test_an_identity_gives_its_input():
     x = torch.randn(2, 32)
     assert te.IdentityQuantizer()(x) is x
-    assert te.IdentityQuantizer(torch.bfloat16)(x).dtype is torch.bfloat16
+    assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype is torch.bfloat16
 
 
 def test_what_cannot_be_is_refused_by_name():
@@ -142,3 +144,32 @@ def test_a_model_under_such_a_recipe_can_be_copied():
     with te.autocast(recipe=CustomRecipe(factories.current_scaling_factory)):
         layer(torch.ones(16, 32))
     copy.deepcopy(layer)
+
+
+def test_an_identity_makes_and_fills_plain_tensors():
+    own, x = te.IdentityQuantizer(dtype=torch.bfloat16), torch.randn(2, 32)
+    made = own.make_empty((2, 32), device="cpu", requires_grad=True)
+    assert (type(made), made.dtype, made.shape, made.requires_grad) == (
+        torch.Tensor,
+        torch.bfloat16,
+        (2, 32),
+        True,
+    )
+    assert own.update_quantized(x, made) is made
+    assert torch.equal(made, x.bfloat16())
+    own.update_quantized(-x, made, noop_flag=torch.ones(1))
+    assert torch.equal(made, x.bfloat16())
+    own.update_quantized(-x, made, noop_flag=torch.zeros(1))
+    assert torch.equal(made, -x.bfloat16())
+    assert not own.quantize_impl(x.requires_grad_()).requires_grad
+
+
+def test_a_role_is_made_by_either_words():
+    """A factory may be asked by a program, too."""
+    role = te.QuantizerRole(module_type="grouped_linear", tensor_type="weight", name="fc1")
+    assert role == te.QuantizerRole("GroupedLinear", "fc1", "weight")
+    assert (role.module_type, role.tensor_type, role.name) == ("grouped_linear", "weight", "fc1")
+    assert pickle.loads(pickle.dumps(role)) == role
+    assert role._replace(name="fc2").name == "fc2"
+    linear = te.QuantizerRole(module_type="linear", tensor_type="grad_output")
+    assert factories.current_scaling_factory(linear).dtype is te.DType.kFloat8E5M2

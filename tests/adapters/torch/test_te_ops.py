@@ -204,6 +204,9 @@ def test_quantizers_of_a_recipe(device, recipe, kinds):
         ]
         with pytest.raises(ArgumentError, match="mode, index"):
             op.get_quantizer("forward", 2)
+        either = [op.get_input_quantizer(), op.get_grad_output_quantizer()]
+    assert [type(each) for each in either] == [type(found[0]), type(found[2])]
+    assert ops.Identity().get_input_quantizer() is None
     assert [type(each).__name__ for each in found] == kinds
     x = torch.randn(64, 64, device=device)
     for quantizer in found:

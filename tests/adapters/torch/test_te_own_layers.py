@@ -11,6 +11,7 @@ import pytest
 import torch
 from fp8kit_torch.te_compat.capture import restore_fp8_tensors, save_fp8_tensors
 from fp8kit_torch.te_compat.gemms import general_gemm
+from fp8kit_torch.te_compat.own_layers import quantize_weight
 
 from fp8kit.errors import ArgumentError
 from fp8kit.testing import assert_same_bits
@@ -174,6 +175,7 @@ class Keeping(Own):
             return KeptProduct.apply(x, self.weight, self, is_first_microbatch)
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.filterwarnings("ignore:.*high precision:UserWarning")
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_weight_is_cast_once_for_several_micro_batches(kind):
@@ -205,6 +207,7 @@ def test_a_weight_is_cast_once_for_several_micro_batches(kind):
     assert layer.last is not held
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_kept_weight_follows_its_quantizer_and_its_flag():
     layer, weight = Own(32, 32), torch.randn(32, 32)
     e4m3, e5m2 = (
@@ -234,6 +237,39 @@ def test_a_kept_weight_follows_its_quantizer_and_its_flag():
         layer.get_weight_workspace(cache_name="w")
     with pytest.raises(ArgumentError, match="quantizer: missing"):
         layer.get_weight_workspace(tensor=weight, cache_name="new")
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_program_keeps_a_weights_cast_itself():
+    """As ``get_weight_workspace`` does, without a layer: what is new is what to keep; a flag decides in the
+    place of ``update_workspace``."""
+    weight = torch.randn(32, 32)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
+    want, minus = quantizer(weight).dequantize(), quantizer(-weight).dequantize()
+    made, kept = quantize_weight(tensor=weight, quantizer=quantizer)
+    assert torch.equal(made.dequantize(), want)
+    assert kept is None
+    made, kept = quantize_weight(tensor=weight, quantizer=quantizer, cache=True)
+    assert made is kept
+
+    def again(**more):
+        given = {"tensor": -weight, "quantizer": quantizer, "workspace": kept, "cache": True}
+        got, new = quantize_weight(**given | more)
+        assert new is None
+        assert got is kept or more
+        return got.dequantize()
+
+    assert torch.equal(again(update_workspace=False), want)
+    assert torch.equal(again(update_workspace=False, skip_update_flag=torch.ones(1)), want)
+    assert torch.equal(again(update_workspace=False, skip_update_flag=torch.zeros(1)), minus)
+    assert torch.equal(again(tensor=weight), want)
+    assert torch.equal(again(tensor=quantizer(-weight)), minus)  # a cast weight is itself
+    quantizer.dtype = te.DType.kFloat8E5M2  # of the same object
+    other, new = quantize_weight(tensor=weight, quantizer=quantizer, workspace=kept, cache=True)
+    assert other is new is not kept
+    assert torch.equal(other.dequantize(), quantizer(weight).dequantize())
+    with pytest.raises(ArgumentError, match="quantize_weight: tensor: missing"):
+        quantize_weight(quantizer=quantizer)
 
 
 def test_what_else_programs_keep_in_fp8_meta_is_beside_the_states():

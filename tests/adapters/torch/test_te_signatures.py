@@ -13,6 +13,7 @@ from pathlib import Path
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.te_compat.unsupported import METHODS, WHY
 
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.attention_inputs import CORE_OPTIONS
@@ -38,6 +39,7 @@ DIFFERENCES = {
     ("CusolverMpCtx", "group"): (Parameter.empty, None),
     # None is this process alone
     ("tensor.utils.cast_master_weights_to_fp8", "group"): (Parameter.empty, None),
+    ("tensor.utils.quantize_master_weights", "group"): (Parameter.empty, None),
 }
 # what Transformer Engine has as **kwargs stands here by name
 NAMED = {"LayerNorm", "RMSNorm"}
@@ -53,8 +55,11 @@ def theirs():
 
 
 def value(node):
-    """A default: a plain value, or a dtype of torch."""
-    return getattr(torch, node.attr) if isinstance(node, ast.Attribute) else ast.literal_eval(node)
+    """A default: a plain value, a dtype of torch, or a member of an enumeration."""
+    if not isinstance(node, ast.Attribute):
+        return ast.literal_eval(node)
+    owners = {"torch": torch, "DType": ft.DType, "RoutingMapFormat": ft.router.RoutingMapFormat}
+    return getattr(owners[node.value.id], node.attr)
 
 
 def parameters(made):
@@ -72,13 +77,36 @@ def parameters(made):
         yield Parameter(made.kwarg.arg, Parameter.VAR_KEYWORD)
 
 
-THEIRS = dict(theirs())
+ALL = dict(theirs())
+ABSENT = {
+    name: WHY.get(last) or METHODS[last] for name in ALL if (last := name.split(".")[-1]) in WHY | METHODS
+}
+THEIRS = {name: own for name, own in ALL.items() if name not in ABSENT}
 
 
 def ours(name):
     """The parameters here of what has that name."""
     found = list(inspect.signature(operator.attrgetter(name)(ft)).parameters.values())
     return [p.replace(annotation=Parameter.empty) for p in found if p.name != "self"]
+
+
+E4M3 = ft.DType.kFloat8E4M3
+QUANTIZERS = {
+    "Float8CurrentScalingQuantizer": ft.Float8CurrentScalingQuantizer(E4M3),
+    "Float8BlockQuantizer": ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "MXFP8Quantizer": ft.MXFP8Quantizer(E4M3),
+    "NVFP4Quantizer": ft.NVFP4Quantizer(),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_there_is_nothing_for_is_not_there_and_its_error_says_why(name):
+    owner, _, last = name.rpartition(".")
+    found = QUANTIZERS.get(owner) or (operator.attrgetter(owner)(ft) if owner else ft)
+    with pytest.raises(AttributeError, match=last) as caught:
+        getattr(found, last)
+    if not isinstance(found, type):  # a class has Python's own error
+        assert ABSENT[name] in str(caught.value)
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -22,7 +22,7 @@ MADE = {
 
 
 @pytest.fixture
-def w():
+def w(everywhere):
     torch.manual_seed(0)
     return torch.randn(256, 128)
 
@@ -36,7 +36,7 @@ def test_a_tensor_is_made_of_its_metadata(name, w):
     assert again._rowwise_data.data_ptr() == held._rowwise_data.data_ptr()
     assert torch.equal(again._columnwise_data, held._columnwise_data)
     assert again._get_quantizer() is held._quantizer
-    layer = ft.Linear(128, 32, device="cpu")
+    layer = ft.Linear(128, 32)
     recipe = {"current": ft.Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling()}
     with ft.autocast(recipe=recipe.get(name, ft.Float8BlockScaling())):
         assert torch.equal(layer(again), layer(held))
@@ -72,6 +72,10 @@ def test_codes_in_anothers_place(w):
     assert torch.equal(like._scale_inv, held._scale_inv)
     assert torch.equal(like._transpose, other._transpose)
     assert not torch.equal(held._data, other._data)
+    held.update_usage(columnwise_usage=False)
+    both = ft.Float8Tensor.make_like(held, data=other._data, data_transpose=other._transpose)
+    assert torch.equal(both._transpose, other._transpose)
+    assert held.get_usages() == {"rowwise": True, "columnwise": False}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -83,6 +87,7 @@ def test_memory_that_is_let_go(name, w):
     assert torch.equal(held.dequantize(), other.dequantize())
 
 
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_products_of_several_pairs(layout, in_fp8):

@@ -45,7 +45,13 @@ CLASSES = {
 
 
 @pytest.fixture
-def w():
+def w(everywhere):
+    torch.manual_seed(0)
+    return torch.randn(256, 128)
+
+
+@pytest.fixture
+def host():
     torch.manual_seed(0)
     return torch.randn(256, 128)
 
@@ -70,11 +76,11 @@ def test_values_are_near(name, w):
 
 
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
-def test_mxfp8_lies_in_memory_as_transformer_engine_has_it(w, fp8_dtype):
-    held = te.MXFP8Quantizer(fp8_dtype)(w)
+def test_mxfp8_lies_in_memory_as_transformer_engine_has_it(host, fp8_dtype):
+    held = te.MXFP8Quantizer(fp8_dtype)(host)
     fmt = {E4M3: fk.E4M3, E5M2: fk.E5M2}[fp8_dtype]
-    rows = fk.quantize(w.numpy(), fmt, scaling="mx_1x32", scale_rule="te")
-    columns = fk.quantize(w.numpy(), fmt, scaling="mx_1x32", scale_rule="te", along=0)
+    rows = fk.quantize(host.numpy(), fmt, scaling="mx_1x32", scale_rule="te")
+    columns = fk.quantize(host.numpy(), fmt, scaling="mx_1x32", scale_rule="te", along=0)
     assert torch.equal(held._rowwise_data, torch.from_numpy(rows.data))
     assert torch.equal(held._columnwise_data, torch.from_numpy(columns.data))
     assert held._rowwise_scale_inv.shape == (256, 4)
@@ -93,16 +99,16 @@ def test_scales_are_padded(w):
     assert te.NVFP4Quantizer().get_scale_shape((32, 32), False) == (128, 4)
 
 
-def test_nvfp4_lies_in_memory_as_transformer_engine_has_it(w):
-    held = te.NVFP4Quantizer()(w)
-    rows = fk.quantize(w.numpy(), scaling="nvfp4_1x16")
-    columns = fk.quantize(w.t().contiguous().numpy(), scaling="nvfp4_1x16")
+def test_nvfp4_lies_in_memory_as_transformer_engine_has_it(host):
+    held = te.NVFP4Quantizer()(host)
+    rows = fk.quantize(host.numpy(), scaling="nvfp4_1x16")
+    columns = fk.quantize(host.t().contiguous().numpy(), scaling="nvfp4_1x16")
     for side, found in (("rowwise", rows), ("columnwise", columns)):
         assert torch.equal(getattr(held, f"_{side}_data"), torch.from_numpy(found.packed()))
         scales = torch.from_numpy(found.scale_codes)
         assert torch.equal(getattr(held, f"_{side}_scale_inv")[: len(scales), : scales.shape[1]], scales)
     # a product and a quotient of float32, rounded
-    torch.testing.assert_close(held._amax_rowwise.view(()), w.abs().max(), rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(held._amax_rowwise.view(()), host.abs().max(), rtol=2.0**-22, atol=0)
 
 
 def test_weights_of_nvfp4_have_the_same_values_in_both_orientations(w):
@@ -129,9 +135,9 @@ def test_rotated_columns_decode_to_the_values(w):
         ({"row_scaled_nvfp4": True}, {"scaling": "nvfp4_row_1x16"}),
     ],
 )
-def test_nvfp4s_levers(w, options, rule):
-    wanted = fk.quantize(w.numpy(), **{"scaling": "nvfp4_1x16", **rule}).dequantize()
-    assert torch.equal(te.NVFP4Quantizer(**options)(w).dequantize(), torch.from_numpy(wanted))
+def test_nvfp4s_levers(host, options, rule):
+    wanted = fk.quantize(host.numpy(), **{"scaling": "nvfp4_1x16", **rule}).dequantize()
+    assert torch.equal(te.NVFP4Quantizer(**options)(host).dequantize(), torch.from_numpy(wanted))
 
 
 def test_stochastic_rounding_draws_from_torch(w):
@@ -198,7 +204,7 @@ def test_no_orientation_is_refused(name, w):
 
 
 def test_a_layer_makes_the_orientation_that_it_lacks(w):
-    layer = ft.Linear(128, 64, device="cpu")
+    layer = ft.Linear(128, 64)
     with ft.autocast(recipe=ft.Float8CurrentScaling()):
         whole = layer(QUANTIZERS["current"]()(w))
         one = layer(QUANTIZERS["current"](columnwise=False)(w))
@@ -211,7 +217,7 @@ def test_a_layer_makes_the_orientation_that_it_lacks(w):
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_a_layer_takes_the_values_of_blocks(kind, w):
-    layer, held = ft.Linear(128, 64, device="cpu"), QUANTIZERS[kind]()(w)
+    layer, held = ft.Linear(128, 64), QUANTIZERS[kind]()(w)
     assert torch.equal(layer(held), layer(held.dequantize()))
 
 
@@ -410,7 +416,7 @@ def test_replaced_memory(kind, w):
         replace_raw_data(held, buffer)
 
 
-def test_a_layer_over_a_buffer(w):
+def test_a_layer_over_a_buffer():
     """Also where codes do not begin at a multiple of 16, and are no multiples of it."""
     for size, start in ((48, 0), (48, 3), (44, 0)):
         with ft.quantized_model_init(recipe=ft.Float8CurrentScaling()):

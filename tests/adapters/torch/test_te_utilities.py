@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import fp8kit_torch as ft
+import numpy as np
 import pytest
 import torch
 from fp8kit_torch.te_compat import parallel, quantization, utilities
@@ -49,6 +50,34 @@ def test_views_are_told_from_tensors():
     assert utilities.assert_viewless_tensor(x) is x
     with pytest.raises(ArgumentError, match="a view"):
         utilities.assert_viewless_tensor(x[1:])
+
+
+def test_a_weak_reference_has_the_memory_and_does_not_keep_it(device):
+    x = torch.randn(2, 3, 4, device=device).bfloat16().transpose(1, 2)[1:]
+    found = utilities.make_weak_ref({"x": (x, [None, 3, True])})
+    weak = found["x"][0]
+    assert found == {"x": (weak, [None, 3, True])}
+    assert (weak.data_ptr(), weak.stride(), weak.dtype) == (x.data_ptr(), x.stride(), x.dtype)
+    assert torch.equal(weak, x)
+    assert (weak is x) == (device == "cpu")
+    if device == "cuda":
+        x = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        weak, before = utilities.make_weak_ref(x), torch.cuda.memory_allocated()
+        del x
+        assert weak.numel() == before - torch.cuda.memory_allocated() == 1 << 20
+    with pytest.raises(ArgumentError, match="make_weak_ref: x"):
+        utilities.make_weak_ref("x")
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 5), ()])
+def test_the_bytes_of_a_weak_reference_are_the_tensors(shape):
+    """On the CPU by NumPy, which reads the same description of memory."""
+    for x in (torch.randn(shape), torch.randn(shape).T if shape == (4, 6) else torch.randn(shape).half()):
+        memory = utilities._Memory(x)
+        memory.__array_interface__ = memory.__cuda_array_interface__
+        data = torch.from_numpy(np.asarray(memory))
+        assert data.data_ptr() == x.data_ptr()
+        assert torch.equal(utilities._as_it_lies(data, x), x)
 
 
 def test_parts_along_a_dimension_are_views():
