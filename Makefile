@@ -47,8 +47,8 @@ XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level
 # otherwise, as those of containers do; the numbers of threads are for two tests at a time.
 TESTING := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks test-ranks-often test-report \
-        notebooks campaign soak docs test-gpu test-gpu2 bench info size clean
+.PHONY: a-browser a-gpu demo test test-kernels test-clients test-combinations test-programs test-ranks \
+        test-ranks-often test-report notebooks campaign soak docs test-gpu test-gpu2 bench info size clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -66,8 +66,8 @@ test-kernels: $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
 
 test-clients: $(CLIENTS)
-	$(TESTING) XLA_FLAGS="$(XLA)" $(CLIENTS_BIN)/python -m pytest -m "clients and not gpu" -n 2 --dist loadgroup \
-	  tests/adapters tests/clients
+	$(TESTING) XLA_FLAGS="$(XLA)" $(CLIENTS_BIN)/python -m pytest -m "clients and not gpu" -n 2 \
+	  --dist loadgroup tests/adapters tests/clients
 
 test-combinations: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "combinations and not gpu" -n 2 --dist loadfile
@@ -84,7 +84,9 @@ test-ranks: $(TEST)
 	  tests/adapters/jax/test_processes.py
 
 test-ranks-often: $(TEST)
-	for round in $$(seq $(ROUNDS)); do echo "$$(date) round $$round"; $(MAKE) --no-print-directory test-ranks || exit 1; done
+	for round in $$(seq $(ROUNDS)); do \
+	  echo "$$(date) round $$round"; $(MAKE) --no-print-directory test-ranks || exit 1; \
+	done
 
 test-report: a-browser $(TEST)
 	$(TESTING) $(BIN)/python -m pytest -m report tests/numerics

@@ -6,14 +6,15 @@ from __future__ import annotations
 import importlib.metadata
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
-from fp8kit.errors import UnsupportedError
+from fp8kit import recipe as recipes
+from fp8kit.errors import BackendError, UnsupportedError
 
 
 class Distribution(importlib.metadata.Distribution):
@@ -34,14 +35,53 @@ class Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{self._name}: {path}: this is {self._who} under another name")
 
 
-def module(name: str, parts: Iterable[ModuleType] = ()) -> ModuleType:
-    """A module of that name, a package, with the public names of ``parts``."""
+class Finder:
+    """What is put into ``sys.meta_path`` for a package that another one stands for. Subclasses have
+    ``find_spec``, which refuses the names that are not here."""
+
+    package: ClassVar[str] = "transformer-engine"
+    version: ClassVar[str] = "2.20.0"  # whose names and defaults these are
+    who: ClassVar[str]  # stands for it
+
+    @classmethod
+    def find_distributions(cls, context: Any) -> list[importlib.metadata.Distribution]:
+        """What ``importlib.metadata`` finds: one, when it is asked for."""
+        asked = (context.name or "").replace("_", "-").lower()
+        return [Distribution(asked, cls.version, cls.who)] if asked == cls.package else []
+
+
+def ours(operation: str, *names: str) -> ModuleType | None:
+    """The module of the first of these ``names``, as a frontend has made it, or None. BackendError where
+    another package was imported under one of them."""
+    for name in names:
+        if name in sys.modules and not hasattr(sys.modules[name], "__fp8kit__"):
+            raise BackendError(operation, name, "imported already", "a call before its first import")
+    return sys.modules.get(names[0])
+
+
+def module(name: str, parts: Iterable[ModuleType] = (), path: Sequence[str] = ()) -> ModuleType:
+    """A module of that name, a package with those folders, with the public names of ``parts``."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
-    made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), []
+    made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), list(path)
     for part in parts:
         made.__dict__.setdefault("__file__", part.__file__)
         for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
             setattr(made, key, getattr(part, key))
+    return made
+
+
+def install(modules: Mapping[str, ModuleType], finder: Any) -> None:
+    """Make the ``modules`` importable; ``finder`` answers for other names before those that are there."""
+    sys.meta_path.insert(0, finder)
+    sys.modules.update(modules)
+
+
+def recipe_module() -> ModuleType:
+    """``transformer_engine.common.recipe``: the names of ``fp8kit.recipe``, those too that it loads at their
+    first use."""
+    made = module("transformer_engine.common.recipe", [recipes])
+    for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):
+        setattr(made, name, getattr(recipes, name))
     return made
 
 

@@ -20,6 +20,7 @@ from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, meant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_FEW = 12  # names that an error lists
 _NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
 
 
@@ -151,11 +152,11 @@ def _names_of(function: Any) -> tuple[str, ...]:
 
 def want_names(said: str, function: Any, named: Iterable[str]) -> None:
     """TypeError for a name that is no argument of ``function``, which is ``said`` to be called so, with the
-    one that was meant."""
-    known = _names_of(function)
+    one that was meant, or, where none is like it, with all of them if they are few."""
+    known = [each for each in _names_of(function) if each not in ("self", "cls")]
     for name in named:
         if known and name not in known:
-            near = meant(name, [each for each in known if each != "self"])
+            near = meant(name, known) or (f"; it has {', '.join(known)}" if len(known) <= _FEW else "")
             raise TypeError(f"{said}() got an unexpected keyword argument {name!r}{near}")
 
 
@@ -190,7 +191,7 @@ def named_well(function: _Function) -> _Function:
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if named:
-            want_names(function.__name__, function, named)
+            want_names(function.__qualname__, function, named)
         return function(*arguments, **named)
 
     return call  # type: ignore[return-value]

@@ -9,7 +9,7 @@ They can say more than is carried out: ``ops.products`` refuses by name what no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.arguments import choice, flag, integer, number, shown
+from fp8kit.arguments import choice, flag, integer, named_well, number, shown
 from fp8kit.errors import RecipeError, meant
 from fp8kit.formats import E2M1, FORMATS, Format, float32
 
@@ -63,7 +63,8 @@ TIES = ("even", "down")
 
 
 class KnownFields:
-    """Base of values whose arguments that are no field are a RecipeError that names the nearest field."""
+    """Base of values whose arguments that are no field are a RecipeError that names the nearest field. A
+    missing one is Python's own TypeError, which names it: ``copy`` calls ``__new__`` without any."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """RecipeError for names that are no field, and for what comes twice or has no place."""
@@ -81,6 +82,12 @@ class KnownFields:
             if name in kwargs:
                 raise RecipeError(cls.__name__, name, "a value by position and by name", "one value")
         return super().__new__(cls)
+
+    def _want_each(self, kind: type, names: Iterable[str], how: str) -> None:
+        """RecipeError for a field whose value is no ``kind``, which is made ``how``."""
+        for name, own in ((name, getattr(self, name)) for name in names):
+            if not isinstance(own, kind):
+                raise RecipeError(type(self).__name__, name, shown(own), f"a {kind.__name__}, such as {how}")
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,8 @@ class Quantizer(KnownFields):
             near = meant(given, FORMATS) if isinstance(given, str) else ""
             wanted = f"a fp8kit.Format, such as fp8kit.E4M3, or the name of one{near}"
             raise RecipeError("Quantizer", "format", shown(given), wanted)
-        words = {
-            "granularity": GRANULARITIES,
-            "scale_source": _SOURCES,
-            "scale_rule": SCALE_RULES,
-            "signs": SIGNS,
-        }
-        for name, known in {**words, "ties": TIES}.items():
+        words = {"granularity": GRANULARITIES, "scale_source": _SOURCES, "scale_rule": SCALE_RULES}
+        for name, known in {**words, "signs": SIGNS, "ties": TIES}.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)
         integer("Quantizer", "stochastic_bits", self.stochastic_bits, 0, 32, RecipeError)
         number("Quantizer", "epsilon", self.epsilon, _INF, RecipeError)
@@ -309,7 +311,7 @@ class Gemm(KnownFields):
     * ``scaled``: False; or True: the codes are multiplied by the scales of their blocks in tensor cores that
       take both (``fp8kit.scaled_products``). Layers say so on such a chip.
 
-    RecipeError for another word.
+    RecipeError for another word, and for an operand that is no Quantizer.
     """
 
     a: Quantizer
@@ -326,6 +328,7 @@ class Gemm(KnownFields):
             known = ("split", "fast", *ACCUMULATIONS)
             choice("Gemm", "accumulation", self.accumulation, known, RecipeError)
         choice("Gemm", "compute", self.compute, COMPUTES, RecipeError)
+        self._want_each(Quantizer, "ab", "Quantizer(fk.E4M3)")
         if not isinstance(self.recast, bool) or (self.recast and self.compute != "quantized"):
             got = f"{shown(self.recast)} with {self.compute!r}"
             raise RecipeError("Gemm", "recast", got, "a bool, False unless compute is 'quantized'")
@@ -381,7 +384,7 @@ def gemm_of(
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Quantization(KnownFields):
     """The three GEMMs of a layer's weight ::
 
         fprop  y  = x W^T        a: x (M, K)               b: w (N, K)
@@ -389,13 +392,18 @@ class Quantization:
         wgrad  dW = g^T x        a: g transposed (N, M)    b: x transposed (K, M)
 
     Each operand is read by two of them. ``x``, ``w`` and ``g`` are the operands as the first reads them.
+    Raises RecipeError.
     """
 
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
 
+    def __post_init__(self) -> None:
+        self._want_each(Gemm, OPERANDS, "Gemm(quantizer_of_a, quantizer_of_b)")
+
     @classmethod
+    @named_well
     def of(
         cls,
         x: Quantizer,
@@ -405,7 +413,7 @@ class Quantization:
         dgrad: str | Accumulation = "split",
         wgrad: str | Accumulation = "split",
     ) -> Quantization:
-        """Operands that both of their GEMMs cast alike, and each GEMM's accumulation."""
+        """Operands that both of their GEMMs cast alike, and each GEMM's accumulation. Raises RecipeError."""
         return cls(
             gemm_of("fprop", x, w, fprop), gemm_of("dgrad", g, w, dgrad), gemm_of("wgrad", g, x, wgrad)
         )
@@ -507,7 +515,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class AmaxHistory:
+class AmaxHistory(KnownFields):
     """How the scales of operands with state follow from the amaxes of earlier steps, by the rule that
     ``recipe.DelayedScaling`` states.
 

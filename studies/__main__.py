@@ -1,6 +1,6 @@
 """Studies of training in low precision, which anybody can make again.
 
-    python -m studies convergence --out DIR [--jobs N] [--only NAMES] [--size tiny|full] [--budget SECONDS]
+    python -m studies convergence --out DIR [--size tiny|small|full] [--only NAMES] [--jobs N]
     python -m studies stress --out DIR
     python -m studies accumulator --out DIR
     python -m studies table DIR

@@ -14,7 +14,7 @@ import fp8kit as fk
 from fp8kit import autocast, codec, formats
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
-from fp8kit.quantization import Gemm, Quantizer
+from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import (
     DataRecipe,
     DelayedScaling,
@@ -246,6 +246,38 @@ def test_an_operand_wants_a_format():
     for wrong in ("E4M4", None, Format.E4M3, formats.E4M3.max):
         with pytest.raises(RecipeError, match=r"Quantizer: format: .*fp8kit\.E4M3"):
             Quantizer(wrong)
+
+
+E4M3 = Quantizer(formats.E4M3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Gemm("E4M3", E4M3), "Gemm: a: got 'E4M3', expected a Quantizer"),
+        (lambda: Gemm(E4M3, None), "Gemm: b: got None, expected a Quantizer"),
+        (lambda: Gemm(E4M3, E4M3, acumulation="fast"), "field: got 'acumulation'.*mean accumulation"),
+        (
+            lambda: Quantization.of(E4M3, E4M3, 8),
+            r"Gemm dgrad \(a the grad_output and b the weight\): a: got 8",
+        ),
+        (lambda: Quantization(*[E4M3] * 3), "Quantization: fprop: got Quantizer.*, expected a Gemm"),
+        (lambda: Quantization(*[Gemm(E4M3, E4M3)] * 4), "arguments: got 4, expected at most 3: fprop"),
+        (lambda: AmaxHistory(448, 57344, lenght=2), "AmaxHistory: field: got 'lenght'.*mean length"),
+    ],
+)
+def test_values_of_another_kind_and_names_of_no_field_are_refused(make, said):
+    with pytest.raises(RecipeError, match=said):
+        make()
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+        Gemm(E4M3)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'w' and 'g'"):
+        Quantization.of(E4M3)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'fpro'; did you mean fprop\?$"):
+        Quantization.of(E4M3, E4M3, E4M3, fpro="fast")
 
 
 def test_a_format_without_a_zero_is_of_scales():

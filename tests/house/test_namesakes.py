@@ -16,6 +16,8 @@ FRONTENDS = {
     "jax": "adapters/fp8kit_jax",
     "flax": "adapters/fp8kit_jax/flax",
     "nnx": "adapters/fp8kit_jax/nnx",
+    "torch, as Transformer Engine": "adapters/fp8kit_torch/te_compat",
+    "jax, as Transformer Engine": "adapters/fp8kit_jax/te_compat",
 }
 MOST = 0.3  # of a file's lines
 SHELL = 30  # lines: a class statement and its imports are alike in any two frontends

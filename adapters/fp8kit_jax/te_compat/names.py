@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from fp8kit import aliases
-from fp8kit import recipe as recipes
-from fp8kit.errors import BackendError
 
-STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 _BASE = "transformer_engine.jax"
 # module of transformer_engine.jax -> modules here that have its names
 _SAME = {
@@ -81,9 +76,11 @@ def why_not(module: str) -> str:
     return _WHY[max((name for name in _WHY if f"{inner}.".startswith(f"{name}." if name else "")), key=len)]
 
 
-class _Finder:
+class Finder(aliases.Finder):
     """Answers for ``transformer_engine.jax``, whose modules are in ``sys.modules`` already: any other name of
     it is refused, lest parts of an installed Transformer Engine be mixed in."""
+
+    who = "fp8kit_jax"
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -97,13 +94,6 @@ class _Finder:
         else:
             return
         raise ModuleNotFoundError(f"{name}: {why}", name=name)
-
-    def find_distributions(self, context: Any) -> Iterable[Distribution]:
-        """What ``importlib.metadata`` finds as "transformer-engine"."""
-        asked = (context.name or "").replace("_", "-").lower()
-        return (
-            [aliases.Distribution(asked, STANDS_FOR, "fp8kit_jax")] if asked == "transformer-engine" else []
-        )
 
 
 def _module(name: str) -> ModuleType:
@@ -129,29 +119,23 @@ def as_transformer_engine() -> ModuleType:
     An installed Transformer Engine is left out from then on. BackendError where it was imported already;
     ImportError where Flax is not installed.
     """
-    known = sys.modules.get("transformer_engine")
-    if known is not None and not hasattr(known, "__fp8kit__"):
-        wanted = "a call before its first import"
-        raise BackendError("as_transformer_engine", "transformer_engine", "imported already", wanted)
+    known = aliases.ours("as_transformer_engine", "transformer_engine")
     if known is not None and _BASE in sys.modules:
         return known
     made = {name: _module(name) for name in public_names()}
     whole = known or aliases.module("transformer_engine")
     if known is None:
-        recipe = aliases.module("transformer_engine.common.recipe", [recipes])
-        for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use
-            setattr(recipe, name, getattr(recipes, name))
+        recipe = aliases.recipe_module()
         common = aliases.module("transformer_engine.common")
         whole.common, common.recipe = common, recipe  # type: ignore[attr-defined]
-        whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
+        whole.__version__ = Finder.version  # type: ignore[attr-defined]
         made |= {module.__name__: module for module in (whole, common, recipe)}
-    finder = _Finder()
+    finder = Finder()
     if known is None:
         whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         if above:
             setattr(made.get(above, whole), last, module)
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    sys.modules.update(made)
+    aliases.install(made, finder)
     return whole

@@ -12,24 +12,20 @@ module it has it: programs import more than they call. What there is nothing for
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fp8kit import recipe as recipes
-from fp8kit.errors import BackendError
+from fp8kit import aliases
 from fp8kit_torch.te_compat.old_recipe import DelayedScaling
 from fp8kit_torch.te_compat.public import public_names, refused
 from fp8kit_torch.te_compat.unsupported import WHY, missing
 
-STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 _OF_FP8 = "fp8kit_torch.te_compat.quantization"
 _QUANTIZED = "fp8kit_torch.te_compat.tensors"
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
@@ -114,16 +110,9 @@ _BASE = "transformer_engine.pytorch"
 
 
 def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
-    """A module of that name with the public names of ``parts``; a package, so that ``_Finder`` is asked for
+    """A module of that name with the public names of ``parts``; a package, so that ``Finder`` is asked for
     what it lacks."""
-    made = ModuleType(name, f"fp8kit under the name {name}.")
-    made.__spec__ = ModuleSpec(name, None, is_package=True)
-    made.__path__ = []
-    for part in parts:
-        made.__dict__.setdefault("__file__", part.__file__)
-        for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
-            setattr(made, key, getattr(part, key))
-
+    made = aliases.module(name, parts)
     made.__getattr__ = lambda key: found_in(name, key, vars(made))  # type: ignore[method-assign]
     return made
 
@@ -136,7 +125,7 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
         return getattr(importlib.import_module(f"fp8kit_torch.te_compat.{_LATER[name]}"), name)
     whole = sys.modules.get("transformer_engine")
     at = _BASE if module == "fp8kit_torch" else module
-    aliased = isinstance(getattr(whole, "__fp8kit__", None), _Finder)
+    aliased = isinstance(getattr(whole, "__fp8kit__", None), Finder)
     if aliased and name in public_names().get(at, ()):
         above = at
         while above := above.rpartition(".")[0]:
@@ -171,33 +160,13 @@ def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
                         vars(known).setdefault(key, value)
 
 
-class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` says of "transformer-engine": libraries ask that before they import it."""
-
-    def read_text(self, filename: str) -> str | None:
-        """The METADATA, and nothing else."""
-        if filename != "METADATA":
-            return None
-        return (
-            f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {STANDS_FOR}\n"
-            "Summary: fp8kit_torch under another name\n"
-        )
-
-    def locate_file(self, path: Any) -> Any:
-        """There are no files."""
-        raise FileNotFoundError(f"transformer-engine: {path}: this is fp8kit_torch under another name")
-
-
-def distributions() -> list[importlib.metadata.Distribution]:
-    """What ``importlib.metadata`` finds as "transformer-engine"."""
-    return [_Distribution()]
-
-
-class _Finder:
+class Finder(aliases.Finder):
     """Answers for ``transformer_engine``: its modules are in ``sys.modules`` already, and any other name of
     it is refused, lest a file of fp8kit_torch be loaded a second time, or parts of an installed Transformer
     Engine be mixed in. Python asks it for the name in ``from module import name`` too, where the module has
     none of that name."""
+
+    who = "fp8kit_torch"
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -211,11 +180,6 @@ class _Finder:
             raise ModuleNotFoundError(
                 f"{name}: fp8kit_torch, which stands for transformer_engine here, does not have it", name=name
             )
-
-    def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
-        """The one distribution, when it is asked for."""
-        asked = (context.name or "").replace("_", "-").lower()
-        return distributions() if asked == "transformer-engine" else []
 
 
 def modules_within(top: ModuleType) -> dict[str, ModuleType]:
@@ -272,17 +236,12 @@ def as_transformer_engine() -> ModuleType:
     ``fp8kit alias`` does the same for every process of an environment.
     """
     known = sys.modules.get("transformer_engine")
-    if isinstance(getattr(known, "__fp8kit__", None), _Finder):
+    if isinstance(getattr(known, "__fp8kit__", None), Finder):
         return known  # type: ignore[return-value]
-    for name in ("transformer_engine", "nvdlfw_inspect"):
-        # fp8kit_jax may stand for transformer_engine.jax already
-        if name in sys.modules and not hasattr(sys.modules[name], "__fp8kit__"):
-            wanted = "a call before its first import"
-            raise BackendError("as_transformer_engine", name, "imported already", wanted)
-    recipe = _module("transformer_engine.common.recipe", [recipes])
+    # fp8kit_jax may stand for transformer_engine.jax already
+    aliases.ours("as_transformer_engine", "transformer_engine", "nvdlfw_inspect")
+    recipe = _module("transformer_engine.common.recipe", [aliases.recipe_module()])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
-    for name in ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):  # which load at first use there
-        setattr(recipe, name, getattr(recipes, name))
     whole = _module("transformer_engine", []) if known is None else known
     common = _module("transformer_engine.common", [])
     top = sys.modules["fp8kit_torch"]
@@ -303,14 +262,13 @@ def as_transformer_engine() -> ModuleType:
     for name, module in made.items():
         if name in public_names() and module is not top:
             module.__all__ = list(public_names()[name])  # type: ignore[attr-defined]
-    whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
+    whole.__version__ = Finder.version  # type: ignore[attr-defined]
     common.recipe = recipe  # type: ignore[attr-defined]
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
     made |= _debug_modules()
     whole.debug = made["transformer_engine.debug"]  # type: ignore[attr-defined]
-    finder = _Finder()
+    finder = Finder()
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    sys.modules.update(made)
+    aliases.install(made, finder)
     _name_classes(made)
     return whole

@@ -39,9 +39,9 @@ class _Later:
         """What ``importlib.metadata`` is asked before Transformer Engine is imported."""
         if (context.name or "").replace("_", "-").lower() != "transformer-engine":
             return []
-        from fp8kit_torch.te_compat.names import distributions
+        from fp8kit_torch.te_compat.names import Finder
 
-        return distributions()
+        return Finder.find_distributions(context)
 
 
 def _others():

@@ -33,9 +33,9 @@ class _LaterTorchao:
 
         if (context.name or "").lower() != "torchao" or PathFinder.find_spec("torchao") is not None:
             return []
-        from fp8kit_torch.torchao_compat.names import distributions
+        from fp8kit_torch.torchao_compat.names import Finder
 
-        return distributions()
+        return Finder.find_distributions(context)
 
 
 def _others():
