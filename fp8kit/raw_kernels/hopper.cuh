@@ -89,17 +89,16 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 thi
       : "memory");
 }
 
-// One thread copies so many bytes, a multiple of 16 as are both addresses, of what writes_before_products()
-// made known, from shared memory.
-DEVICE void copy_out(void* to, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+// One thread copies a tile of three dimensions, which writes_before_products() made known, from shared
+// memory; what lies beyond the array is not written.
+DEVICE void copy_tile_out(const TensorMap& map, u32 from, i32 column, i32 row, i32 third) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+               "cp.async.bulk.commit_group;"
+               ::"l"(&map), "r"(column), "r"(row), "r"(third), "r"(from)
                : "memory");
 }
 
-// This thread's copies since the last call are a group, also where there are none.
-DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until this thread's groups of copies, but the last N, have read shared memory.
+// Waits until this thread's copies of tiles, but the last N, have read shared memory.
 template <int N> DEVICE void copies_have_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }

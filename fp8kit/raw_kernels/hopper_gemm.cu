@@ -75,6 +75,7 @@ constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
+constexpr bool TIGHT = BY_TERMS && B_LINES && WAVES == 2;  // what a multiplier needs most registers for
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
@@ -210,6 +211,7 @@ DEVICE void load(const Job& job, const Memory& memory) {
   Walk walk;
   Tile at;
   for (i32 tile = blockIdx.x; walk.at(job, tile, at); tile += gridDim.x) {
+#pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage;
       const i32 term = at.from + depth * DEPTH;
@@ -473,17 +475,15 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
   }
 }
 
-// All columns of a warp's 16 rows, inside the matrix: lanes 0 to 15 copy a row of a part each. A part is
-// overwritten once the copy of what it held has read it.
+// All columns of a warp's 16 rows, which the matrix has. A part is overwritten once the copy of what it held
+// has read it.
 template <How HOW>
 DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
-                        i32 first, i64 first_row, int warp) {
+                        i32 first, i32 first_row, i32 group, int warp) {
   float unused[2][8];
-  const i64 row = first_row + lane();
-  T* out = at.out + (lane() - lane() / 4) * job.out_stride;
 #pragma unroll
   for (int start = 0; start < BN; start += PART) {
-    const u32 part = memory.part(warp, (u32)first_row / 64 * (BN / PART) + start / PART);
+    const u32 part = memory.part(warp, first_row / 64 * (BN / PART) + start / PART);
     copies_have_read<BUFFERS - 1>();
     __syncwarp();
 #pragma unroll
@@ -493,8 +493,7 @@ DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, 
     }
     writes_before_products();
     __syncwarp();
-    if (lane() < 16 && row < job.m) copy_out(out + start, part + lane() * PART * 2, PART * 2);
-    copies_commit();
+    if (lane() == 0) copy_tile_out(job.further.out, part, first + start, first_row, group);
   }
 }
 
@@ -556,14 +555,14 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
   } else {
     if constexpr (STAGED) {
       if (aligned && first_column + BN <= (i32)job.n) {
-        const i64 first = top - lane() / 4;
+        const i32 first = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
         const int warp = 4 * multiplier + threadIdx.x / 32 % 4;
         if (by_row || job.addend != nullptr)
-          write_parts<ANY>(job, memory, to, total, first_column, first, warp);
+          write_parts<ANY>(job, memory, to, total, first_column, first, matrix, warp);
         else if (to.bias != nullptr)
-          write_parts<BIASED>(job, memory, to, total, first_column, first, warp);
+          write_parts<BIASED>(job, memory, to, total, first_column, first, matrix, warp);
         else
-          write_parts<SCALED>(job, memory, to, total, first_column, first, warp);
+          write_parts<SCALED>(job, memory, to, total, first_column, first, matrix, warp);
         return;
       }
     }
@@ -603,11 +602,11 @@ hopper_gemm(const __grid_constant__ Job job) {
   const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
-    registers_down<40>();
+    registers_down<TIGHT ? 24 : 40>();
     if (threadIdx.x == 0) load(job, memory);
     if (BY_TERMS && threadIdx.x >= 32) clear(memory);
   } else {
-    registers_up<232>();
+    registers_up<TIGHT ? 240 : 232>();
     const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;  // as in `make_uniform`
     Place place;
     Walk walk;
