@@ -75,7 +75,7 @@ constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
-constexpr bool TIGHT = BY_TERMS && B_LINES && WAVES == 2;  // what a multiplier needs most registers for
+constexpr bool TIGHT = B_LINES && WAVES == 2;  // what a multiplier needs most registers for
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
@@ -98,7 +98,7 @@ static_assert(EPILOGUE != lines || BN % 128 == 0, "");
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
-DEVICE i32 first_lane(i32 x) { return GROUPED ? __shfl_sync(~0u, x, 0) : x; }
+DEVICE i32 first_lane(i32 x) { return GROUPED || TIGHT ? __shfl_sync(~0u, x, 0) : x; }
 
 // A tile of the result: its first row and column, how many times 128 terms it is the sum of, its group.
 // GROUPS rows: those before `top` and from `cover` on are another group's, those from `end` on are 0. terms:
@@ -477,9 +477,10 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
 
 // All columns of a warp's 16 rows, which the matrix has. A part is overwritten once the copy of what it held
 // has read it.
-template <How HOW>
+template <How HOW, Epilogue E = EPILOGUE>
 DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
                         i32 first, i32 first_row, i32 group, int warp) {
+  const Further<E>& further = job.further;
   float unused[2][8];
 #pragma unroll
   for (int start = 0; start < BN; start += PART) {
@@ -493,7 +494,7 @@ DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, 
     }
     writes_before_products();
     __syncwarp();
-    if (lane() == 0) copy_tile_out(job.further.out, part, first + start, first_row, group);
+    if (lane() == 0) copy_tile_out(further.out, part, first + start, first_row, group);
   }
 }
 
@@ -614,7 +615,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     Running own{scale};
     float total[WAVES][BN / 2];
     for (i32 tile = blockIdx.x; first_lane(walk.at(job, tile, at)); tile += gridDim.x) {
-      if constexpr (GROUPED) at.make_uniform();
+      at.make_uniform();
       const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
       if (left > 64 * (WAVES - 1))
         multiply<WAVES>(job, memory, place, at, group, total);

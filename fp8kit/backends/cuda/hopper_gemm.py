@@ -77,8 +77,8 @@ def want_hopper(index: int, *strides: int) -> None:
 
 
 def result_map(shape: tuple[int, ...], stride: int, out: str, at: Tiling) -> bytes:
-    """The map by which the kernel writes parts of a result of 16 bits, ([groups,] m, n). That of ``NONE`` where
-    rows do not begin at multiples of 16 bytes: then the kernel writes from registers."""
+    """The map by which the kernel writes parts of a result of 16 bits, ([groups,] m, n). That of ``NONE``
+    where rows do not begin at multiples of 16 bytes: then the kernel writes from registers."""
     groups, m, n = (1, *shape)[-3:]
     if out not in _SIXTEEN_BITS or stride % 8:
         return NONE[1]
