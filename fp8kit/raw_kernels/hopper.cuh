@@ -89,15 +89,16 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 thi
       : "memory");
 }
 
-// One thread copies so many bytes, a multiple of 16 as are both addresses, of what writes_before_products()
-// made known, from shared memory.
-DEVICE void copy_out(void* to, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-               "cp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes)
+// One thread copies a tile of three dimensions, which writes_before_products() made known, from shared
+// memory; what lies beyond the array is not written.
+DEVICE void copy_tile_out(const TensorMap& map, u32 from, i32 column, i32 row, i32 third) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+               "cp.async.bulk.commit_group;"
+               ::"l"(&map), "r"(column), "r"(row), "r"(third), "r"(from)
                : "memory");
 }
 
-// Waits until this thread's copies have read shared memory.
+// Waits until this thread's copies of tiles have read shared memory.
 DEVICE void copies_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // --- numbers in shared memory ------------------------------------------------------------------------------
@@ -115,10 +116,15 @@ DEVICE float2 load_shared_pair(u32 address) {
 DEVICE void store_shared(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
-// Clears the bits that are 0 in `mask`.
-DEVICE void mask_shared(u32 address, u32 mask) {
-  asm volatile("{.reg .b32 x; ld.shared.b32 x, [%0]; and.b32 x, x, %1; st.shared.b32 [%0], x;}"
-               ::"r"(address), "r"(mask)
+DEVICE void store_words_shared(u32 to, const u32 (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(from)
                : "memory");
 }
 
@@ -231,9 +237,7 @@ template <typename X> DEVICE void join_columns(const float (&values)[8], u32 (&w
 template <typename X> DEVICE void store_columns_shared(u32 to, const float (&values)[8]) {
   u32 words[4];
   join_columns<X>(values, words);
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to + 16 * (lane() % 4)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
+  store_words_shared(to + 16 * (lane() % 4), words);
 }
 
 // 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and

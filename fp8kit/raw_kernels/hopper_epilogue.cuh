@@ -39,7 +39,7 @@ template <Epilogue> struct Further {
   i64 features;  // F
   f64 limit, alpha, offset;
 };
-template <> struct Further<bare> {};
+template <> struct Further<bare> { TensorMap out; };  // of the result, where parts of it are written
 
 // What a multiplier's thread keeps from tile to tile: the cast's scale, the largest |y| so far, which half of
 // the shared sums is next.

@@ -24,7 +24,8 @@
 //
 //   warps 0 to 3, the loader: one thread of them copies tiles of a and b, 128 codes of the contraction at a
 //   time, and their blocks' scales, into a ring of STAGES places in shared memory, and runs ahead of the
-//   products, into the next tile too. It waits at a place's `empty` barrier before it fills it.
+//   products, into the next tile too. It waits at a place's `empty` barrier before it fills it. With GROUPS
+//   terms warps 1 to 3 clear what a place holds of other groups (`clear`).
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
 //   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and writes
 //   its half of the result in the end.
@@ -74,14 +75,14 @@ constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
-constexpr bool TIGHT = BY_TERMS && B_LINES && WAVES == 2;  // what a multiplier needs most registers for
+constexpr bool TIGHT = B_LINES && WAVES == 2;  // what a multiplier needs most registers for
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
-// With scales of blocks, results of 16 bits go by shared memory, PART columns of a warp's 16 rows at a time,
-// and copies bring them to `out` while the next tile is multiplied.
-constexpr bool STAGED = sizeof(T) == 2 && SCALES != whole && !GROUPED && !FUSED;
+// With scales of blocks or groups of terms, results of 16 bits go by shared memory, PART columns of a warp's
+// 16 rows at a time, and copies bring them to `out` while the next tile is multiplied.
+constexpr bool STAGED = sizeof(T) == 2 && !FUSED && (BY_TERMS || (SCALES != whole && !GROUPED));
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
 constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
@@ -96,7 +97,7 @@ static_assert(EPILOGUE != lines || BN % 128 == 0, "");
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
-DEVICE i32 first_lane(i32 x) { return GROUPED ? __shfl_sync(~0u, x, 0) : x; }
+DEVICE i32 first_lane(i32 x) { return GROUPED || TIGHT ? __shfl_sync(~0u, x, 0) : x; }
 
 // A tile of the result: its first row and column, how many times 128 terms it is the sum of, its group.
 // GROUPS rows: those before `top` and from `cover` on are another group's, those from `end` on are 0. terms:
@@ -110,7 +111,6 @@ struct Tile {
     row = first_lane(row), column = first_lane(column);
     depths = first_lane(depths), group = first_lane(group);
     if constexpr (BY_ROWS) top = first_lane(top), end = first_lane(end), cover = first_lane(cover);
-    if constexpr (BY_TERMS) before = first_lane(before), last = first_lane(last);
   }
 
   // Whether a row of the result is this tile's to write, and whether it is 0.
@@ -194,24 +194,31 @@ struct Memory {
   }
   __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
-  __device__ __forceinline__ u32 sums() const { return full(2 * STAGES); }
+  __device__ __forceinline__ u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
+  __device__ __forceinline__ u32 sums() const { return full(3 * STAGES); }
+  __device__ __forceinline__ u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
   // Where a warp of the multipliers, 0 to 7, puts a part of its results.
-  __device__ __forceinline__ u32 part(int warp) const {
-    return base + STAGES * STAGE_BYTES + 128 + warp * PART_BYTES;
-  }
+  __device__ __forceinline__ u32 part(u32 warp) const { return full(48) + warp * PART_BYTES; }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
 
 DEVICE void load(const Job& job, const Memory& memory) {
-  Place place;
+  Place place, mixed;
   Walk walk;
   Tile at;
   for (i32 tile = blockIdx.x; walk.at(job, tile, at); tile += gridDim.x) {
+#pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
-      const u32 stage = place.stage, full = memory.full(stage);
+      const u32 stage = place.stage;
       const i32 term = at.from + depth * DEPTH;
+      u32 full = memory.full(stage);
       barrier_wait(memory.empty(stage), place.parity ^ 1);
+      const i32 begin = depth ? 0 : at.before, stop = depth + 1 == at.depths ? at.last : DEPTH;
+      if (BY_TERMS && (begin > 0 || stop < DEPTH)) {  // for `clear`, which will say that it is full
+        store_words_shared(memory.note(mixed.stage), {stage, (u32)begin, (u32)stop, 0});
+        full = memory.landed(mixed.stage), mixed.next();
+      }
       barrier_expect(full, STAGE_BYTES);
       copy_tile(memory.a(stage), job.a, term, at.row, full);
       if constexpr (BY_ROWS)  // a matrix for each group
@@ -223,6 +230,43 @@ DEVICE void load(const Job& job, const Memory& memory) {
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
       if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, term / DEPTH, full);
     }
+  }
+  if constexpr (BY_TERMS) {  // a note that there are no more, once its place is free
+    barrier_wait(memory.empty(place.stage), place.parity ^ 1);
+    store_words_shared(memory.note(mixed.stage), {STAGES, 0, 0, 0});
+    barrier_arrive(memory.landed(mixed.stage));
+  }
+}
+
+// Where a group's first or last term lies within a stage: once it has `landed`, three warps make the codes of
+// other groups 0, so that nothing of them is in the group's sums, not even NaN; then it is full. A thread has
+// the same 16 codes of every 12th row, which the copy put where row and place say.
+DEVICE void clear(const Memory& memory) {
+  const i32 chunk = threadIdx.x % 8;
+  for (Place mixed;; mixed.next()) {
+    u32 note[4], keep[4], words[4];
+    barrier_wait(memory.landed(mixed.stage), mixed.parity);
+    load_words_shared(memory.note(mixed.stage), note);
+    const u32 stage = note[0];
+    if (stage == STAGES) return;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {  // note[1] <= code < note[2]
+      const i32 begin = note[1] - 16 * chunk - 4 * w, stop = note[2] - 16 * chunk - 4 * w;
+      keep[w] = (u32)((1ull << 8 * min(max(stop, 0), 4)) - (1ull << 8 * min(max(begin, 0), 4)));
+    }
+    const bool all = (keep[0] & keep[1] & keep[2] & keep[3]) == ~0u;
+#pragma unroll 1
+    for (i32 row = threadIdx.x / 8 - 4; row < BM + BN && !all; row += 12) {
+      const u32 tile = row < BM ? memory.a(stage) : memory.b(stage) - A_BYTES;
+      const u32 address = tile + row * DEPTH + 16 * (chunk ^ row % 8);
+      load_words_shared(address, words);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] &= keep[w];
+      store_words_shared(address, words);
+    }
+    writes_before_products();
+    wait_for_threads<1, 96>();
+    if (threadIdx.x == 32) barrier_arrive(memory.full(stage));
   }
 }
 
@@ -280,38 +324,6 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
   }
 }
 
-// Of ROWS rows of 128 codes those columns that are not in [begin, stop) become 0; `thread` of so many.
-template <int ROWS> DEVICE void clear_outside(u32 tile, int thread, int threads, i32 begin, i32 stop) {
-#pragma unroll 1
-  for (int i = thread; i < ROWS * 8; i += threads) {  // 16 codes, which the copy put where row and place say
-    const i32 row = i / 8, chunk = i % 8, column = 16 * chunk;
-    if (column >= begin && column + 16 <= stop) continue;
-    const u32 address = tile + row * DEPTH + 16 * (chunk ^ row % 8);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      u32 keep = 0;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const i32 at = column + 4 * w + c;
-        keep |= at >= begin && at < stop ? 0xFFu << 8 * c : 0u;
-      }
-      mask_shared(address + 4 * w, keep);
-    }
-  }
-}
-
-// Where a group's first or last term lies within a stage: the codes of other groups become 0, so that nothing
-// of them is in its sums, not even NaN. Each multiplier clears its rows of a and half of those of b.
-DEVICE void clear_others(const Memory& memory, u32 stage, const Tile& at, i32 depth, int group) {
-  const i32 begin = depth ? 0 : at.before, stop = depth + 1 == at.depths ? at.last : DEPTH;
-  if (begin <= 0 && stop >= DEPTH) return;
-  const int thread = threadIdx.x % 128;
-  clear_outside<BM / 2>(memory.a(stage) + group * A_BYTES / 2, thread, 128, begin, stop);
-  clear_outside<BN / 2>(memory.b(stage) + group * B_BYTES / 2, thread, 128, begin, stop);
-  writes_before_products();
-  wait_for_threads<1, MULTIPLIERS>();
-}
-
 // The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows.
 template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
@@ -329,7 +341,6 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
     if (GROUPED && depths == 0) return;
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
       barrier_wait(memory.full(place.stage), place.parity);
-      if constexpr (BY_TERMS) clear_others(memory, place.stage, at, depth, group);
       const u64 a = tile_descriptor(memory.a(place.stage) + first * DEPTH);
       const u64 b = tile_descriptor(memory.b(place.stage));
 #pragma unroll
@@ -367,7 +378,6 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   for (i32 depth = 0; depth < depths; ++depth, place.next()) {
     const u32 stage = place.stage;
     barrier_wait(memory.full(stage), place.parity);
-    if constexpr (BY_TERMS) clear_others(memory, stage, at, depth, group);
     const u64 a = tile_descriptor(memory.a(stage) + first * DEPTH), b = tile_descriptor(memory.b(stage));
     float square = 1.0f;
 #pragma unroll
@@ -462,15 +472,14 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
   }
 }
 
-// All columns of a warp's 16 rows, inside the matrix: lanes 0 to 15 copy a row of a part each. A part is
-// overwritten once the copy of what it held has read it.
-template <How HOW>
+// All columns of a warp's 16 rows, which the matrix has. A part is overwritten once the copy of what it held
+// has read it.
+template <How HOW, Epilogue E = EPILOGUE>
 DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
-                        i32 first, i64 first_row, int warp) {
+                        i32 first, i32 first_row, i32 group, int warp) {
+  const Further<E>& further = job.further;
   float unused[2][8];
   const u32 part = memory.part(warp);
-  const i64 row = first_row + lane();
-  T* out = job.out + row * job.out_stride + first;
 #pragma unroll
   for (int start = 0; start < BN; start += PART) {
     copies_have_read();
@@ -482,7 +491,7 @@ DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, 
     }
     writes_before_products();
     __syncwarp();
-    if (lane() < 16 && row < job.m) copy_out(out + start, part + lane() * PART * 2, PART * 2);
+    if (lane() == 0) copy_tile_out(further.out, part, first + start, first_row, group);
   }
 }
 
@@ -544,14 +553,14 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
   } else {
     if constexpr (STAGED) {
       if (aligned && first_column + BN <= (i32)job.n) {
-        const i64 first = top - lane() / 4;
+        const i32 first = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
         const int warp = 4 * multiplier + threadIdx.x / 32 % 4;
         if (by_row || job.addend != nullptr)
-          write_parts<ANY>(job, memory, to, total, first_column, first, warp);
+          write_parts<ANY>(job, memory, to, total, first_column, first, matrix, warp);
         else if (to.bias != nullptr)
-          write_parts<BIASED>(job, memory, to, total, first_column, first, warp);
+          write_parts<BIASED>(job, memory, to, total, first_column, first, matrix, warp);
         else
-          write_parts<SCALED>(job, memory, to, total, first_column, first, warp);
+          write_parts<SCALED>(job, memory, to, total, first_column, first, matrix, warp);
         return;
       }
     }
@@ -583,6 +592,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
       barrier_init(memory.empty(stage), MULTIPLIERS / 32);  // of every warp that multiplies it
+      if constexpr (BY_TERMS) barrier_init(memory.landed(stage), 1);
     }
     barriers_are_set();
   }
@@ -592,6 +602,7 @@ hopper_gemm(const __grid_constant__ Job job) {
   if (threadIdx.x < 128) {
     registers_down<TIGHT ? 24 : 40>();
     if (threadIdx.x == 0) load(job, memory);
+    if (BY_TERMS && threadIdx.x >= 32) clear(memory);
   } else {
     registers_up<TIGHT ? 240 : 232>();
     const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;  // as in `make_uniform`
@@ -601,7 +612,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     Running own{scale};
     float total[WAVES][BN / 2];
     for (i32 tile = blockIdx.x; first_lane(walk.at(job, tile, at)); tile += gridDim.x) {
-      if constexpr (GROUPED) at.make_uniform();
+      at.make_uniform();
       const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
       if (left > 64 * (WAVES - 1))
         multiply<WAVES>(job, memory, place, at, group, total);

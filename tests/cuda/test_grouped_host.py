@@ -19,7 +19,7 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import float32
 from fp8kit.testing.compare import assert_close
 from fp8kit.testing.contract import Case, SampleCall, cases
-from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, map_of, memory
+from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, described, map_of, memory
 
 
 def groups_of(sizes: Any, total: int, slots: int) -> list[tuple[int, int, int]]:
@@ -36,12 +36,18 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     """``hopper_gemm.cu`` with groups, tile by tile."""
     how = dict(kernel.defines)
     high, wide, by_rows, kind = int(how["BM"]), int(how["BN"]), how["GROUPS"] == "rows", how["SCALES"]
-    fields = struct.unpack("=" + "Q120s" * 4 + "6Q13q40x", job)
-    maps, pointers, numbers = fields[:8], fields[8:14], fields[14:]
+    fields = struct.unpack("=" + "Q120s" * 4 + "6Q13q40xQ120s", job)
+    maps, pointers, numbers, out_map = fields[:8], fields[8:14], fields[14:27], fields[27:]
     (a, a_map, b, b_map, a_lines, a_lines_map, b_lines, b_lines_map) = maps
     a_scale, b_scale, bias, addend, out_at, sizes_at = pointers
     m, n, stride, depths, a_step, b_step, _, _, _, groups, slots, b_group, terms = numbers
     assert not addend
+    staged = not by_rows and how["T"] != "f32" and stride % 8 == 0
+    assert any(out_map[1]) == staged
+    if staged:
+        name = TYPES[how["T"]].__name__
+        whole = name, (n, m, groups), (stride, m * stride), (min(wide, 128), 16, 1)
+        assert (out_map[0], described(out_map[1])) == (out_at, whole)
     out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
     row_step, term_step = (4 if kind == "lines_squares" else 1), (16 if kind == "whole" else 128)
     sizes = memory(sizes_at, groups, np.int32)
@@ -156,7 +162,8 @@ def test_the_kernel_for_every_chip_is_told_where_things_are(case: Case) -> None:
 def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(hopper_grouped, "tensor_map", map_of)
+    for module in (hopper_gemm, hopper_grouped):
+        monkeypatch.setattr(module, "tensor_map", map_of)
     monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
     kernels = Emulated("hopper_gemm.cu", NAMES, {"hopper_gemm.cu": hopper})
     try:

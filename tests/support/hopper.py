@@ -31,7 +31,8 @@ def planned(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
-    monkeypatch.setattr(module, "tensor_map", lambda *arguments: repr(arguments).encode())
+    for own in {module, hopper_gemm}:  # `hopper_gemm` makes the result's map for others
+        monkeypatch.setattr(own, "tensor_map", lambda *arguments: repr(arguments).encode())
     return module._plan.__wrapped__
 
 
@@ -41,7 +42,7 @@ GPU = Device("cuda", 0)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _MAP = "=9q48x"  # what a stand-in of a map says
-_KINDS = ("uint8", "float32")
+_KINDS = ("uint8", "float32", "bfloat16", "float16")
 
 
 def memory(address: int, count: int, dtype: Any) -> np.ndarray[Any, Any]:
@@ -54,6 +55,12 @@ def map_of(kind: str, sizes: Any, strides: Any, area: Any, swizzled: bool = Fals
     """A stand-in for ``tensor_map``, of three dimensions."""
     full = (*sizes, 1)[:3], (*strides, 0)[:2], (*area, 1)[:3]
     return struct.pack(_MAP, _KINDS.index(kind), *full[0], *full[1], *full[2])
+
+
+def described(tensor_map: bytes) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """What a stand-in was made of: kind, sizes, strides, box."""
+    kind, *numbers = struct.unpack(_MAP, tensor_map)
+    return _KINDS[kind], tuple(numbers[:3]), tuple(numbers[3:5]), tuple(numbers[5:])
 
 
 def box(address: int, tensor_map: bytes, column: int, row: int, matrix: int = 0) -> np.ndarray[Any, Any]:

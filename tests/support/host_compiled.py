@@ -1,5 +1,5 @@
-"""Device code of ``hopper_gemm.cu`` compiled for the host, by a C++ compiler: ``write``, and all that it
-calls, by a thread for each thread of a block. What is said in PTX is said in C++ here."""
+"""Device code of ``hopper_gemm.cu`` compiled for the host, by a C++ compiler: ``write``, ``clear``, and all
+that they call, by a thread for each thread of a block. What is said in PTX is said in C++ here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _BODIES = {
     "float max_nan(float x, float y)": "return fmaxf(x, y);",
     "float load_shared(u32 address)": "return *(float*)(shared_memory + address);",
     "void store_shared(u32 address, float x)": "*(float*)(shared_memory + address) = x;",
+    "void load_words_shared(u32 from, u32 (&words)[4])": "memcpy(words, shared_memory + from, 16);",
+    "void store_words_shared(u32 to, const u32 (&words)[4])": "memcpy(shared_memory + to, words, 16);",
     "void wait_for_threads()": "group_barrier[N]->arrive_and_wait();",
     "bf16 from_float<bf16>(float x)": _BFLOAT16,
     "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
@@ -51,6 +53,24 @@ extern "C" void run_tile(const Job* job, const float* sums, int row, int column)
     end_of_tiles(job->further, own.most);
   });
   for (auto& thread : threads) thread.join();
+}
+
+// a stage, as copies leave it: a's tile and b's, in which [begin, stop) is the group's
+extern "C" void run_clear(unsigned char* stage, unsigned begin, unsigned stop) {
+  const Memory memory{0};
+  memcpy(shared_memory + memory.a(1), stage, A_BYTES);
+  memcpy(shared_memory + memory.b(1), stage + A_BYTES, B_BYTES);
+  store_words_shared(memory.note(0), {1, begin, stop, 0});
+  store_words_shared(memory.note(1), {STAGES, 0, 0, 0});
+  group_barrier[1] = std::make_unique<std::barrier<>>(96);
+  std::vector<std::thread> threads;
+  for (unsigned t = 32; t < 128; ++t) threads.emplace_back([=] {
+    threadIdx = {t, 0, 0};
+    clear(memory);
+  });
+  for (auto& thread : threads) thread.join();
+  memcpy(stage, shared_memory + memory.a(1), A_BYTES);
+  memcpy(stage + A_BYTES, shared_memory + memory.b(1), B_BYTES);
 }
 """
 

@@ -21,8 +21,10 @@ from fp8kit.lru import memoized
 CAPABILITY, LEAST_ARCH = (9, 0), 90
 SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
+PART = 128  # columns of a result that are written at once
 JOB_CODES = 4 * CODES + "6P13q"  # struct Job without an epilogue's part
-JOB = Packer(JOB_CODES + "40x")  # a multiple of 64 bytes
+JOB = Packer(JOB_CODES + "40x" + CODES)  # with the map of the result, at a multiple of 64 bytes
+_SIXTEEN_BITS = {"bf16": "bfloat16", "f16": "float16"}
 _ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
@@ -38,7 +40,7 @@ class Planned(NamedTuple):
 
     kernel: launch.Kernel
     blocks: int
-    maps: tuple[bytes, bytes, bytes, bytes]
+    maps: tuple[bytes, ...]
     sizes: tuple[int, ...]
 
 
@@ -72,6 +74,16 @@ def want_hopper(index: int, *strides: int) -> None:
         raise CannotTake(
             "hopper_gemm", "a, b", f"{', '.join(map(str, strides))} codes from row to row", wanted
         )
+
+
+def result_map(shape: tuple[int, ...], stride: int, out: str, at: Tiling) -> bytes:
+    """The map by which the kernel writes parts of a result of 16 bits, ([groups,] m, n). That of ``NONE``
+    where rows do not begin at multiples of 16 bytes: then the kernel writes from registers."""
+    groups, m, n = (1, *shape)[-3:]
+    if out not in _SIXTEEN_BITS or stride % 8:
+        return NONE[1]
+    box = min(at.columns, PART), 16, 1
+    return tensor_map(_SIXTEEN_BITS[out], (n, m, groups), (stride, m * stride), box)
 
 
 def band_of(blocks: int, rows: int, columns: int) -> int:
@@ -146,10 +158,11 @@ def _plan(
         tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
         *lines,
+        result_map((m, n), out_stride, out, at) if scales != "whole" else NONE[1],
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
-    return Planned(kernel, blocks, maps, sizes)  # type: ignore[arg-type]
+    return Planned(kernel, blocks, maps, sizes)
 
 
 def _run(product: Product, stream: int) -> None:
@@ -174,7 +187,7 @@ def _run(product: Product, stream: int) -> None:
         product.steps,
         product.promote,
     )
-    a_map, b_map, *lines = plan.maps
+    a_map, b_map, *lines, out_map = plan.maps
     described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
     job = JOB.pack(
         a.ptr,
@@ -191,6 +204,8 @@ def _run(product: Product, stream: int) -> None:
         out.ptr,
         0,
         *plan.sizes,
+        out.ptr,
+        out_map,
     )
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 

@@ -24,6 +24,7 @@ from fp8kit.backends.cuda.hopper_gemm import (
     Tiling,
     band_of,
     compiled,
+    result_map,
     want_hopper,
 )
 from fp8kit.backends.cuda.own_gemm import PROMOTE
@@ -100,6 +101,7 @@ def _plan(
         tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows), True),
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
+        NONE[1] if by_rows else result_map(out_shape, out_stride, out, at),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, along)
     step, b_step, b_group = int(tiles[0] == (1, 0)), 0, 0
@@ -110,7 +112,7 @@ def _plan(
         b_group = ceil_div(b_shape[1], 128) * b_step
     numbers = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
     own = band_of(blocks, at.rows, at.columns), groups, slots, b_group, terms
-    return Planned(kernel, blocks, maps, (*numbers, *own))  # type: ignore[arg-type]
+    return Planned(kernel, blocks, maps, (*numbers, *own))
 
 
 def grouped_fp8_gemm(
@@ -154,7 +156,7 @@ def grouped_fp8_gemm(
         tiles,
         promote,
     )
-    a_map, b_map, *lines = plan.maps
+    a_map, b_map, *lines, out_map = plan.maps
     scale_invs = a_scale_inv, b_scale_inv
     described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
     if (a.ptr | b.ptr | described[0] | described[1]) % 16:
@@ -175,6 +177,8 @@ def grouped_fp8_gemm(
         out.ptr,
         sizes.ptr,
         *plan.sizes,
+        out.ptr,
+        out_map,
     )
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
