@@ -78,6 +78,9 @@ class _Plan:
     def widen(self) -> None:
         self.wide = True
 
+    def lend(self) -> None:
+        pass
+
     def choose(self, index: int) -> None:
         self.index = index
 

@@ -146,6 +146,31 @@ def test_other_candidates_can_be_chosen(library: Library) -> None:
         plan.choose(3)
 
 
+def test_a_problem_begins_with_what_one_about_as_large_has_taken(library: Library) -> None:
+    def plan(rows: int, timed: bool = True) -> cublaslt.Plan:
+        key = MatmulKey(rows, 64, 32, "nt", bfloat16, bfloat16, bfloat16, 32, 32, 64, timed=timed)
+        return cublaslt.Plan(key, 0)
+
+    def taken(plan: cublaslt.Plan) -> str:
+        return chr(plan.chosen[0])
+
+    cublaslt._NEAR.clear()
+    first = plan(200)
+    first.choose(2)
+    first.lend()
+    library.refused = "matmul_algo_get_heuristic"
+    near = plan(210)  # both are a quarter of 128 below 225
+    assert taken(near) == "C"
+    library.refused = "matmul_algo_check"
+    assert [taken(plan(210)), taken(plan(240)), taken(plan(210, False))] == ["A"] * 3
+    library.refused = ""
+    assert near.algorithms == 4  # its own and the heuristic's
+    near.choose(1)
+    assert taken(near) == "A"
+    assert near.take(first.chosen)
+    assert taken(plan(222)) == "C"
+
+
 PLAIN = MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4)
 
 

@@ -103,6 +103,13 @@ class Library:
             ctypes.memmove(numbers[8] + 96 * i, b"%c" % (65 + i) * 64, 64)
         ctypes.c_int.from_address(numbers[9]).value = 3
 
+    def matmul_algo_check(self, *numbers: int) -> None:
+        """Needs no workspace."""
+        self._allow("matmul_algo_check")
+
+    def matmul_algo_cap_get_attribute(self, *numbers: int) -> None:
+        """Any alignment will do: 0."""
+
     def matmul(self, *numbers: int) -> None:
         scalars = (
             ctypes.c_float.from_address(numbers[2]).value,

@@ -1,7 +1,8 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, when it comes for
 the third time; the answer is kept on disk. That takes 15 ms and more, so a process times few problems, and
 none any more once it has met many: a training whose batches have ever other lengths takes the heuristic's
-first candidate, and does not wait where one of its lengths comes twice.
+first candidate, or what a product of about the same size has taken (``cublaslt.Plan``), and does not wait
+where one of its lengths comes twice.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
 up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
@@ -47,7 +48,7 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     """
     key, device = plan.key, plan.device
     size = key.batch * key.m * key.n * key.k
-    if plan.algorithms < 2 or size < SMALLEST:
+    if size < SMALLEST:
         plan.tuned = True
         return
     with _TIMING[device]:  # one problem at a time: two timed at once would slow each other
@@ -60,13 +61,14 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
             kept = _recall(plan)
             plan.tuned = kept is not None and plan.take(kept)
         elif plan.calls >= TIMED_AT and not launch.capturing(stream):
-            if _timed.get(device, 0) < _MOST:
+            if _timed.get(device, 0) < _MOST and plan.algorithms > 1:
                 _timed[device] = _timed.get(device, 0) + 1
                 # where it was measured what they give
                 if size >= WIDE and key.scaling == ("tensor", "tensor"):
                     plan.widen()
                 times = _times(plan, run, stream)
                 plan.choose(min(times, key=times.__getitem__))
+                plan.lend()
                 _keep(plan, times)
             plan.tuned = True
 

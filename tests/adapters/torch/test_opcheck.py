@@ -3,7 +3,6 @@ tracing."""
 
 from __future__ import annotations
 
-import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.calibration import amax_of
