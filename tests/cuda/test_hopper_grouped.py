@@ -19,7 +19,7 @@ from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import SPECS, block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
-from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, bfloat16, float32
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
@@ -73,8 +73,16 @@ def test_contract(case: Case, hopper: None) -> None:
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 @pytest.mark.parametrize("along", KINDS)
+@pytest.mark.parametrize("dtype", [float32, bfloat16], ids=str)
 def test_every_bit_is_the_models(
-    along: Any, kind: str, fast: bool, large: bool, pair: Any, monkeypatch: pytest.MonkeyPatch, hopper: None
+    dtype: Any,
+    along: Any,
+    kind: str,
+    fast: bool,
+    large: bool,
+    pair: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    hopper: None,
 ) -> None:
     """Of every group, as if it were alone, in both tilings."""
     if fast and kind == "block":
@@ -87,7 +95,7 @@ def test_every_bit_is_the_models(
     (a, a_inv), (b, b_inv) = (
         [put(x, GPU) for x in operand(*shapes[i], pair[i], 1 + i, tiles[i])] for i in (0, 1)
     )
-    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), float32, GPU)
+    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), dtype, GPU)
     given = (
         a,
         b,
