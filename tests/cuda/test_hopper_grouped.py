@@ -19,7 +19,7 @@ from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import SPECS, block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
-from fp8kit.formats import E4M3, E5M2, Format, bfloat16, bfloat16, float32
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
