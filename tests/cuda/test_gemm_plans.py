@@ -154,7 +154,6 @@ def test_a_problem_begins_with_what_one_about_as_large_has_taken(library: Librar
     def taken(plan: cublaslt.Plan) -> str:
         return chr(plan.chosen[0])
 
-    cublaslt._NEAR.clear()
     first = plan(200)
     first.choose(2)
     first.lend()
