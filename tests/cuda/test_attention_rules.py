@@ -417,6 +417,13 @@ def test_hopper_builds_no_graph_for_problems_of_middle_size(monkeypatch: pytest.
         for change in ({"dim": 96, "dim_v": 96}, {"dropout": 0.1}):
             assert choose(middle._replace(**change), timed=True) is cudnn_sdpa
         assert attention._foreseen(middle._replace(padded=True), True, False, 0) == attention._NO_GRAPH
+        # nor what no kernels of ours take, which is foreseen without a graph
+        for change in ({"dim": 512, "dim_v": 512}, {"dtype": "float32"}):
+            assert attention._foreseen(middle._replace(**change), True, False, 0) == attention._NO_GRAPH
+        assert "head_dim 512" in flash.kernels(middle._replace(dim=512), 0)
+        row = 4, 4096, 64, 1
+        repeated = middle._replace(strides=(row, (0, *row[1:]), row))
+        assert [flash.on_hopper(one, 0) for one in (middle, repeated)] == [True, False]
     finally:
         attention.forget()
 

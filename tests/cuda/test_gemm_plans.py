@@ -154,7 +154,6 @@ def test_a_problem_begins_with_what_one_about_as_large_has_taken(library: Librar
     def taken(plan: cublaslt.Plan) -> str:
         return chr(plan.chosen[0])
 
-    cublaslt._NEAR.clear()
     first = plan(200)
     first.choose(2)
     first.lend()
@@ -164,11 +163,26 @@ def test_a_problem_begins_with_what_one_about_as_large_has_taken(library: Librar
     library.refused = "matmul_algo_check"
     assert [taken(plan(210)), taken(plan(240)), taken(plan(210, False))] == ["A"] * 3
     library.refused = ""
-    assert near.algorithms == 4  # its own and the heuristic's
+    assert near.algorithms == 3  # its own, and two more of the heuristic's
     near.choose(1)
     assert taken(near) == "A"
     assert near.take(first.chosen)
     assert taken(plan(222)) == "C"
+    library.refused = "matmul_algo_get_heuristic"
+    assert plan(210).algorithms == 1
+
+
+def test_rows_that_lie_badly_begin_apart() -> None:
+    """An algorithm that reads 16 bytes at once may not be offered to them."""
+
+    def coarse(stride: int, alignment: int = 16) -> MatmulKey:
+        types = bfloat16, bfloat16, bfloat16
+        key = MatmulKey(64, 64, 1000, "nt", *types, stride, stride, 64, alignment=alignment, timed=True)
+        return cublaslt._coarse(key)
+
+    assert coarse(1016) == coarse(1024)
+    found = [coarse(*lying).alignment for lying in ((1016,), (1020,), (1023,), (1024, 2))]
+    assert found == [16, 8, 2, 2]
 
 
 PLAIN = MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4)

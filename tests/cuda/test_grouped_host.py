@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fp8kit import codec
-from fp8kit.arrays import CPU
+from fp8kit.arrays import CPU, ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch
 from fp8kit.backends.registry import CannotTake
-from fp8kit.formats import float32
+from fp8kit.formats import E4M3, float32, int32, uint8
 from fp8kit.testing.compare import assert_close
 from fp8kit.testing.contract import Case, SampleCall, cases
 from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, described, map_of, memory
@@ -173,3 +173,27 @@ def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest
         assert case.options["m"] == 0 or kind not in (((0, 0),) * 2, ((1, 0),) * 2, ((1, 128), (128, 128)))
     else:
         assert kernels.taken
+
+
+@pytest.mark.parametrize(("address", "rows", "along"), [(4, 32, "terms"), (4, 32, "rows"), (0, 33, "rows")])
+def test_hopper_refuses_scales_of_rows_that_lie_badly(
+    address: int, rows: int, along: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads those of two columns at once."""
+    monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    for module in (hopper_gemm, hopper_grouped):
+        monkeypatch.setattr(module, "tensor_map", map_of)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
+    stack, m, n, k = (2,) if along == "rows" else (), 64, 32, 128
+    out = ArrayView(1 << 20, (m, n) if along == "rows" else (2, m, n), float32, GPU)
+    a, b = ArrayView(1 << 22, (m, k), uint8, GPU), ArrayView(1 << 24, (*stack, rows, k), uint8, GPU)
+    scales = [
+        ArrayView(1 << 26, (m,), float32, GPU),
+        ArrayView((1 << 28) + address, (*stack, rows), float32, GPU),
+    ]
+    sizes = ArrayView(1 << 30, (2,), int32, GPU)
+    with pytest.raises(CannotTake, match=r"b_scale_inv.*multiples of 8"):
+        hopper_grouped.grouped_fp8_gemm(
+            a, b, out, sizes, along, 0, None, E4M3, E4M3, *scales, (1, 0), (1, 0), False, 0
+        )

@@ -9,8 +9,10 @@ cublasLtMatmul.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -141,23 +143,27 @@ _NEAR: LRU[tuple[int, MatmulKey], bytes] = LRU(4096, name="cuBLASLt algorithms o
 
 
 def _coarse(key: MatmulKey) -> MatmulKey:
-    """The problem with each size rounded up to a quarter of its power of two."""
+    """The problem with each size rounded up to a quarter of its power of two. Rows that lie badly, which not
+    every algorithm takes, stay apart from others: ``alignment`` is theirs, too."""
     names = "m", "n", "k", "a_stride", "b_stride", "out_stride", "a_step", "b_step", "out_step"
     rounded = {}
     for name in names:
         size = getattr(key, name)
         unit = 1 << max(size.bit_length() - 3, 0)
         rounded[name] = -(-size // unit) * unit
-    return replace(key, **rounded)
+    apart = [key.a.itemsize * one for one in (key.a_stride, key.a_step)]
+    apart += [key.b.itemsize * one for one in (key.b_stride, key.b_step)]
+    apart += [key.out.itemsize * one for one in (key.out_stride, key.out_step)]
+    return replace(key, alignment=math.gcd(key.alignment, *apart), **rounded)
 
 
 class Plan:
     """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several
     threads.
 
-    ``algorithms`` counts the candidates, the heuristic's best first; ``choose(i)`` takes another than the
-    first. ``tuned``: that is for good; until then ``tune(plan, run, stream)`` is called before each ``run``,
-    with a function that launches the product to another address, and may choose.
+    ``algorithms`` counts the candidates, the best first as far as is known; ``choose(i)`` takes another.
+    ``tuned``: that is for good; until then ``tune(plan, run, stream)`` is called before each ``run``, with a
+    function that launches the product to another address, and may choose.
 
     A ``timed`` problem begins with the algorithm of one that is about as large, where there was one, in front
     of the heuristic's: to ask that takes 0.2 ms, and to load another algorithm's code 1 ms.
@@ -259,10 +265,12 @@ class Plan:
         return len(self._held)
 
     def _ask(self) -> None:
-        """Have the heuristic's candidates, too."""
+        """Have the heuristic's candidates, too; none more where it has none."""
         with self._lock, launch.current_device(self.device):
             if not self._asked:
-                self._hold(self._search.proposed())
+                known = [held.raw for held in self._held]
+                with contextlib.suppress(*self._refusals):
+                    self._hold([one for one in self._search.proposed() if one not in known])
             self._asked = True
 
     def lend(self) -> None:
@@ -289,7 +297,7 @@ class Plan:
             self._wide = True
 
     def choose(self, index: int) -> None:
-        """Take candidate number ``index`` from now on; the heuristic's come first."""
+        """Take candidate number ``index`` from now on; relatives come last."""
         if not 0 <= index < len(self._held):
             raise BackendError(f"cublaslt: algorithm: got {index}, expected one of {len(self._held)}")
         self.algorithm = ctypes.addressof(self._held[index])

@@ -97,12 +97,17 @@ def _shape(problem: Problem, paged: bool = False) -> Shape:
 
 def on_hopper(problem: Problem, device: int) -> bool:
     """Whether those for Hopper take a problem on a device."""
-    return hopper_flash.why_not(problem, _shape(problem).defines, device) is None
+    repeats = not all(map(all, problem.strides))
+    return not repeats and _why_not_hopper(problem, device) is None
+
+
+def _why_not_hopper(problem: Problem, device: int) -> str | None:
+    return why_not(problem) or hopper_flash.why_not(problem, _shape(problem).defines, device)
 
 
 def kernels(problem: Problem, device: int) -> str:
-    """Which kernels take a problem on a device, in words."""
-    why = hopper_flash.why_not(problem, _shape(problem).defines, device)
+    """Which kernels take a problem on a device, in words; of one that none takes, why."""
+    why = _why_not_hopper(problem, device)
     return "its kernels for Hopper" if why is None else f"its kernels for any chip ({why})"
 
 

@@ -133,7 +133,8 @@ def grouped_fp8_gemm(
     stream: int,
 ) -> None:
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0, for scales
-    other than of tensors, rows and those that Hopper's recipes have, and for what is empty."""
+    other than of tensors, rows and those that Hopper's recipes have, for rows' scales of b that do not lie at
+    multiples of 8 bytes for every group, and for what is empty."""
     if not (a.size and b.size and out.size and sizes.size):
         raise CannotTake("hopper_grouped", "a, b, out", "an empty one", "elements")
     left, right = format_name(a_format), format_name(b_format)
@@ -161,6 +162,9 @@ def grouped_fp8_gemm(
     described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
     if (a.ptr | b.ptr | described[0] | described[1]) % 16:
         raise CannotTake("hopper_grouped", "a, b, scales", "addresses", "multiples of 16")
+    apart = 4 * b.shape[-2] if along == "rows" else 0  # bytes, of groups' scales of rows
+    if b_tile == (1, 0) and (b_scale_inv.ptr | apart) % 8:  # those of two columns are read at once
+        raise CannotTake("hopper_grouped", "b_scale_inv", "addresses of groups", "multiples of 8")
     job = JOB.pack(
         a.ptr,
         a_map,
