@@ -213,6 +213,16 @@ def test_a_forward_that_does_something_more_is_left(how):
     assert type(convert(Net(kind)).mlp) is kind
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert isinstance(convert(Net()).mlp, GatedMLP)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_trial_leaves_random_numbers_alone():
     torch.manual_seed(1)
     want = torch.rand(1)
@@ -222,20 +232,14 @@ def test_a_trial_leaves_random_numbers_alone():
     assert torch.equal(torch.rand(1), want)
 
 
-def replace_part(mlp):
-    mlp.act_fn = nn.Tanh()
-
-
-def replace_in_table(mlp):
-    mlp._modules["act_fn"] = nn.Tanh()
-
-
-def replace_function(mlp):
-    mlp.function = torch.tanh
-
-
-def replace_forward(mlp):
-    type(mlp).__mro__[2].forward = lambda self, x: 2 * self.down_proj(self.act_fn(self.gate_proj(x)))
+REPLACED = {
+    "part": lambda mlp: setattr(mlp, "act_fn", nn.Tanh()),
+    "part by name": lambda mlp: mlp._modules.update(act_fn=nn.Tanh()),
+    "function": lambda mlp: setattr(mlp, "function", torch.tanh),
+    "forward": lambda mlp: setattr(
+        type(mlp).__mro__[2], "forward", lambda mlp, x: mlp.down_proj(mlp.up_proj(x))
+    ),
+}
 
 
 class Plain(MLP):
@@ -247,26 +251,21 @@ class Plain(MLP):
         return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("replace", [replace_part, replace_in_table, replace_function, replace_forward])
-def test_what_is_replaced_later_counts(replace, calls):
-    """By the activation itself, or the class' forward, also of a copy; and what is known is one operation."""
-    kind = type("Own", (Plain if replace is replace_function else MLP,), {})
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_later_counts(what, calls):
+    """By the activation itself, or the class' forward; also in a copy."""
+    kind = type("Own", (Plain if what == "function" else MLP,), {})
     one, other = convert(Net(kind)), convert(Net(kind), gated_mlp=False)
-    twins = [one, copy.deepcopy(one)]
+    twin = copy.deepcopy(one)
     train(one, 1)
     assert len(calls) == 1
-    for net in (*twins, other):
-        if replace is not replace_forward:
-            replace(net.mlp)
-    if replace is replace_forward:
-        replace(one.mlp)
-    y, grads = train(other, 1)
-    for net in twins[1:]:
-        found, own = train(net, 1)
-        assert torch.equal(found, y)
-        assert all(torch.equal(own[name], grads[name]) for name in grads)
+    for net in (one,) if what == "forward" else (one, twin, other):
+        REPLACED[what](net.mlp)
+    (found, own), (y, grads) = train(twin, 1), train(other, 1)
+    assert torch.equal(found, y)
+    assert all(torch.equal(own[name], grads[name]) for name in grads)
+    other.load_state_dict(one.state_dict())
     with autocast(recipe=RECIPE), torch.no_grad():
-        other.load_state_dict(one.state_dict())
         assert torch.equal(one(batch()), other(batch()))
     assert len(calls) == 1
 
