@@ -2,7 +2,8 @@
 under delayed scaling they run as one operation, ``fp8kit.ops.gated_mlp``.
 
 Each layer keeps its parameters, its FP8 state and its place, and its operands are cast by that state as
-before, x by gate_proj's for up_proj too, which has seen the same x. The MLP's own forward runs wherever
+before, x by gate_proj's for up_proj too, which has seen the same x. An MLP is known by a trial of its own
+forward, which is repeated where something that it may read has been replaced. That forward runs wherever
 something would be passed by: hooks, another module in a layer's place, an inspector, weights that are held in
 FP8. It also runs within torch.compile, whose compiler has a kernel for what stands between the products.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,14 +35,25 @@ from fp8kit_torch.torch_compat import unseen
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 PREFIXES = ("gate_", "up_", "down_")
 _SCALES = scale_names(PREFIXES)
-_KIND = "_fp8kit_activation"  # where such an MLP has the name of its activation
+_TRIED = "_fp8kit_tried"  # where such an MLP has its last trial
+_TRIALS = 8  # of which there are no more: something is set anew at each call
+_OF_ALL = frozenset([*vars(nn.Module()), _TRIED])  # attributes that tell nothing of a forward
 _SEEN_BY_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Layers = tuple[ConvertedLinear, ConvertedLinear, ConvertedLinear]
 
 
+class _Tried(NamedTuple):
+    """What a trial of an MLP read, the name of the activation that it found, "" for none, and how many there
+    were before."""
+
+    read: list[Any]
+    activation: str
+    before: int = 0
+
+
 class _Found(NamedTuple):
-    """What an MLP's last call found. ``of``: quantisation and the layers' own specs; ``parts``: the layers'
-    bindings, which ``binding`` joins."""
+    """What an MLP's call found. ``of``: quantisation, activation and the layers' own specs; ``parts``: the
+    layers' bindings, which ``binding`` joins."""
 
     of: tuple[Any, ...]
     spec: GatedMLPSpec | None
@@ -49,7 +61,9 @@ class _Found(NamedTuple):
     binding: StateBinding | None = None
 
 
-_found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary()
+# the last call's first, then those of other recipes
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[_Found, ...]] = weakref.WeakKeyDictionary()
+_MOST = 8
 
 
 class GatedMLP(nn.Module):
@@ -64,7 +78,8 @@ class GatedMLP(nn.Module):
         return super().forward(*args, **named)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+        state = {name: value for name, value in self.__getstate__().items() if name != _TRIED}
+        return _empty, (_own_class(type(self)),), state
 
 
 @cache
@@ -72,6 +87,16 @@ def _standing_for(kind: type[nn.Module]) -> type[Any]:
     """The class of such an MLP: an instance of its own class ``kind``, by whose name it goes."""
     doc = f"A {kind.__name__} that runs as one operation where it can."
     return type(kind.__name__, (GatedMLP, kind), {"__doc__": doc, "__module__": kind.__module__})
+
+
+def _own_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """An MLP's own class, also where a library has made another one of that of ``standing_for``."""
+    return kind.__mro__[kind.__mro__.index(GatedMLP) + 1]
+
+
+def _own_forward(mlp: nn.Module) -> Any:
+    """An MLP's forward as its own class has it."""
+    return super(GatedMLP, mlp).forward if isinstance(mlp, GatedMLP) else mlp.forward  # type: ignore[misc]
 
 
 def _empty(kind: type[nn.Module]) -> Any:
@@ -85,18 +110,43 @@ def _empty(kind: type[nn.Module]) -> Any:
 def fuse(model: nn.Module) -> None:
     """Have every MLP of ``model`` run as one operation that is known by what its forward does."""
     for mlp in list(model.modules()):
-        if not isinstance(mlp, GatedMLP) and (kind := _activation_of(mlp)):
-            vars(mlp)[_KIND] = kind
+        if not isinstance(mlp, GatedMLP) and (activation := _activation_of(mlp)):
             mlp.__class__ = _standing_for(type(mlp))
+            vars(mlp)[_TRIED] = _Tried(_read(mlp), activation)
 
 
 def separate(model: nn.Module) -> None:
     """Undo ``fuse``."""
     for mlp in model.modules():
         if isinstance(mlp, GatedMLP):
-            mlp.__class__ = type(mlp).__bases__[1]
-            del vars(mlp)[_KIND]
+            own = _own_class(type(mlp))
+            if type(mlp) is _standing_for(own):
+                mlp.__class__ = own
+            vars(mlp).pop(_TRIED, None)
             _found.pop(mlp, None)
+
+
+def _read(mlp: nn.Module) -> list[Any]:
+    """What the MLP's forward may depend on beside its layers, and that forward."""
+    forward = _own_forward(mlp)
+    found = [getattr(forward, "__func__", forward)]
+    for name, part in mlp._modules.items():
+        if name not in LAYERS:
+            found.append(part)
+            if part is not None:
+                found += [own for key, own in vars(part).items() if key not in _OF_ALL]
+    return found + [own for key, own in vars(mlp).items() if key not in _OF_ALL]
+
+
+def activation(mlp: GatedMLP) -> str:
+    """Name of the activation of the MLP as it is now, "" for anything else: found out anew where something
+    that its forward may depend on has been replaced."""
+    tried: _Tried | None = vars(mlp).get(_TRIED)
+    read = _read(mlp)
+    if tried is None or len(read) != len(tried.read) or any(map(_differ, tried.read, read)):
+        before = 0 if tried is None else tried.before + 1
+        tried = vars(mlp)[_TRIED] = _Tried(read, _activation_of(mlp) if before < _TRIALS else "", before)
+    return tried.activation
 
 
 class _Given(nn.Module):
@@ -112,41 +162,82 @@ class _Given(nn.Module):
 
 
 def _activation_of(mlp: nn.Module) -> str:
-    """Name of the activation of an MLP whose forward is that of this module; "" for anything else. Its own
-    forward runs on a few numbers, with layers that give what they are told."""
+    """Name of the activation of an MLP whose forward is that of this module; "" for anything else."""
     layers = {mlp._modules.get(name) for name in LAYERS}
     further = [part for name, part in mlp._modules.items() if name not in LAYERS and part is not None]
     if len(layers) < len(LAYERS) or not all(isinstance(layer, ConvertedLinear) for layer in layers):
         return ""
     if mlp._parameters or mlp._buffers or "forward" in vars(mlp) or len(further) > 1:
         return ""
-    if any([*part.parameters(), *part.buffers()] or hasattr(part, "p") for part in further):
-        return ""  # the activation learns, or there is dropout
+    if any([*part.parameters(), *part.buffers(), *part.children()] or hasattr(part, "p") for part in further):
+        return ""  # the activation learns or has parts, or there is dropout
+    found = {_trial(mlp, training) for training in (True, False)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _trial(mlp: nn.Module, training: bool) -> str:
+    """``_activation_of`` such an MLP in that mode. Its own forward runs on a few numbers, also on such as no
+    limit would let pass, with layers that give what they are told; the gradients count, too."""
     twin = copy.copy(mlp)
-    with torch.inference_mode(False), torch.no_grad(), unseen(), torch.device("cpu"):
-        x, g = torch.zeros(2, 3, 4), torch.linspace(-6, 6, 6 * 64).view(2, 3, 64)
-        u = g.flip(-1).cos() * 3
-        gate, up, down = (_Given(y) for y in (g, u, torch.zeros(2, 3, 5)))
-        vars(twin)["_modules"] = {**mlp._modules, **dict(zip(LAYERS, (gate, up, down), strict=True))}
-        vars(twin)["training"] = True  # so that dropout shows
+    # nothing that is around this call sees it: a checkpoint counts what is saved within
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda own: own, lambda own: own)
+    random = torch.random.fork_rng(devices=[])
+    with torch.inference_mode(False), torch.enable_grad(), unseen(), torch.device("cpu"), saving, random:
+        given = x, g, u, y = [own.requires_grad_() for own in _numbers()]
+        before, v = [own.detach().clone() for own in given], u.detach().sin()
+        parts = [_Given(own) for own in (g, u, y)]
+        vars(twin)["_modules"] = {**mlp._modules, **dict(zip(LAYERS, parts, strict=True))}
+        vars(twin)["training"] = training
+        there = dict(vars(twin))
         try:
-            y = type(mlp).forward(twin, x)
+            result = _own_forward(twin)(x)
+            calls = [args for part in parts for args in part.calls]
+            if len(calls) != len(parts) or any(len(part.calls) != 1 for part in parts):
+                return ""
+            (of_gate,), (of_up,), (act,) = calls
+            grads = torch.autograd.grad(act, (g, u), v)
         except Exception:  # of whatever a kernel in it raises that takes no such numbers
             return ""
-        calls = [part.calls for part in (gate, up, down)]
-        once = all(len(each) == 1 and len(each[0]) == 1 for each in calls)
-        if not once or y is not down.y or any(each[0][0] is not x for each in calls[:2]):
+        if result is not y or of_gate is not x or of_up is not x or act.shape != g.shape:
             return ""
-        (act,) = calls[2][0]
-        if not isinstance(act, Tensor) or act.shape != g.shape:
+        if _differ_in(there, vars(twin)) or any(own._backward_hooks for own in given):
             return ""
+        if not all(map(torch.equal, given, before)):
+            return ""
+        size = 1 + g.abs()
+        sizes = size * u.abs(), size * (u * v).abs(), size * v.abs()
         for name in gated_activations():
-            wanted = _VALUES[name](g.double()) * u.double()
-            # a function known to a few roundings of its argument, and a product
-            limit = 16 * torch.finfo(torch.float32).eps * (1 + g.abs()) * u.abs()
-            if bool(((act.double() - wanted).abs() <= limit).all()):
+            one, other = (own.detach().double().requires_grad_() for own in (g, u))
+            made = _VALUES[name](one) * other
+            wanted = made, *torch.autograd.grad(made, (one, other), v.double())
+            if all(map(_near, (act, *grads), wanted, sizes)):
                 return name
     return ""
+
+
+def _numbers() -> tuple[Tensor, ...]:
+    """x, what gate and up give of it, and what down gives. gate: the range where activations bend, and up to
+    1e5; up: 0.1 to 1e4."""
+    at = torch.arange(768, dtype=torch.float32)
+    line, signs, half = (at[:384] * 2 - 383) * 6 / 383, 1 - at % 2 * 2, at[:384]
+    gate = torch.cat([line, signs[:384] * 10 ** (half % 97 / 19.2)]).view(2, 3, 128)
+    up = ((at * 1.7).cos() * 10 ** (at % 13 / 3)).view(2, 3, 128)
+    return at[:24].view(2, 3, 4) * 0, gate, up, (1 + at[:30] / 30).view(2, 3, 5)
+
+
+def _near(found: Tensor, wanted: Tensor, size: Tensor) -> bool:
+    """Whether a function is known to a few roundings of its argument, and a product."""
+    limit = 16 * torch.finfo(torch.float32).eps * (size + wanted.abs())
+    return bool(((found.double() - wanted).abs() <= limit).all())
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _differ_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether they have other objects or names."""
+    return one.keys() != other.keys() or any(map(_differ, one.values(), map(other.__getitem__, one)))
 
 
 # fp8kit.backends.activation's table, of the first half
@@ -163,7 +254,7 @@ _VALUES = {
 # --- a call -------------------------------------------------------------------------------------------------
 
 
-def _fused(mlp: nn.Module, x: Any) -> Tensor | None:
+def _fused(mlp: GatedMLP, x: Any) -> Tensor | None:
     """y of the MLP as one operation; None where its own forward is to run."""
     state = current()
     if state is None or not state.enabled or state.check_finite or inspection.inspector is not None:
@@ -177,7 +268,8 @@ def _fused(mlp: nn.Module, x: Any) -> Tensor | None:
         if own[0] is None or any(each != own[0] for each in own):
             return None
         state = own[0]
-    spec = _spec(mlp, layers, gate._fp8_of(state.recipe))
+    kind = activation(mlp)
+    spec = _spec(mlp, layers, gate._fp8_of(state.recipe), kind) if kind else None
     inputs = None if spec is None else _inputs(gate, x, layers)
     if inputs is None:
         return None
@@ -209,19 +301,24 @@ def _is_plain(layer: ConvertedLinear) -> bool:
     return not layer._changed()
 
 
-def _spec(mlp: nn.Module, layers: Layers, fp8: Quantization) -> GatedMLPSpec | None:
+def _spec(mlp: GatedMLP, layers: Layers, fp8: Quantization, kind: str) -> GatedMLPSpec | None:
     """The operation's spec, the same object for the same request; None for what it does not quantise so."""
-    of = (fp8, *(layer._spec for layer in layers))
-    found = _found.get(mlp)
-    if found is None or any(one is not other for one, other in zip(found.of, of, strict=True)):
+    of = (fp8, kind, *(layer._spec for layer in layers))
+    known = _found.get(mlp, ())
+    if known and not any(map(_differ, known[0].of, of)):
+        return known[0].spec
+    others = tuple(each for each in known if any(map(_differ, each.of, of)))
+    found = next((each for each in known if not any(map(_differ, each.of, of))), None)
+    if found is None:
         spec = None
         if is_fused(fp8):
             own = zip(layers, PREFIXES, strict=True)
             made = [replace(layer._spec.product, fp8=fp8, prefix=prefix) for layer, prefix in own]
             sizes = made[0].in_features, made[0].out_features, made[0].out_features
             if sizes == (made[1].in_features, made[1].out_features, made[2].in_features):
-                spec = GatedMLPSpec(*made, activation=vars(mlp)[_KIND])
-        found = _found[mlp] = _Found(of, spec)
+                spec = GatedMLPSpec(*made, activation=kind)
+        found = _Found(of, spec)
+    _found[mlp] = (found, *others[: _MOST - 1])
     return found.spec
 
 
@@ -260,15 +357,12 @@ def _bind(mlp: nn.Module, layers: Layers, state: AutocastState) -> StateBinding:
         parts.append(layer.bind_state(state.recipe, training, training or state.calibrating, kept))
         if not idle and kept is None:
             layer.keep_pass(parts[-1], None)
-    found = _found[mlp]
+    found, *others = _found[mlp]
     if len(found.parts) != len(parts) or any(map(_differ, found.parts, parts)):
-        found = _found[mlp] = found._replace(parts=tuple(parts), binding=_joined(parts))
+        found = found._replace(parts=tuple(parts), binding=_joined(parts))
+        _found[mlp] = (found, *others)
     assert found.binding is not None
     return found.binding
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
 
 
 def _joined(parts: Sequence[StateBinding]) -> StateBinding:

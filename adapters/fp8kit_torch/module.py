@@ -171,7 +171,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             return
         if not recompute.idle():
             recompute.note()
-        if self._unrecorded:
+        if self._unrecorded and not recompute.later():  # which has the first pass's autocast
             self._want_autocast()
 
     def cache_key(self, fp8: Quantization) -> str:

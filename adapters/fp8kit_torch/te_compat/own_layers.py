@@ -141,7 +141,8 @@ def quantize_weight(
     ``TransformerEngineBaseModule.get_weight_workspace`` where the program itself keeps what it gave.
 
     ``workspace``: what was kept, cast over and returned unless the ``quantizer`` asks for something else.
-    ``cache``: whether a new one is to be kept. The rest, and the errors, as there.
+    ``cache``: whether a new one is to be kept; plain tensors, as of an ``IdentityQuantizer``, never are. The
+    rest, and the errors, as there.
     """
     operation = "quantize_weight"
     of_one(operation, "fsdp_group", fsdp_group)
@@ -168,7 +169,9 @@ def quantize_weight(
             return held.quantize_(tensor.detach(), noop_flag=skip_update_flag), None
         return quantizer.update_quantized(tensor.detach(), held, noop_flag=skip_update_flag), None
     assert quantizer is not None
-    made = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+    made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+    if not isinstance(made, QuantizedTensor):  # that of an IdentityQuantizer, which costs nothing
+        return made, None
     made.update_quantizer(quantizer.copy())  # as it is now, for the next comparison
     return made, made if cache else None
 

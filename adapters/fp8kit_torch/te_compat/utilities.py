@@ -138,7 +138,8 @@ def make_weak_ref(x: Any) -> Any:
     if isinstance(x, dict):
         return {name: make_weak_ref(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
-        return type(x)(map(make_weak_ref, x))
+        found = map(make_weak_ref, x)
+        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
     if x is None or isinstance(x, int | float):
         return x
     tensor("make_weak_ref", "x", x)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.layer_recipes import PerLayer
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit.testing.compare import assert_same_bits
 
 D, WIDE, ROWS = 32, 48, 20
@@ -75,6 +75,54 @@ class Looking(MLP):
         return self.down_proj(self.act_fn(x @ self.gate_proj.weight.T) * self.up_proj(x))
 
 
+class Twice(torch.autograd.Function):
+    """Of the gradient alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+class Changed(MLP):
+    """Computes what ``how`` makes of the three layers and the activation."""
+
+    how = None
+
+    def forward(self, x):
+        return type(self).how(self, x, self.gate_proj, self.up_proj, self.act_fn, self.down_proj)
+
+
+def kept(mlp, x, gate, up, act, down):
+    mlp.seen = act(gate(x)) * up(x)
+    return down(mlp.seen)
+
+
+def hooked(mlp, x, gate, up, act, down):
+    h = gate(x)
+    h.register_hook(lambda g: 2 * g)
+    return down(act(h) * up(x))
+
+
+CHANGED = {
+    "limited gate": lambda mlp, x, gate, up, act, down: down(act(gate(x).clamp(max=10)) * up(x)),
+    "limited up": lambda mlp, x, gate, up, act, down: down(act(gate(x)) * up(x).clamp(-100, 100)),
+    "scaled y in place": lambda mlp, x, gate, up, act, down: down(act(gate(x)) * up(x)).mul_(2),
+    "scaled gate in place": lambda mlp, x, gate, up, act, down: down(act(gate(x).mul_(2)) * up(x)),
+    "no gradient of gate": lambda mlp, x, gate, up, act, down: down(act(gate(x).detach()) * up(x)),
+    "another gradient": lambda mlp, x, gate, up, act, down: down(act(Twice.apply(gate(x))) * up(x)),
+    "another gradient of x": lambda mlp, x, gate, up, act, down: down(act(gate(Twice.apply(x))) * up(x)),
+    "another gradient of y": lambda mlp, x, gate, up, act, down: Twice.apply(down(act(gate(x)) * up(x))),
+    "a hook": hooked,
+    "something kept": kept,
+    "in training": lambda mlp, x, gate, up, act, down: down(act(gate(x)) * up(x) * (1 + mlp.training)),
+    "in inference": lambda mlp, x, gate, up, act, down: down(act(gate(x)) * up(x) * (2 - mlp.training)),
+}
+
+
 class Net(nn.Module):
     def __init__(self, mlp=MLP, **options):
         super().__init__()
@@ -129,7 +177,7 @@ def states(net):
 def test_what_is_known(options, kind, calls):
     net = convert(Net(**options))
     assert isinstance(net.mlp, MLP)
-    assert net.mlp._fp8kit_activation == kind
+    assert converted_mlp.activation(net.mlp) == kind
     train(net)
     assert len(calls) == 3
     assert type(revert(net).mlp) is MLP
@@ -156,6 +204,101 @@ def test_what_is_left(mlp, options, calls):
     if mlp is not Strict:
         train(net)
     assert not calls
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_forward_that_does_something_more_is_left(how):
+    """Also where that shows in large numbers only, in gradients, or in another mode."""
+    kind = type("Changed", (Changed,), {"how": staticmethod(CHANGED[how])})
+    assert type(convert(Net(kind)).mlp) is kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert isinstance(convert(Net()).mlp, GatedMLP)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_trial_leaves_random_numbers_alone():
+    torch.manual_seed(1)
+    want = torch.rand(1)
+    net = Net(Dropped)
+    torch.manual_seed(1)
+    convert(net)
+    assert torch.equal(torch.rand(1), want)
+
+
+REPLACED = {
+    "part": lambda mlp: setattr(mlp, "act_fn", nn.Tanh()),
+    "part by name": lambda mlp: mlp._modules.update(act_fn=nn.Tanh()),
+    "function": lambda mlp: setattr(mlp, "function", torch.tanh),
+    "forward": lambda mlp: setattr(
+        type(mlp).__mro__[2], "forward", lambda mlp, x: mlp.down_proj(mlp.up_proj(x))
+    ),
+}
+
+
+class Plain(MLP):
+    """Its activation is a function."""
+
+    function = staticmethod(functional.silu)
+
+    def forward(self, x):
+        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_later_counts(what, calls):
+    """By the activation itself, or the class' forward; also in a copy."""
+    kind = type("Own", (Plain if what == "function" else MLP,), {})
+    one, other = convert(Net(kind)), convert(Net(kind), gated_mlp=False)
+    twin = copy.deepcopy(one)
+    train(one, 1)
+    assert len(calls) == 1
+    for net in (one,) if what == "forward" else (one, twin, other):
+        REPLACED[what](net.mlp)
+    (found, own), (y, grads) = train(twin, 1), train(other, 1)
+    assert torch.equal(found, y)
+    assert all(torch.equal(own[name], grads[name]) for name in grads)
+    other.load_state_dict(one.state_dict())
+    with autocast(recipe=RECIPE), torch.no_grad():
+        assert torch.equal(one(batch()), other(batch()))
+    assert len(calls) == 1
+
+
+def test_another_known_activation(calls):
+    net = convert(Net())
+    net.mlp.act_fn = nn.ReLU()
+    train(net, 1)
+    assert converted_mlp.activation(net.mlp) == "reglu"
+    assert len(calls) == 1
+
+
+def test_an_attribute_that_is_new_at_each_call(calls):
+    """After a few trials there are no more."""
+    net = convert(Net())
+    for _ in range(20):
+        net.mlp.note = object()
+        train(net, 1)
+    assert 0 < len(calls) < 10
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_copy_whose_first_call_is_in_a_checkpoint(reentrant, calls):
+    """The trial that it begins with is not recomputed."""
+    plain, other = copy.deepcopy(convert(Net())), copy.deepcopy(convert(Net()))
+
+    def call(x):
+        return other.last(checkpoint(other.mlp, other.first(x), use_reentrant=reentrant))
+
+    (y, grads), (want, wanted) = train(other, 1, call=call), train(plain, 1)
+    assert torch.equal(y, want)
+    assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
+    assert len(calls) == 3
 
 
 def test_left_when_asked_and_where_a_layer_is():
@@ -319,6 +462,16 @@ def test_other_recipes_go_layer_by_layer(recipe, calls):
     assert not calls
 
 
+def test_recipes_in_turn_have_their_plans():
+    net, further = convert(Net()), DelayedScaling(fp8_format=Format.E4M3, amax_history_len=4)
+    train(net, 1)
+    train(net, 1, further)
+    specs = [each.spec for each in converted_mlp._found[net.mlp]]
+    for recipe in (RECIPE, further):
+        train(net, 1, recipe)
+    assert all(each.spec is spec for each, spec in zip(converted_mlp._found[net.mlp], specs, strict=True))
+
+
 @pytest.mark.parametrize(("high", "fused"), [("first", True), ("mlp.up_proj", False)])
 def test_recipes_by_layer(high, fused, calls):
     net = convert(Net())
@@ -435,7 +588,7 @@ def test_models_of_transformers(family, calls):
     config = transformers.CONFIG_MAPPING[family](**sizes, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     model = convert(transformers.AutoModelForCausalLM.from_config(config))
-    found = [part._fp8kit_activation for part in model.modules() if isinstance(part, GatedMLP)]
+    found = [converted_mlp.activation(part) for part in model.modules() if isinstance(part, GatedMLP)]
     assert found
     assert set(found) == {FAMILIES[family]}
     tokens = torch.randint(64, (2, 16))

@@ -10,6 +10,7 @@ import fp8kit_torch as te
 import pytest
 import torch
 from fp8kit_torch.te_compat.capture import restore_fp8_tensors, save_fp8_tensors
+from fp8kit_torch.te_compat.custom_recipes import IdentityQuantizer
 from fp8kit_torch.te_compat.gemms import general_gemm
 from fp8kit_torch.te_compat.own_layers import quantize_weight
 
@@ -270,6 +271,17 @@ def test_a_program_keeps_a_weights_cast_itself():
     assert torch.equal(other.dequantize(), quantizer(weight).dequantize())
     with pytest.raises(ArgumentError, match="quantize_weight: tensor: missing"):
         quantize_weight(quantizer=quantizer)
+
+
+def test_a_weight_that_is_not_cast_is_not_kept():
+    weight, quantizer = torch.randn(4, 4), IdentityQuantizer(dtype=torch.bfloat16)
+    made, kept = quantize_weight(tensor=weight, quantizer=quantizer, cache=True)
+    assert kept is None
+    assert torch.equal(made, weight.bfloat16())
+    layer = te.Linear(32, 32, device="cpu")
+    for _ in range(2):
+        made = layer.get_weight_workspace(tensor=weight, quantizer=quantizer, cache_name="w")
+        assert torch.equal(made, weight.bfloat16())
 
 
 def test_what_else_programs_keep_in_fp8_meta_is_beside_the_states():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import fp8kit_torch as ft
 import numpy as np
@@ -52,9 +53,17 @@ def test_views_are_told_from_tensors():
         utilities.assert_viewless_tensor(x[1:])
 
 
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: int
+
+
 def test_a_weak_reference_has_the_memory_and_does_not_keep_it(device):
     x = torch.randn(2, 3, 4, device=device).bfloat16().transpose(1, 2)[1:]
     found = utilities.make_weak_ref({"x": (x, [None, 3, True])})
+    pair = utilities.make_weak_ref(Pair(x, 2))
+    assert isinstance(pair, Pair)
+    assert torch.equal(pair.one, x)
     weak = found["x"][0]
     assert found == {"x": (weak, [None, 3, True])}
     assert (weak.data_ptr(), weak.stride(), weak.dtype) == (x.data_ptr(), x.stride(), x.dtype)

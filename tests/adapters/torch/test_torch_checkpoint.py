@@ -513,3 +513,16 @@ def test_torchs_own_names():
     hooks = torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t)
     with hooks, pytest.raises(BackendError, match=r"torch\.utils\.checkpoint: hooks"):
         recompute.idle()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_one_in_high_precision_with_inference_in_fp8_before_its_backward(reentrant):
+    """The second pass is in high precision because the first one was."""
+    torch.manual_seed(0)
+    layer, x = Linear(32, 32, device="cpu"), torch.randn(4, 32, requires_grad=True)
+    want = torch.autograd.grad(layer(x).sum(), x)[0]
+    y = checkpoint(layer, x, use_reentrant=reentrant)
+    with autocast(), torch.no_grad():
+        layer(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, want)
