@@ -109,7 +109,7 @@ def _operands(device):
             GatedMLPSpec(*gated),
             {"x": r(2, 3, 16), "gate_weight0": r(24, 16), "up_weight0": r(24, 16), "down_weight0": r(16, 24)}
             | {"gate_bias0": r(24), "up_bias0": r(24), "down_bias0": r(16)},
-            "x gate_weight0 up_weight0 down_weight0 gate_bias0 up_bias0 down_bias0",
+            "x gate_weight0 gate_bias0 up_weight0 up_bias0 down_weight0 down_bias0",
             ("gate_", "up_", "down_"),
         ),
         "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", ()),
