@@ -56,7 +56,7 @@ def main(steps: int = 30) -> None:
         f"{sum(p.numel() for p in model.parameters())} after"
     )
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
-    fp8_recipe = te.DelayedScaling(amax_history_len=16)
+    fp8_recipe = te.recipe.DelayedScaling(amax_history_len=16)
     for step in range(steps):
         ids = batch(step, device)
         with te.autocast(recipe=fp8_recipe):

@@ -19,7 +19,7 @@ from fp8kit.backends.dispatch import default_device
 from fp8kit.commands import positional, positive
 
 HIDDEN, HEADS, LONGEST, DOCUMENTS = 64, 4, 1024, 3
-RECIPE = te.Float8CurrentScaling()
+RECIPE = te.recipe.Float8CurrentScaling()
 OPTIONS = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "normalization": "RMSNorm"}
 OPTIONS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 

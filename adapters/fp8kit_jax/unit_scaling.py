@@ -83,4 +83,24 @@ def dense(
     return scale_fwd(y, factors.output)
 
 
-__all__ = ["dense", "learning_rate_factor", *shared.FUNCTIONS]
+# the names of `shared.FUNCTIONS` as strings, which the site's reference wants
+__all__ = [
+    "add",
+    "attention",
+    "cross_entropy",
+    "dense",
+    "dropout",
+    "embedding",
+    "gelu",
+    "learning_rate_factor",
+    "matmul",
+    "mse",
+    "norm",
+    "residual_add",
+    "residual_split",
+    "scale_bwd",
+    "scale_fwd",
+    "silu",
+    "silu_glu",
+    "softmax",
+]

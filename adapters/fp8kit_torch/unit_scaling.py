@@ -59,4 +59,24 @@ embedding, cross_entropy, attention = made.embedding, made.cross_entropy, made.a
 softmax, matmul, dropout, mse = made.softmax, made.matmul, made.dropout, made.mse
 del made
 
-__all__ = ["Linear", "learning_rate_factor", *shared.FUNCTIONS]
+# the names of `shared.FUNCTIONS` as strings, which the site's reference wants
+__all__ = [
+    "Linear",
+    "add",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "learning_rate_factor",
+    "matmul",
+    "mse",
+    "norm",
+    "residual_add",
+    "residual_split",
+    "scale_bwd",
+    "scale_fwd",
+    "silu",
+    "silu_glu",
+    "softmax",
+]

@@ -66,4 +66,24 @@ add, residual_split, residual_add = _own.add, _own.residual_split, _own.residual
 norm, embedding, attention = _own.norm, _own.embedding, _own.attention
 cross_entropy, mse = _own.cross_entropy, _own.mse
 
-__all__ = ["Linear", "learning_rate_factor", *shared.FUNCTIONS]
+# the names of `shared.FUNCTIONS` as strings, which the site's reference wants
+__all__ = [
+    "Linear",
+    "add",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "learning_rate_factor",
+    "matmul",
+    "mse",
+    "norm",
+    "residual_add",
+    "residual_split",
+    "scale_bwd",
+    "scale_fwd",
+    "silu",
+    "silu_glu",
+    "softmax",
+]

@@ -15,6 +15,7 @@ from fp8kit_jax import unit_scaling as in_jax
 from fp8kit_torch import unit_scaling as in_torch
 
 import fp8kit as fk
+from fp8kit.layers.unit_scaling import FUNCTIONS
 from fp8kit.nn import unit_scaling as native
 from fp8kit.recipes import NAMED
 from fp8kit.testing import assert_same_bits, relative_error
@@ -87,6 +88,12 @@ def jax_call(function, values, g):
 def same(got, want):
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(f"array {i}", a, b)
+
+
+@pytest.mark.parametrize(("own", "product"), [(native, "Linear"), (in_torch, "Linear"), (in_jax, "dense")])
+def test_a_frontend_exports_every_function(own, product):
+    assert set(own.__all__) == {product, "learning_rate_factor", *FUNCTIONS}
+    assert all(callable(getattr(own, name)) for name in own.__all__)
 
 
 @pytest.mark.parametrize("name", CASES)
