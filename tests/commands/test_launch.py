@@ -153,8 +153,10 @@ def test_one_process_is_a_group_of_one(monkeypatch):
     assert (ranks.rank, ranks.size, ranks.device) == (0, 1, CPU)
     assert distributed.init() is ranks is everyone()
     assert distributed.grid(ranks) == (ranks, ranks)
-    with pytest.raises(ArgumentError, match="tensor: got 1, expected a multiple of 2"):
+    with pytest.raises(ArgumentError, match="tensor: got 2, expected a divisor of 1, the number of ranks"):
         distributed.grid(ranks, 2)
+    with pytest.raises(ArgumentError, match="tensor: got 0, expected"):
+        distributed.grid(ranks, 0)
 
 
 @pytest.mark.parametrize(("gpus", "index"), [(1, 0), (4, 2)])
