@@ -301,7 +301,7 @@ def test_a_format_without_a_zero_is_of_scales():
         *(
             (
                 lever,
-                f"{name}: got {value!r} of tensor, .* a granularity of blocks, scale_source 'current', and no",
+                f"{name}: got {value!r} of tensor, .* granularity of blocks, scale_source 'current', and no",
             )
             for lever in ({"factor": 0.5}, {"ties": "down"}, {"clip_gradient": True})
             for name, value in lever.items()

@@ -462,6 +462,6 @@ def test_a_wrong_keyword_is_told_the_right_ones():
     net = nn.Sequential(nn.Linear(D, D))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'filter'.*filter_fn"):
         convert(net, filter=None)
-    every = "model, filter_fn, linear_classes, attention"
+    every = "model, filter_fn, linear_classes, attention, gated_mlp"
     with pytest.raises(TypeError, match=rf"unexpected keyword argument 'exclude'; it has {every}$"):
         convert(net, exclude=["head"])
