@@ -41,6 +41,8 @@ def add(commands: Any) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as of python -m")
     limit = f"SIGTERM to all processes after so many minutes, SIGKILL {GRACE:g} seconds later"
     parser.add_argument("--minutes", type=minutes, metavar="M", help=limit)
+    label = "begin each line of what a process prints with its rank"
+    parser.add_argument("--label", action="store_true", help=label)
     parser.add_argument("program", metavar="PROGRAM", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's arguments")
 
@@ -50,27 +52,40 @@ def _launch(options: argparse.Namespace) -> int:
     if not options.module and not os.path.isfile(options.program):
         raise ArgumentError("launch", "PROGRAM", options.program, "a file that exists")
     seconds = None if options.minutes is None else 60 * options.minutes
-    return launch(options.ranks, [sys.executable, *program, *options.arguments], "launch", seconds)
+    return launch(
+        options.ranks, [sys.executable, *program, *options.arguments], "launch", seconds, options.label
+    )
 
 
-def launch(ranks: int, words: Sequence[str], name: str, seconds: float | None = None) -> int:
+def launch(
+    ranks: int, words: Sequence[str], name: str, seconds: float | None = None, label: bool = False
+) -> int:
     """Run the command ``words`` as so many processes; the exit status is 0 where all of theirs are. ``name``:
     of the command of ``fp8kit`` that says what failed. Where one fails, the others get ``GRACE`` seconds to
     end by themselves, and are ended then. After so many ``seconds`` all get SIGTERM, and ``GRACE`` later
-    SIGKILL. Where SIGTERM ends this process, all are ended."""
+    SIGKILL. Where SIGTERM ends this process, all are ended. ``label``: lines of their output begin with
+    their rank."""
     environment = places(ranks)
     until = None if seconds is None else time.monotonic() + seconds
     first = ""  # what failed first
     late = False
     processes: list[subprocess.Popen[bytes]] = []
+    copies: list[threading.Thread] = []
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if label else {}
+    shared = os.environ | ({"PYTHONUNBUFFERED": "1"} if label else {})
 
     def say(what: str) -> None:
         print(f"fp8kit {name}: {what}", file=sys.stderr, flush=True)
 
     with _terminable(), contextlib.ExitStack() as ends:
+        ends.callback(_drain, copies)  # after _end
         ends.callback(_end, processes)
-        for own in environment:
-            processes.append(subprocess.Popen(words, env=os.environ | own))
+        for rank, own in enumerate(environment):
+            process = subprocess.Popen(words, env=shared | own, **streams)
+            processes.append(process)
+            for number, source in ((1, process.stdout), (2, process.stderr)) if label else ():
+                copies.append(threading.Thread(target=_copy, args=(source, number, rank), daemon=True))
+                copies[-1].start()
         while None in (codes := [process.poll() for process in processes]):
             passed = until is not None and time.monotonic() > until
             if not first and not late and any(codes):
@@ -90,11 +105,11 @@ def launch(ranks: int, words: Sequence[str], name: str, seconds: float | None = 
                 break
             time.sleep(_POLL)
         codes = [process.poll() for process in processes]
-        if first:  # again, below what the others said
-            say(f"first failed: {first}")
-        elif any(codes) and not late:
-            say(first := _said(codes))
-        return FAILED if first or late else 0
+    if first:  # again, below what the others said
+        say(f"first failed: {first}")
+    elif any(codes) and not late:
+        say(first := _said(codes))
+    return FAILED if first or late else 0
 
 
 @contextlib.contextmanager
@@ -134,6 +149,19 @@ def _said(codes: Sequence[int | None]) -> str:
     said = ", ".join(f"rank {rank} {_how(code)}" for rank, code in enumerate(codes) if code)
     done = ", ".join(str(rank) for rank, code in enumerate(codes) if code == 0)
     return f"{said}; rank {done} had ended before, with status 0" if done else said
+
+
+def _copy(source: Any, target: int, rank: int) -> None:
+    """Write the lines of a process's stream to a descriptor, each whole and with the rank."""
+    with source:
+        for line in source:
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                os.write(target, b"[rank %d] %s\n" % (rank, line.removesuffix(b"\n")))
+
+
+def _drain(copies: Sequence[threading.Thread]) -> None:
+    for thread in copies:
+        thread.join(3.0)  # a process that a rank has started may hold its stream
 
 
 def _running(codes: Sequence[int | None]) -> str:

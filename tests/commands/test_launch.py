@@ -276,6 +276,25 @@ def test_a_rank_that_ended_well_before_another_one_failed_is_named(monkeypatch, 
     assert capfd.readouterr().err.splitlines() == [f"fp8kit launch: {said}"]
 
 
+def test_lines_with_their_rank(monkeypatch, capfd):
+    """Whole, also where a process prints them in parts, and as soon as they are whole."""
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    program = (
+        "import os, sys, time\n"
+        "print('a', end='')\n"
+        "time.sleep(0.3)\n"
+        "print('b')\n"
+        "print('no end of a line', end='', file=sys.stderr)\n"
+        "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else None\n"
+    )
+    assert launch.launch(2, [sys.executable, "-c", program], "launch", label=True) == 1
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] ab", "[rank 1] ab"]
+    lines = err.splitlines()
+    assert {"[rank 0] no end of a line", "[rank 1] no end of a line"} < set(lines)
+    assert "rank 1 was ended by SIGKILL" in lines[-1]
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_at_the_limit_all_get_sigterm_and_then_sigkill(ignored, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(launch, "GRACE", 1.0 if ignored else 60.0)
