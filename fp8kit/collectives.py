@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -272,6 +273,23 @@ def described(operation: str, x: ArrayView, label: str) -> str:
     return f"{operation} of {x.dtype.name} {x.shape}{f' in {label}' if label else ''}"
 
 
+class CallFailed(BackendError):
+    """A call that all ranks have to make failed, or they did not all make it: ``got`` is what each did."""
+
+    def __str__(self) -> str:
+        return f"{self.operation}: the ranks' call failed: {self.got}"
+
+
+def call_failed(got: str) -> CallFailed:
+    """The error that says what the ranks did, such as ``differing`` of it."""
+    return CallFailed("collectives", "ranks", got, "the same call of all ranks")
+
+
+def reason(text: str) -> str:
+    """The first line of what another library says, in brackets, at most 200 characters of it."""
+    return f"({textwrap.shorten(text.partition(chr(10))[0], 200, placeholder=' ...')})"
+
+
 def differing(said: dict[int, str], size: int) -> str:
     """What the ranks did last, those that did the same together; ranks that said nothing hang or are gone."""
     groups: dict[str, list[int]] = {}
@@ -342,7 +360,7 @@ class FakeCollectives:
         if any(other != what for other, _ in posted):
             said = {i: f"in {other}" for i, (other, _) in enumerate(posted)}
             self._wait(rank, what)
-            raise BackendError("collectives", "ranks", differing(said, self.size), "the same call of all")
+            raise call_failed(differing(said, self.size))
         return [own for _, own in posted]
 
     def part(self, rank: int, number: int, color: int) -> Collectives:
@@ -453,9 +471,11 @@ __all__ = [
     "FakeCollectives",
     "Reduction",
     "abandon",
+    "call_failed",
     "described",
     "differing",
     "flat",
     "named",
+    "reason",
     "share",
 ]

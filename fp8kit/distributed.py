@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import arrays, settings
-from fp8kit.arguments import number
+from fp8kit.arguments import integer, number
 from fp8kit.arrays import Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.collectives import Collectives, everyone, set_everyone, share
+from fp8kit.collectives import Collectives, everyone, set_everyone
 from fp8kit.errors import ArgumentError, BackendError, CheckpointError, meant
 from fp8kit.nn.module import Module, Parameter
 
@@ -79,7 +79,10 @@ class Grid(NamedTuple):
 def grid(ranks: Collectives, tensor: int = 1) -> Grid:
     """``ranks`` as rows of ``tensor`` neighbours, which share weights. All ranks call it. ArgumentError where
     ``tensor`` does not divide their number."""
-    share(ranks.size, tensor, "distributed.grid", "tensor")
+    integer("distributed.grid", "tensor", tensor, 1)
+    if ranks.size % tensor:
+        wanted = f"a divisor of {ranks.size}, the number of ranks"
+        raise ArgumentError("distributed.grid", "tensor", tensor, wanted)
     return Grid(ranks.split(ranks.rank % tensor), ranks.split(ranks.rank // tensor))
 
 

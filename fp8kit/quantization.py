@@ -165,6 +165,8 @@ class Quantizer(KnownFields):
             raise RecipeError("Quantizer", "static_scale", got, "1, or scale_source 'static'")
         rules = _RULES[self.granularity.partition("_")[0]]
         if self.scale_rule not in rules:
+            if self.format != E2M1:
+                rules = tuple(rule for rule in rules if rule not in (*FOUR_OVER_SIX, GAUSS, EDEN))
             default = " (the default)" if self.scale_rule == "exact" else ""
             got = f"{self.scale_rule!r} with {self.granularity}{default}"
             raise RecipeError("Quantizer", "scale_rule", got, f"one of {', '.join(rules)}")
@@ -192,7 +194,7 @@ class Quantizer(KnownFields):
         for name in self.levers:
             if self.granularity in ("tensor", "row") or self.static or self.scale_rule in FOUR_OVER_SIX:
                 got = f"{getattr(self, name)!r} of {self.granularity}, {self.scale_source}, {self.scale_rule}"
-                wanted = "scales of blocks, of the data, without a choice between two"
+                wanted = "a granularity of blocks, scale_source 'current', and no 4over6 rule"
                 raise RecipeError("Quantizer", name, got, wanted)
         if self.ties != "even" and self.stochastic_bits:
             raise RecipeError("Quantizer", "ties", repr(self.ties), "'even' with stochastic_bits: no ties")
@@ -401,6 +403,11 @@ class Quantization(KnownFields):
 
     def __post_init__(self) -> None:
         self._want_each(Gemm, OPERANDS, "Gemm(quantizer_of_a, quantizer_of_b)")
+        if self.fprop.compute == "dequantized":
+            wanted = "'quantized' or 'high_precision': only dgrad and wgrad can reuse fprop's codes"
+            raise RecipeError("Quantization", "fprop.compute", "'dequantized'", wanted)
+        if self.fprop.recast:
+            raise RecipeError("Quantization", "fprop.recast", True, "False: only dgrad and wgrad can recast")
 
     @classmethod
     @named_well

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8kit.arguments import shown
 from fp8kit.arrays import ArrayView
-from fp8kit.collectives import Collectives, Reduction, described, differing
+from fp8kit.collectives import Collectives, Reduction, call_failed, described, differing, reason
 from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.lru import LRU
 from fp8kit_torch import torch_compat
@@ -82,7 +82,8 @@ class TorchCollectives(Collectives):
         try:
             yield
         except RuntimeError as error:
-            raise self._diagnosed(f"in call {number}, {what}", error, str(number)) from error
+            # the reason is part of it: torch's own frames would bury it
+            raise self._diagnosed(f"in call {number}, {what}", error, str(number)) from None
 
     def _compare(self, what: str) -> None:
         """RuntimeError where another process is about to do something else."""
@@ -126,10 +127,7 @@ class TorchCollectives(Collectives):
                 time.sleep(0.05)
         except RuntimeError:  # the process that keeps the store has ended
             said.setdefault(-1, "")
-        got = f"{differing(said, self.size)} ({str(error).splitlines()[0][:200]})"
-        return BackendError(
-            "collectives", f"rank {self.rank} of {self.size}", got, "the same call of all ranks"
-        )
+        return call_failed(f"{differing(said, self.size)} {reason(str(error))}")
 
     def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
         dist.all_reduce(tensor_of(x), getattr(dist.ReduceOp, _OPS[op]), self.group)

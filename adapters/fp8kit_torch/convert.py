@@ -54,7 +54,7 @@ def convert(
       as it is.
     * ``gated_mlp``: whether an MLP ``down_proj(act(gate_proj(x)) * up_proj(x))`` whose layers are replaced
       runs as one operation under delayed scaling ("Convert a plain model" in docs/torch.md). False: layer by
-      layer.
+      layer, also in a model that was converted before.
 
     Parameters stay the same objects, and a new module is an instance of the class that it stands for. Outside
     of ``autocast`` the model computes what it did, up to the last bits. Convert before ``torch.compile``,
@@ -114,6 +114,8 @@ def convert(
         take_over(model, Converted)
     if gated_mlp:
         fuse(model)
+    else:
+        separate(model)
     if not swapped and not any(isinstance(child, Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(

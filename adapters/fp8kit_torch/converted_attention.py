@@ -247,5 +247,8 @@ def hand_back(model: nn.Module) -> None:
 def said_of(model: nn.Module) -> str:
     """Which attention a model of transformers has, and why it is not fp8kit's."""
     if all(config._attn_implementation == NAME for _, _, config in _configs(model)):
-        return OURS
+        device = next(model.parameters()).device
+        fast = device.type in _DEVICES and (device.type == "cpu" or _has_kernels(device.index))
+        name = {"cuda": "GPU", "cpu": "CPU"}.get(device.type, device.type)
+        return OURS if fast or device.type == "meta" else f"{OURS}; on this {name}: torch's"
     return why_not(model) or "not fp8kit's, though it could be: convert was not asked to"

@@ -259,9 +259,9 @@ def _fused(mlp: GatedMLP, x: Any) -> Tensor | None:
     state = current()
     if state is None or not state.enabled or state.check_finite or inspection.inspector is not None:
         return None
-    layers = _layers(mlp)
-    if layers is None or type(x) is not Tensor or torch.jit.is_tracing():
+    if _passed_by(mlp) or type(x) is not Tensor or torch.jit.is_tracing():
         return None
+    layers: Layers = tuple(mlp._modules[name] for name in LAYERS)  # type: ignore[assignment]
     gate = layers[0]
     if state.recipe.by_layer:
         own = [layer.own_state(state) for layer in layers]
@@ -277,17 +277,41 @@ def _fused(mlp: GatedMLP, x: Any) -> Tensor | None:
     return run(*prepared, _bind(mlp, layers, state))["y"]
 
 
-def _layers(mlp: nn.Module) -> Layers | None:
-    """The three layers, where nothing happens in or around each but its product."""
+def _passed_by(mlp: nn.Module) -> str:
+    """What the operation would pass by: what happens in or around a layer besides its product; "" for
+    nothing."""
     if torch_compat.any_global_hook():
-        return None
+        return "a hook on all modules"
     for name, part in mlp._modules.items():
         own = {"forward": None} if part is None else vars(part)
-        if "forward" in own or any(own[hooks] for hooks in _SEEN_BY_HOOKS):
-            return None
-        if name in LAYERS and not (isinstance(part, ConvertedLinear) and _is_plain(part)):
-            return None
-    return tuple(mlp._modules[name] for name in LAYERS)  # type: ignore[return-value]
+        if "forward" in own:
+            return f"a forward of {name} that was replaced"
+        if any(own[hooks] for hooks in _SEEN_BY_HOOKS):
+            return f"a hook on {name}"
+        if name in LAYERS and not isinstance(part, ConvertedLinear):
+            return f"{type(part).__name__} as {name}"
+        if name in LAYERS and not _is_plain(part):
+            return f"{name}'s weight: in FP8, distributed, or with a gradient of its own ways"
+    return ""
+
+
+def layer_by_layer(model: nn.Module) -> dict[str, str]:
+    """Each MLP of converted layers in ``model``: why it would run layer by layer under delayed scaling now,
+    "" where it would run as one operation."""
+    found = {}
+    for name, mlp in model.named_modules():
+        layers = [mlp._modules.get(own) for own in LAYERS]
+        if isinstance(mlp, GatedMLP):
+            found[name] = _passed_by(mlp)
+            if not found[name]:
+                gate, up = (mlp.get_parameter(f"{own}.weight") for own in LAYERS[:2])
+                found[name] = (
+                    "" if gate.requires_grad is up.requires_grad else "gate_proj or up_proj is frozen"
+                )
+        elif all(isinstance(layer, ConvertedLinear) for layer in layers):
+            known = bool(_activation_of(mlp))
+            found[name] = "convert was not asked to" if known else "a forward that no operation has"
+    return found
 
 
 def _is_plain(layer: ConvertedLinear) -> bool:
@@ -379,4 +403,4 @@ def _joined(parts: Sequence[StateBinding]) -> StateBinding:
     return StateBinding(*tables, tokens, held)
 
 
-__all__ = ["LAYERS", "fuse", "separate"]
+__all__ = ["LAYERS", "fuse", "layer_by_layer", "separate"]

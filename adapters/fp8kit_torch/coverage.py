@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from torch import nn
 from fp8kit_torch.checks import module
 from fp8kit_torch.converted import Converted, ConvertedLinear
 from fp8kit_torch.converted_attention import models_of, said_of
+from fp8kit_torch.converted_mlp import layer_by_layer
 from fp8kit_torch.convertible import NO_MATRIX, TABLE, replacement
 from fp8kit_torch.experts import ConvertedExperts
 from fp8kit_torch.stateful import StatefulModule
@@ -31,10 +33,12 @@ class Covered:
 @dataclass(frozen=True)
 class Coverage:
     """What ``coverage`` found. ``str`` of it is a table. ``attention``: of each model of transformers by its
-    name, whose attention it has, and why not fp8kit's."""
+    name, whose attention it has, and why not fp8kit's. ``mlps``: of each MLP of converted layers by its name,
+    "" where it now runs as one operation under delayed scaling, else why layer by layer."""
 
     modules: tuple[Covered, ...]
     attention: Mapping[str, str] = field(default_factory=dict, hash=False)
+    mlps: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def fp8_share(self) -> float:
@@ -57,6 +61,12 @@ class Coverage:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]).rstrip() for row in rows]
         lines += [f"attention of {name or '(the model)'}: {why}" for name, why in self.attention.items()]
+        if self.mlps:
+            whole = sum(not why for why in self.mlps.values())
+            lines.append(f"MLPs as one operation under delayed scaling: {whole} of {len(self.mlps)}")
+            for why, count in Counter(filter(None, self.mlps.values())).items():
+                first = next(name for name, own in self.mlps.items() if own == why) or "(the model)"
+                lines.append(f"  layer by layer: {count} ({why}), the first is {first}")
         return "\n".join([*lines, f"{self.fp8_share:.1%} of the parameters are in layers with FP8 products"])
 
 
@@ -71,8 +81,8 @@ _FINE = (TABLE, NO_MATRIX, _NORM)
 def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()) -> Coverage:
     """For each module of ``model`` that has parameters of its own: whether its products run in FP8 under
     ``autocast``, and if not, why ``convert`` left it, or would leave it (``linear_classes`` as there); of
-    transformers' models also whose attention they have. Counts of parameters are of numbers; one that several
-    modules share counts for the first of them."""
+    transformers' models also whose attention they have; and which MLPs run as one operation. Counts of
+    parameters are of numbers; one that several modules share counts for the first of them."""
     module("coverage", "model", model)
     seen: set[int] = set()
     found = []
@@ -85,7 +95,8 @@ def coverage(model: nn.Module, *, linear_classes: Sequence[type[nn.Linear]] = ()
         fp8 = isinstance(part, StatefulModule | ConvertedExperts)
         count = sum(p.numel() for p in fresh)
         found.append(Covered(name, type(part).__name__, count, fp8, _why(part, tuple(linear_classes))))
-    return Coverage(tuple(found), {name: said_of(part) for name, part in models_of(model).items()})
+    attention = {name: said_of(part) for name, part in models_of(model).items()}
+    return Coverage(tuple(found), attention, layer_by_layer(model))
 
 
 def _why(part: nn.Module, linears: tuple[type[nn.Linear], ...]) -> str:

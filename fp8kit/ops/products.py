@@ -129,7 +129,7 @@ def _want_fprop_quantized(quantization: Quantization) -> None:
     """Refuse GEMMs that multiply fprop's values where fprop casts none."""
     for name, gemm in quantization.gemms.items():
         of_values = gemm.compute == "dequantized" or gemm.recast
-        if of_values and (name == "fprop" or quantization.fprop.compute != "quantized"):
+        if of_values and quantization.fprop.compute != "quantized":
             how = "dequantized" if gemm.compute == "dequantized" else "recast"
             got = f"{quantization.fprop.compute!r}, and {name} {how}"
             raise unsupported("fprop.compute", got, '"quantized", whose operands are decoded')
@@ -137,12 +137,12 @@ def _want_fprop_quantized(quantization: Quantization) -> None:
 
 @lru_cache(maxsize=256)
 def _say_emulated(quantization: Quantization) -> None:
-    """Say that products are emulated whose operands have products of their own, but not together."""
-    gemms = quantization.gemms.values()
-    if any(gemm.emulated for gemm in gemms):  # it is asked for
+    """Say that products are emulated of which one has operands with products of their own."""
+    gemms = [gemm for gemm in quantization.gemms.values() if gemm.compute == "quantized"]
+    if any(gemm.emulated for gemm in quantization.gemms.values()):  # it is asked for
         return
-    operands = [own for gemm in gemms if gemm.compute == "quantized" for own in (gemm.a, gemm.b)]
-    if all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in operands):
+    pairs = [(gemm.a, gemm.b) for gemm in gemms]
+    if any(all(own.format in (E4M3, E5M2) and own.granularity in PRODUCTS for own in pair) for pair in pairs):
         try:
             _native(quantization)
         except UnsupportedError as why:

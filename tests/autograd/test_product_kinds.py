@@ -41,9 +41,6 @@ REFUSED = {
     "fprop.compute: got 'high_precision', and wgrad dequantized": Quantization(
         Gemm(X, X, compute="high_precision"), Gemm(X, X), Gemm(X, X, "split", "dequantized")
     ),
-    "fprop.compute: got 'dequantized'": Quantization(
-        Gemm(LINES, LINES, compute="dequantized"), Gemm(LINES, LINES), Gemm(LINES, LINES)
-    ),
     "compute: got high precision for all three": Quantization(*[Gemm(X, X, compute="high_precision")] * 3),
 }
 

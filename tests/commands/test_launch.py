@@ -153,8 +153,10 @@ def test_one_process_is_a_group_of_one(monkeypatch):
     assert (ranks.rank, ranks.size, ranks.device) == (0, 1, CPU)
     assert distributed.init() is ranks is everyone()
     assert distributed.grid(ranks) == (ranks, ranks)
-    with pytest.raises(ArgumentError, match="tensor: got 1, expected a multiple of 2"):
+    with pytest.raises(ArgumentError, match="tensor: got 2, expected a divisor of 1, the number of ranks"):
         distributed.grid(ranks, 2)
+    with pytest.raises(ArgumentError, match="tensor: got 0, expected"):
+        distributed.grid(ranks, 0)
 
 
 @pytest.mark.parametrize(("gpus", "index"), [(1, 0), (4, 2)])
@@ -259,7 +261,53 @@ def test_a_process_that_ends_is_noticed_while_an_earlier_one_runs(tmp_path, monk
     begin = time.monotonic()
     assert launch.launch(3, [sys.executable, "-c", program], "launch") == 1
     assert time.monotonic() - begin < 30
-    assert "fp8kit launch: rank 1 ended with status 3: all end" in capfd.readouterr().err
+    assert capfd.readouterr().err.splitlines() == [
+        "fp8kit launch: rank 1 ended with status 3: all end; rank 0, 2: 0.2 s to say what was waited for",
+        "fp8kit launch: rank 0, 2 not done 0.2 s later: ended",
+        "fp8kit launch: first failed: rank 1 ended with status 3",
+    ]
+
+
+def test_a_rank_that_ended_well_before_another_one_failed_is_named(monkeypatch, capfd):
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(0)\ntime.sleep(3)\nsys.exit(4)"
+    assert launch.launch(2, [sys.executable, "-c", program], "launch") == 1
+    said = "rank 0 ended with status 4; rank 1 had ended before, with status 0"
+    assert capfd.readouterr().err.splitlines() == [f"fp8kit launch: {said}"]
+
+
+def test_lines_with_their_rank(monkeypatch, capfd):
+    """Whole, also where a process prints them in parts, and as soon as they are whole."""
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    program = (
+        "import os, sys, time\n"
+        "print('a', end='')\n"
+        "time.sleep(0.3)\n"
+        "print('b')\n"
+        "print('no end of a line', end='', file=sys.stderr)\n"
+        "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else None\n"
+    )
+    assert launch.launch(2, [sys.executable, "-c", program], "launch", label=True) == 1
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] ab", "[rank 1] ab"]
+    lines = err.splitlines()
+    assert {"[rank 0] no end of a line", "[rank 1] no end of a line"} < set(lines)
+    assert "rank 1 was ended by SIGKILL" in lines[-1]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_at_the_limit_all_get_sigterm_and_then_sigkill(ignored, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "GRACE", 1.0 if ignored else 60.0)
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    program = "import signal, time\n"
+    program += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignored else ""
+    begin = time.monotonic()
+    words = [sys.executable, "-c", f"{program}time.sleep(120)"]
+    assert launch.launch(2, words, "launch", 3.0) == 1
+    assert time.monotonic() - begin < 30
+    said = f"not done after 0.05 minutes: SIGTERM to rank 0, 1, SIGKILL in {launch.GRACE:g} s"
+    then = ["fp8kit launch: rank 0, 1 not done 1 s later: ended"] if ignored else []
+    assert capfd.readouterr().err.splitlines() == [f"fp8kit launch: {said}", *then]
 
 
 def test_processes_end_with_their_launcher(tmp_path):

@@ -263,6 +263,10 @@ E4M3 = Quantizer(formats.E4M3)
         ),
         (lambda: Quantization(*[E4M3] * 3), "Quantization: fprop: got Quantizer.*, expected a Gemm"),
         (lambda: Quantization(*[Gemm(E4M3, E4M3)] * 4), "arguments: got 4, expected at most 3: fprop"),
+        (
+            lambda: Quantization(Gemm(E4M3, E4M3, recast=True), Gemm(E4M3, E4M3), Gemm(E4M3, E4M3)),
+            "Quantization: fprop.recast: got True, expected False: only dgrad and wgrad can recast",
+        ),
         (lambda: AmaxHistory(448, 57344, lenght=2), "AmaxHistory: field: got 'lenght'.*mean length"),
     ],
 )
@@ -290,7 +294,18 @@ def test_a_format_without_a_zero_is_of_scales():
     [
         ({"granularity": "row", "scale_source": "delayed"}, "granularity: got row with scale_source"),
         ({"granularity": "mx_1x32", "scale_source": "delayed", "scale_rule": "te"}, "granularity: got mx"),
-        ({"granularity": "mx_1x32"}, r"scale_rule: got 'exact' with mx_1x32 \(the default\), .*floor"),
+        (
+            {"granularity": "mx_1x32"},
+            r"scale_rule: got 'exact' with mx_1x32 \(the default\), expected one of floor, .*, te$",
+        ),
+        *(
+            (
+                lever,
+                f"{name}: got {value!r} of tensor, .* granularity of blocks, scale_source 'current', and no",
+            )
+            for lever in ({"factor": 0.5}, {"ties": "down"}, {"clip_gradient": True})
+            for name, value in lever.items()
+        ),
         ({"signs": "te"}, "signs: got 'te' with hadamard=0"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import formats, nn
-from fp8kit.errors import UnsupportedError
+from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.quantization import COMPUTES, Gemm, Quantization, Quantizer
 
 X = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
@@ -42,9 +42,14 @@ def _gradients(layer, recipe):
 def test_each_gemm_as_it_is_told(how, scaled, layer):
     """Within FP8's error of high precision; what nobody computes is refused by name."""
     gemms = [Gemm(SCALED[scaled], SCALED[scaled], compute=compute) for compute in how]
-    recipe = fk.recipe.DataRecipe(Quantization(*gemms))
     forward, *backward = how
-    nonsense = forward == "dequantized" or (forward != "quantized" and "dequantized" in backward)
+    if forward == "dequantized":
+        wanted = r"fprop\.compute: got 'dequantized', expected 'quantized' or 'high_precision': only dgrad"
+        with pytest.raises(RecipeError, match=wanted):
+            Quantization(*gemms)
+        return
+    recipe = fk.recipe.DataRecipe(Quantization(*gemms))
+    nonsense = forward != "quantized" and "dequantized" in backward
     if nonsense or set(how) == {"high_precision"}:
         with pytest.raises(UnsupportedError, match="compute: got"):
             _gradients(layer, recipe)

@@ -281,6 +281,16 @@ def test_what_is_not_native_is_said_in_words(caplog: pytest.LogCaptureFixture) -
     results(make("a"), recipe.DataRecipe(Quantization(one, Gemm(cast, cast), Gemm(cast, cast)), "one"))
     (said,) = caplog.messages
     assert "because of weight of fprop, which is not cast while the other is: operands" in said
+    caplog.clear()
+    blocks = Quantizer(fk.E4M3, "mx_1x64", scale_rule="rceil")
+    own = Quantization(Gemm(cast, cast), Gemm(cast, cast), Gemm(blocks, blocks))
+    for _ in range(2):
+        results(make("a"), recipe.DataRecipe(own, "finer wgrad"))
+    (said,) = caplog.messages
+    assert "because of granularity mx_1x64 of wgrad's output gradient, not tensor or row or block" in said
+    caplog.clear()
+    results(make("a"), recipe.DataRecipe(Quantization(*[Gemm(blocks, blocks)] * 3), "as it must be"))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

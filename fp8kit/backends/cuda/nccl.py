@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.recorded import unsafe_calls
-from fp8kit.collectives import Collectives, Reduction, described, differing
+from fp8kit.collectives import Collectives, Reduction, call_failed, described, differing, reason
 from fp8kit.errors import BackendError, FormatError
 from fp8kit.rendezvous import Store
 from fp8kit.settings import Place
@@ -174,8 +174,7 @@ class NcclCollectives(Collectives):
     def _want_alive(self) -> None:
         if self.failed is not None:
             self.told.set()
-            where = f"rank {self.rank} of {self.size}"
-            raise BackendError("collectives", where, self.failed, "the same call of all ranks")
+            raise call_failed(self.failed)
 
     # --- who watches ----------------------------------------------------------------------------------------
 
@@ -271,7 +270,7 @@ class NcclCollectives(Collectives):
                 time.sleep(0.1)
         except OSError:
             pass
-        self.failed = f"{differing(said, self.size)} ({why.splitlines()[0][:200]})" if ask else why
+        self.failed = f"{differing(said, self.size)} {reason(why)}" if ask else why
         print(f"fp8kit: rank {self.rank} of {self.size}: {self.failed}", file=sys.stderr, flush=True)
         threading.Thread(target=self._leave, daemon=True).start()
         self._act(self._nccl.comm_abort)

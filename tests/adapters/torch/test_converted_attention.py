@@ -393,7 +393,7 @@ def test_models_that_share_a_configuration_keep_theirs(calls, tmp_path):
     assert_same_bits("loaded", loaded(**tokens("llama")).logits.detach().numpy(), wanted.numpy())
 
 
-def test_what_is_said_and_what_is_asked():
+def test_what_is_said_and_what_is_asked(monkeypatch):
     """Which models have it, and why others do not."""
     model = convert(make("llama"), attention=False)
     assert model.config._attn_implementation == "sdpa"
@@ -401,6 +401,8 @@ def test_what_is_said_and_what_is_asked():
     report = coverage(convert(nn.ModuleDict({"inner": model, "other": nn.Linear(4, 4)})))
     assert report.attention == {"inner": converted_attention.OURS}
     assert f"attention of inner: {converted_attention.OURS}" in str(report)
+    monkeypatch.setattr(converted_attention, "_DEVICES", ("cuda",))
+    assert coverage(model).attention[""] == f"{converted_attention.OURS}; on this CPU: torch's"
     assert coverage(nn.Sequential(nn.Linear(4, 4))).attention == {}
     with pytest.raises(ArgumentError, match="convert: attention"):
         convert(make("llama"), attention="sdpa")

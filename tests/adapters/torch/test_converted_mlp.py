@@ -8,7 +8,7 @@ import io
 
 import pytest
 import torch
-from fp8kit_torch import autocast, convert, converted_mlp, revert
+from fp8kit_torch import autocast, convert, converted_mlp, coverage, revert
 from fp8kit_torch.converted_mlp import GatedMLP
 from torch import nn
 from torch.nn import functional
@@ -303,9 +303,42 @@ def test_a_copy_whose_first_call_is_in_a_checkpoint(reentrant, calls):
 
 def test_left_when_asked_and_where_a_layer_is():
     assert type(convert(Net(), gated_mlp=False).mlp) is MLP
+    again = convert(convert(Net()), gated_mlp=False)
+    assert type(again.mlp) is MLP
+    assert isinstance(convert(again).mlp, GatedMLP)
     assert type(convert(Net(), lambda part, name: "up_proj" not in name).mlp) is MLP
     with pytest.raises(ArgumentError, match="convert: gated_mlp: got 'no', expected"):
         convert(Net(), gated_mlp="no")
+
+
+def test_coverage_says_which_run_as_one_operation_and_why_others_do_not():
+    title = "MLPs as one operation under delayed scaling:"
+    net = nn.ModuleDict({"a": Net(), "b": Net(), "odd": Net(Residual)})
+    assert coverage(net).mlps == {}
+    assert title not in str(coverage(net))
+    convert(net)
+    odd = "a forward that no operation has"
+    assert coverage(net).mlps == {"a.mlp": "", "b.mlp": "", "odd.mlp": odd}
+    lines = [f"{title} 2 of 3", f"  layer by layer: 1 ({odd}), the first is odd.mlp"]
+    assert str(coverage(net)).splitlines()[-3:-1] == lines
+    a, b = net["a"].mlp, net["b"].mlp
+    for where, said in {"gate_proj": "a hook on gate_proj", "act_fn": "a hook on act_fn"}.items():
+        hook = a.get_submodule(where).register_forward_hook(lambda *args: None)
+        assert coverage(net).mlps["a.mlp"] == said
+        hook.remove()
+    for layer in (a.gate_proj, b.gate_proj):
+        layer.requires_grad_(False)
+    frozen = "gate_proj or up_proj is frozen"
+    assert str(coverage(net)).splitlines()[-4:-2] == [
+        f"{title} 0 of 3",
+        f"  layer by layer: 2 ({frozen}), the first is a.mlp",
+    ]
+    a.down_proj.forward = a.down_proj.forward
+    assert coverage(net).mlps["a.mlp"] == "a forward of down_proj that was replaced"
+    b.gate_proj = Lora(b.gate_proj)
+    assert coverage(net).mlps["b.mlp"] == "Lora as gate_proj"
+    asked = coverage(convert(Net(), gated_mlp=False))
+    assert asked.mlps == {"mlp": "convert was not asked to"}
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "act": Tanh()}], ids=["swiglu", "geglu, biases"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fp8kit_torch import collectives
 from fp8kit_torch.collectives import TorchCollectives, naming_failures
 
+from fp8kit.collectives import call_failed, reason
 from fp8kit.commands import launch
 from fp8kit.errors import ArgumentError, BackendError
 from tests.support.source import ROOT
@@ -34,7 +36,9 @@ def test_a_killed_process_ends_the_job(how):
     done = subprocess.run([*words, how], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     ended = time.monotonic()
     assert done.returncode == 1
-    assert re.search(SAID[how], done.stderr), done.stderr[-3000:]
+    assert re.search(f"collectives: the ranks' call failed: {SAID[how]}", done.stderr), done.stderr[-3000:]
+    # nor a traceback of torch's before fp8kit's own call's
+    assert ("direct cause" in done.stderr) is (how == "fsdp"), done.stderr
     assert "rank 1: nothing: it hangs or has ended" in done.stderr
     assert "rank 1 was ended by SIGKILL" in done.stderr
     # rank 0 asks the other one for five seconds
@@ -53,6 +57,20 @@ def test_other_errors_pass():
     assert found.value is own
 
 
+def test_the_error_has_its_fields_and_whole_words():
+    error = call_failed(f"rank 0: in call 2 {reason('gloo ' + 'word ' * 100 + chr(10) + 'line 2')}")
+    assert (error.operation, error.argument, error.wanted) == (
+        "collectives",
+        "ranks",
+        "the same call of all ranks",
+    )
+    assert str(error) == f"collectives: the ranks' call failed: {error.got}"
+    assert error.got.endswith("word word ...)")
+    assert len(error.got) <= len("rank 0: in call 2 ") + 202
+    assert reason("") == "()"
+    assert isinstance(pickle.loads(pickle.dumps(error)), BackendError)
+
+
 def test_what_is_no_group():
     with pytest.raises(ArgumentError, match=r"group: got 'all', expected None or a process group"):
         naming_failures("all").__enter__()
@@ -67,7 +85,9 @@ def test_a_failure_is_named_by_layer(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        said = pytest.raises(BackendError, match=r"rank 0: in a collective for Broken \(a socket is closed\)")
+        said = pytest.raises(
+            BackendError, match=r"call failed: rank 0: in a collective for Broken \(a socket is closed\)"
+        )
         with said, naming_failures():
             torch.nn.Sequential(Broken())(torch.ones(1))
     finally:
