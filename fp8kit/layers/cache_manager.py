@@ -95,7 +95,9 @@ class CacheManager:
         for name, view in zip(("k_cache", "v_cache"), (keys, values), strict=True):
             meta, wanted = metas[name], (groups, view.shape[-1])
             if meta.shape[2:] != wanted:
-                raise ShapeError(_OP, name, f"shape {meta.shape}", f"(pages, page size, {wanted}) of new ones")
+                raise ShapeError(
+                    _OP, name, f"shape {meta.shape}", f"(pages, page size, {wanted}) of new ones"
+                )
             if meta.dtype != view.dtype:
                 raise FormatError(_OP, name, meta.dtype, f"{view.dtype} of new ones")
         params.append(layer_number, keys, values, form)
@@ -148,9 +150,7 @@ class CacheManager:
         return list(self._params.sequences.values())
 
 
-def _sizes(
-    views: Mapping[str, ArrayView], qkv_format: str
-) -> tuple[tuple[int, ...], int, tuple[int, int]]:
+def _sizes(views: Mapping[str, ArrayView], qkv_format: str) -> tuple[tuple[int, ...], int, tuple[int, int]]:
     """Leading dimensions, g, and d and d_v of a step's keys and values. Fp8kitError kinds for those that do
     not belong together, or are not of that format."""
     if qkv_format not in ("bshd", "sbhd", "thd"):

@@ -392,9 +392,9 @@ class InferenceParams(NamedWell):
         max_seqlen_kv). Nothing is made.
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
-        and values; ``any_format``: also another than ``qkv_format``. Raises Fp8kitError kinds where the step is not the announced one or the caches are others
-        than the layer wants, ShapeError where the layer left out an earlier one of a sequence, so that its
-        cache has a hole.
+        and values; ``any_format``: also another than ``self.qkv_format``. Raises Fp8kitError kinds where the
+        step is not the announced one or the caches are others than the layer wants, ShapeError where the
+        layer left out an earlier one of a sequence, so that its cache has a hole.
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
@@ -457,6 +457,19 @@ class InferenceParams(NamedWell):
         """The arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
         cache = self._cache(layer_number, groups, dims, dtype)
         return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in _STEP}}
+
+    def step(
+        self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str
+    ) -> tuple[Any, Any, Any, Any, int, str]:
+        """``cache_manager.step`` with the lengths of the last ``pre_step``, where a program computes
+        attention itself. Returns its keys and values, ``cu_seqlens_q``, ``cu_seqlens_kv``,
+        ``max_sequence_length``, and the format of new queries beside them, "bshd", "sbhd_2bshd" or
+        "thd_2bshd"."""
+        sums = self.cu_seqlens_q, self.cu_seqlens_kv
+        k, v, *_ = self.cache_manager.step(layer_number, new_k, new_v, *sums, qkv_format)
+        self.input_qkv_format, cached = qkv_format, self.cache_qkv_format
+        form = cached if qkv_format == cached else f"{qkv_format}_2{cached}"
+        return k, v, *sums, self.max_sequence_length, form
 
     def append(self, layer_number: int, keys: ArrayView, values: ArrayView, qkv_format: str) -> None:
         """Take the announced step, which ``check_step`` has seen, without attention: new keys and values go

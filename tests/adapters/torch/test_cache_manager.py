@@ -1,12 +1,12 @@
-"""``InferenceParams.cache_manager`` driven by hand, as Transformer Engine's programs do: the same caches, bit by
-bit, as an attention layer makes."""
+"""``InferenceParams.cache_manager`` driven by hand, as in Transformer Engine's programs: the caches that an
+attention layer makes, bit by bit."""
 
 from __future__ import annotations
 
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.te_compat.cache_managers import sequences_of
+from fp8kit_torch.te_compat.cache_managers import NonPagedKVCacheManager, sequences_of
 
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 
@@ -91,6 +91,23 @@ def test_steps_by_hand_make_a_layers_caches(device, form, paged):
             assert [tuple(cache.shape[:2]) for cache in found] == [(len(step), 16)] * 2
     for mine, other in zip(*(each.convert_paged_to_nonpaged(1) for each in (hand, by_layer)), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("form", "after"), [("bshd", "bshd"), ("sbhd", "sbhd_2bshd"), ("thd", "thd_2bshd")])
+@pytest.mark.parametrize("kind", [None, NonPagedKVCacheManager])
+def test_a_step_of_the_params(device, form, after, kind):
+    """The manager's step, with the step's lengths."""
+    params, other = cache_of("bshd", device, custom_cache_manager=kind), cache_of("bshd", device)
+    step = {"a": 3, "b": 5}
+    params.allocate_memory(1)
+    _, k, v = new_of(form, step, device)
+    want = by_hand(other.cache_manager, step, k, v, form, device)
+    params.pre_step(step)
+    *found, fresh, totals, longest, said = params.step(1, k, v, form)
+    for mine, same, count in zip(found, want, (3, 5), strict=True):
+        assert torch.equal(mine[:, :count], same[:, :count])
+    assert (fresh.tolist(), totals.tolist(), longest, said) == ([0, 3, 8], [0, 3, 8], 16, after)
+    assert params.input_qkv_format == form
 
 
 @pytest.mark.parametrize("paged", [False, True])
