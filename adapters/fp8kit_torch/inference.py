@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.layers import inference
 from fp8kit_torch.calibration import stream_of
@@ -41,9 +41,23 @@ class InferenceParams(inference.InferenceParams):
         self.__dict__.update(state)
         self.handle = handle_of(self)  # a copy is another one
 
-    def _empty(self, shape: Shape, dtype: DType) -> Tensor:
+    def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Tensor:
         # torch.compile hashes no DType
-        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.device)
+        make = torch.zeros if zero else torch.empty
+        return make(shape, dtype=getattr(torch, dtype.name), device=self.device)
+
+    def as_new(self, operation: str, name: str, array: Tensor) -> ArrayView:
+        if torch.compiler.is_compiling():
+            wanted = "a call outside of torch.compile, which runs attention layers with inference_params"
+            raise UnsupportedError(operation, name, "a tensor of a compiled graph", wanted)
+        view = as_view(array)
+        where = as_view(self._sent("pages")).device
+        if view.device != where:
+            raise ArgumentError(operation, name, f"a tensor on {view.device}", f"{where} as the caches")
+        return view if view.strides[-1:] == (1,) else as_view(array.contiguous())
+
+    def on_host(self, sums: Tensor | None) -> np.ndarray[Any, Any] | None:
+        return None if sums is None or sums.device.type != "cpu" else sums.numpy()
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Tensor:
         with torch.inference_mode(False):  # later steps are written there, in any mode
@@ -89,6 +103,17 @@ class InferenceParams(inference.InferenceParams):
 
     def _part(self, whole: Tensor, offset: int, shape: Shape) -> Tensor:
         return whole[offset : offset + int(np.prod(shape))].view(shape)
+
+    def _append(self, new: ArrayView, cache: Tensor, qkv_format: str) -> None:
+        pages, fresh, totals = (
+            as_view(self._sent(name)) for name in ("pages", "cu_seqlens_q", "cu_seqlens_kv")
+        )
+        starts, stream = fresh if qkv_format == "thd" else None, stream_of(new.device)
+        append = dispatch.kernels(new.device).cache_append_
+        append(new, as_view(cache), pages, fresh, totals, starts, qkv_format, stream)
+
+    def _first(self, cache: Tensor, rows: int) -> Tensor:
+        return cache[:rows]
 
     def _gather(self, cache: Tensor, shape: Shape, pages: Tensor, totals: Tensor) -> Tensor:
         y = torch.empty(shape, dtype=cache.dtype, device=self.device)

@@ -226,10 +226,7 @@ class AttentionCall(AttentionBase):
             )
         given = {name: inputs.pop(name) for name in _OF_A_STEP if name in inputs}
         for name, values in self.host_views(given).items():
-            own = cache.host_sums(name)
-            if own is not None and not _agree(values.numpy(), own):
-                wanted = f"None, or {own.tolist()} of inference_params' step"
-                raise ArgumentError(op, name, values.numpy().tolist(), wanted)
+            cache.check_sums_of_step(op, name, name, values.numpy())
         if mask == "arbitrary":
             wanted = "a causal or padding mask or no_mask, with inference_params"
             raise ArgumentError(op, "attn_mask_type", repr(mask), wanted)
@@ -288,9 +285,3 @@ def _leading(inputs: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Shapes of what holds the queries and of what holds the keys."""
     first, *others = inputs.values()
     return first.shape, (others or [first])[0].shape
-
-
-def _agree(sums: np.ndarray[Any, Any], own: np.ndarray[Any, Any]) -> bool:
-    """Whether running sums are ``own``, or these and no tokens of further sequences."""
-    more = sums.size - own.size
-    return sums.ndim == 1 and more >= 0 and np.array_equal(sums, np.pad(own, (0, more), "edge"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 
 if TYPE_CHECKING:
     from fp8kit.layers.inference import InferenceParams
 
 
+_OP = "CacheManager.step"
 # attribute -> the attribute of InferenceParams
 _SAME = {
     "max_batch_size": "max_batch_size",
@@ -23,10 +27,12 @@ _SAME = {
 
 
 class CacheManager:
-    """The caches of an ``InferenceParams``, as they are when they are asked for; nothing here changes them.
+    """The caches of an ``InferenceParams``, as they are when they are asked for, and the steps that change
+    them, for programs that compute attention themselves.
 
-    Transformer Engine's attributes, of its paged and its other manager: without pages a page is a whole
-    sequence. Attributes by other names than those of ``InferenceParams``: ``max_seqlen``, ``num_heads``.
+    Transformer Engine's attributes and methods, of its paged and its other manager: without pages a page is a
+    whole sequence. Attributes by other names than those of ``InferenceParams``: ``max_seqlen``,
+    ``num_heads``. A layer number takes a step either here or by its attention layer.
     """
 
     def __init__(self, params: InferenceParams) -> None:
@@ -36,6 +42,66 @@ class CacheManager:
         if name in _SAME:
             return getattr(self._params, _SAME[name])
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+
+    def reset(self) -> None:
+        """See ``InferenceParams.reset``."""
+        self._params.reset()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """See ``InferenceParams.allocate_memory``."""
+        self._params.allocate_memory(layer_number)
+
+    def pre_step(self, step_dict: Mapping[Hashable, int]) -> dict[Hashable, int]:
+        """See ``InferenceParams.pre_step``; a sequence that goes on may have several new tokens, and the
+        order is the step's."""
+        return self._params.pre_step(step_dict)
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: Any,
+        new_v: Any,
+        cu_new_seqlens: Any,
+        cu_cached_seqlens: Any,
+        qkv_format: str,
+    ) -> tuple[Any, Any]:
+        """Write the announced step's keys h (..., g, d) and values (..., g, d_v), as they lie in
+        ``qkv_format``, "bshd", "sbhd" or "thd", into a layer's caches, which are made where there are none.
+        No gradient passes.
+
+        ``cu_new_seqlens``, ``cu_cached_seqlens``: int32 (batch + 1,) or longer, running sums of the new
+        tokens and of the lengths with them, which ``pre_step`` knows: other ones are an ArgumentError on the
+        CPU, and are not looked at on a GPU.
+
+        Returns keys and values. Of a paged cache all its pages, h (pages, page size, g, d) and (..., d_v), of
+        which ``page_table`` has the sequences'. Of another one (batch, ``max_seqlen``, g, d) and (...,
+        d_v), a row for each sequence of the step in its order, also with "thd": the cache's memory itself
+        where the sequences lie in that order, otherwise, and within a CUDA graph, a copy. What is behind
+        a sequence's length means nothing. Raises Fp8kitError kinds, with nothing changed, for what is not the
+        announced step, and where the layer has taken it.
+        """
+        params = self._params
+        names = {"new_k": new_k, "new_v": new_v}
+        views = {name: params.as_new(_OP, name, array) for name, array in names.items()}
+        keys, values = views.values()
+        leading, groups, dims = _sizes(views, qkv_format)
+        for name, own, given in (
+            ("cu_seqlens_q", "cu_new_seqlens", cu_new_seqlens),
+            ("cu_seqlens_kv", "cu_cached_seqlens", cu_cached_seqlens),
+        ):
+            params.check_sums_of_step(_OP, own, name, params.on_host(given))
+        form, numbers = qkv_format, (groups, dims, keys.dtype)
+        metas, _ = params.check_step(_OP, layer_number, form, leading, *numbers, any_format=True)
+        for name, view in zip(("k_cache", "v_cache"), (keys, values), strict=True):
+            meta, wanted = metas[name], (groups, view.shape[-1])
+            if meta.shape[2:] != wanted:
+                raise ShapeError(
+                    _OP, name, f"shape {meta.shape}", f"(pages, page size, {wanted}) of new ones"
+                )
+            if meta.dtype != view.dtype:
+                raise FormatError(_OP, name, meta.dtype, f"{view.dtype} of new ones")
+        params.append(layer_number, keys, values, form)
+        return params.whole(layer_number)
 
     @property
     def cache(self) -> dict[int, tuple[Any, Any]]:
@@ -82,3 +148,20 @@ class CacheManager:
     def get_sequence_lengths(self) -> list[int]:
         """Their lengths, new tokens included."""
         return list(self._params.sequences.values())
+
+
+def _sizes(views: Mapping[str, ArrayView], qkv_format: str) -> tuple[tuple[int, ...], int, tuple[int, int]]:
+    """Leading dimensions, g, and d and d_v of a step's keys and values. Fp8kitError kinds for those that do
+    not belong together, or are not of that format."""
+    if qkv_format not in ("bshd", "sbhd", "thd"):
+        raise ArgumentError(_OP, "qkv_format", repr(qkv_format), "'bshd', 'sbhd' or 'thd'")
+    for name, view in views.items():
+        if len(view.shape) != len(qkv_format):
+            raise ShapeError(_OP, name, f"shape {view.shape}", f"{len(qkv_format)} dimensions, {qkv_format}")
+    keys, values = views.values()
+    if keys.shape[:-1] != values.shape[:-1]:
+        raise ShapeError(_OP, "new_v", f"shape {values.shape}", f"{keys.shape[:-1]} before d_v, as new_k")
+    if keys.dtype != values.dtype:
+        raise FormatError(_OP, "new_v", values.dtype, f"{keys.dtype} as new_k")
+    *leading, groups, dim = keys.shape
+    return tuple(leading), groups, (dim, values.shape[-1])

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fp8kit.arguments import NamedWell, Rule, check, integer
-from fp8kit.arrays import Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.layers.arguments import size
@@ -125,8 +125,17 @@ class InferenceParams(NamedWell):
         """The dtype that the argument means. Fp8kitError kinds for one that caches cannot have."""
         raise NotImplementedError
 
-    def _empty(self, shape: Shape, dtype: DType) -> Any:
-        """An array on ``device``."""
+    def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Any:
+        """An array on ``device``, of zeros where ``zero``."""
+        raise NotImplementedError
+
+    def as_new(self, operation: str, name: str, array: Any) -> ArrayView:
+        """New keys or values as the kernels read them, last stride 1. Fp8kitError kinds for no array, or one
+        on another device."""
+        raise NotImplementedError
+
+    def on_host(self, sums: Any) -> np.ndarray[Any, Any] | None:
+        """Running sums on the CPU; None of those on a GPU."""
         raise NotImplementedError
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Any:
@@ -147,6 +156,14 @@ class InferenceParams(NamedWell):
 
     def _part(self, whole: Any, offset: int, shape: Shape) -> Any:
         """A part of what was uploaded, by its first element and its shape."""
+        raise NotImplementedError
+
+    def _append(self, new: ArrayView, cache: Any, qkv_format: str) -> None:
+        """``cache_append_`` of the contract, of the announced step."""
+        raise NotImplementedError
+
+    def _first(self, cache: Any, rows: int) -> Any:
+        """The first rows of a cache, in place."""
         raise NotImplementedError
 
     def _gather(self, cache: Any, shape: Shape, pages: Any, totals: Any) -> Any:
@@ -305,6 +322,19 @@ class InferenceParams(NamedWell):
         counts = {"cu_seqlens_q": self._new, "cu_seqlens_kv": self.sequences}.get(name)
         return None if counts is None else _sums(np.array(list(counts.values()), np.int32))
 
+    def check_sums_of_step(
+        self, operation: str, argument: str, name: str, values: np.ndarray[Any, Any] | None
+    ) -> None:
+        """ArgumentError for ``values`` of ``argument`` other than the step's own ``name``; further sequences
+        without tokens are none."""
+        own = self.host_sums(name)
+        if values is None or own is None:
+            return
+        more = values.size - own.size
+        if values.ndim != 1 or more < 0 or not np.array_equal(values, np.pad(own, (0, more), "edge")):
+            wanted = f"None, or {own.tolist()} of inference_params' step"
+            raise ArgumentError(operation, argument, values.tolist(), wanted)
+
     def _sent(self, name: str) -> Any:
         if not self._on_device:
             raise ArgumentError(_OP, "inference_params", "no step", "pre_step before each step")
@@ -313,7 +343,7 @@ class InferenceParams(NamedWell):
     # --- caches ---------------------------------------------------------------------------------------------
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make a layer's caches now instead of at its first step; nothing where it has them.
+        """Make a layer's caches now instead of at its first step, of zeros; nothing where it has them.
         ArgumentError where ``num_heads_kv``, ``head_dim_k`` or ``dtype`` were not given."""
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
@@ -322,7 +352,7 @@ class InferenceParams(NamedWell):
                 )
         number = integer(_OP, "layer_number", layer_number)
         dims = self.head_dim_k, self.head_dim_v
-        self._cache(number, self.num_heads_kv, dims, self.dtype)  # type: ignore[arg-type]
+        self._cache(number, self.num_heads_kv, dims, self.dtype, True)  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
         """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in
@@ -356,14 +386,15 @@ class InferenceParams(NamedWell):
         groups: int,
         dims: tuple[int, int],
         dtype: DType,
+        any_format: bool = False,
     ) -> tuple[dict[str, Meta], tuple[int, int]]:
         """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q,
         max_seqlen_kv). Nothing is made.
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
-        and values. Raises Fp8kitError kinds where the step is not the announced one or the caches are others
-        than the layer wants, ShapeError where the layer left out an earlier one of a sequence, so that its
-        cache has a hole.
+        and values; ``any_format``: also another than ``self.qkv_format``. Raises Fp8kitError kinds where the
+        step is not the announced one or the caches are others than the layer wants, ShapeError where the
+        layer left out an earlier one of a sequence, so that its cache has a hole.
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
@@ -380,7 +411,7 @@ class InferenceParams(NamedWell):
                     "each layer takes each step of pre_step"
                 )
                 raise ShapeError(operation, "layer_number", got, wanted)
-        if qkv_format != self.qkv_format:
+        if qkv_format != self.qkv_format and not any_format:
             raise ArgumentError(
                 operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
             )
@@ -427,6 +458,40 @@ class InferenceParams(NamedWell):
         cache = self._cache(layer_number, groups, dims, dtype)
         return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in _STEP}}
 
+    def step(
+        self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str
+    ) -> tuple[Any, Any, Any, Any, int, str]:
+        """``cache_manager.step`` with the lengths of the last ``pre_step``, where a program computes
+        attention itself. Returns its keys and values, ``cu_seqlens_q``, ``cu_seqlens_kv``,
+        ``max_sequence_length``, and the format of new queries beside them, "bshd", "sbhd_2bshd" or
+        "thd_2bshd"."""
+        sums = self.cu_seqlens_q, self.cu_seqlens_kv
+        k, v, *_ = self.cache_manager.step(layer_number, new_k, new_v, *sums, qkv_format)
+        self.input_qkv_format, cached = qkv_format, self.cache_qkv_format
+        form = cached if qkv_format == cached else f"{qkv_format}_2{cached}"
+        return k, v, *sums, self.max_sequence_length, form
+
+    def append(self, layer_number: int, keys: ArrayView, values: ArrayView, qkv_format: str) -> None:
+        """Take the announced step, which ``check_step`` has seen, without attention: new keys and values go
+        into the layer's caches."""
+        dims = keys.shape[-1], values.shape[-1]
+        cache = self._cache(layer_number, keys.shape[-2], dims, keys.dtype, True)
+        for new, target in zip((keys, values), cache[:2], strict=True):
+            self._append(new, target, qkv_format)
+        self.stepped(layer_number)
+
+    def whole(self, layer_number: int) -> tuple[Any, Any]:
+        """What ``CacheManager.step`` returns of a layer."""
+        caches = self._caches[layer_number][:2]
+        if self.is_paged:
+            return caches
+        count, own = self.batch_size, itertools.chain.from_iterable(self._pages.values())
+        if not self.is_recorded() and list(own) == list(range(count)):
+            return self._first(caches[0], count), self._first(caches[1], count)
+        pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
+        k, v = (self._gather(cache, (count, *cache.shape[1:]), pages, totals) for cache in caches)
+        return k, v
+
     def stepped(self, layer_number: int | None) -> None:
         """A layer has taken the announced step."""
         if self.is_recorded():
@@ -437,11 +502,15 @@ class InferenceParams(NamedWell):
         page = self.total_num_pages, self.page_size, groups
         return {name: (*page, dim) for name, dim in zip(("k_cache", "v_cache"), dims, strict=True)}
 
-    def _cache(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> Cache:
-        """A layer's caches, made where it has none."""
+    def _cache(
+        self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType, zero: bool = False
+    ) -> Cache:
+        """A layer's caches, made where it has none; ``zero``: of zeros, but in a graph, which would write
+        them in every step."""
         found = self._caches.get(layer_number)
         if found is None:
-            k, v = (self._empty(shape, dtype) for shape in self._cache_shapes(groups, dims).values())
+            zero = zero and not self.is_recorded()
+            k, v = (self._empty(shape, dtype, zero) for shape in self._cache_shapes(groups, dims).values())
             found = self._caches[layer_number] = Cache(k, v, dtype)
         return found
 

@@ -389,3 +389,24 @@ def test_pages_go_to_whoever_needs_them():
         assert all(
             cache._pages[name][: len(pages)] == pages for name, pages in before[1].items() if name in counts
         )
+
+
+@pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_without_a_layer(device, form, paged):
+    """``cache_manager.step``: each sequence's keys and values, all that came so far, in the step's order."""
+    cache, told = params(form, device, paged), {}
+    manager = cache.cache_manager
+    for number, (counts, lives) in enumerate(walk()):
+        rows = {
+            name: draw(17 * number + i, (n, GROUPS, D), "float32")
+            for i, (name, n) in enumerate(counts.items())
+        }
+        manager.pre_step(counts)
+        new = tensor(place(form, list(rows.values()), pad=1), device=device)
+        found = manager.step(1, new.data, new.data, cache.cu_seqlens_q, cache.cu_seqlens_kv, form)
+        told = {lives[name][0]: [*told.get(lives[name][0], []), row] for name, row in rows.items()}
+        for side in found if not paged else cache.convert_paged_to_nonpaged(1):
+            for row, (life, _) in zip(side.numpy(), lives.values(), strict=True):
+                want = np.concatenate(told[life])
+                assert_same_bits("row", row[: len(want)], want)

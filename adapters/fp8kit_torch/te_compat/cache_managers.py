@@ -47,12 +47,13 @@ class KVCacheManager:
         cu_new_seqlens: Tensor,
         cu_cached_seqlens: Tensor,
         qkv_format: str,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Any, ...]:
         """Take a layer's new keys h (.., g, d) and values (..., d_v) in ``qkv_format``, of which
         ``cu_new_seqlens``, int32 (batch + 1,), are the running sums of the lengths; ``cu_cached_seqlens``:
         those of the whole sequences. Returns keys and values (batch, positions, g, d) of the step's sequences
-        in their order, and None; or (pages, page size, g, d) and the sequences' pages, (batch, n)."""
-        return (*self.cache[layer_number], None)
+        in their order; or (pages, page size, g, d), with the sequences' pages, (batch, n), as a third or in
+        the attribute ``page_table`` of a paged cache's manager. A third may be None."""
+        return self.cache[layer_number]  # type: ignore[no-any-return]
 
 
 class NonPagedKVCacheManager(KVCacheManager):
@@ -99,14 +100,14 @@ class NonPagedKVCacheManager(KVCacheManager):
         cu_new_seqlens: Tensor,
         cu_cached_seqlens: Tensor,
         qkv_format: str,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Any, ...]:
         caches, counts = self.cache[layer_number], cu_new_seqlens.diff().tolist()
         rows = [self._rows[name] for name in self.sequences]
         for cache, new in zip(caches, (new_k, new_v), strict=True):
             parts = sequences_of(new, counts, qkv_format)
             for row, length, part in zip(rows, self.sequences.values(), parts, strict=True):
                 cache[row, length - len(part) : length] = part
-        return caches[0][rows], caches[1][rows], None
+        return caches[0][rows], caches[1][rows]
 
 
 def made(kind: Any, params: Any, dtype: Any) -> KVCacheManager | None:
@@ -155,7 +156,8 @@ def attend(core: Any, spec: Any, inputs: Mapping[str, Tensor], params: Any) -> T
     if number not in manager.cache:
         manager.allocate_memory(number)
     found = manager.step(number, k, v, params.cu_seqlens_q, params.cu_seqlens_kv, form)
-    keys, values, pages = found
+    keys, values, *more = found
+    pages = more[0] if more else getattr(manager, "page_table", None) if params.is_paged else None
     counts = [length - params.sequences_pre_step[name] for name, length in params.sequences.items()]
     whole = []
     for cache in (keys, values):

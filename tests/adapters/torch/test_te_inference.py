@@ -135,8 +135,16 @@ class Listed(KVCacheManager):
         return keys, values, torch.tensor(tables, device=keys.device)
 
 
+class Tabled(Listed):
+    """Its step returns two values, and the manager has the pages."""
+
+    def step(self, *args):
+        *found, self.page_table = super().step(*args)
+        return found
+
+
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("manager", [Listed, NonPagedKVCacheManager])
+@pytest.mark.parametrize("manager", [Listed, Tabled, NonPagedKVCacheManager])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_manager_of_ones_own(device, form, manager, fused):
     """Attention reads what its step gives: the same numbers as over the caches that are here."""
@@ -146,7 +154,9 @@ def test_a_manager_of_ones_own(device, form, manager, fused):
         WIDTH, 2 * WIDTH, HEADS, fuse_qkv_params=fused, **options, device=device
     ).eval()
     more = {"num_heads_kv": HEADS, "head_dim_k": WIDTH // HEADS, "dtype": torch.float32}
-    own, usual = cache_of(form, device, custom_cache_manager=manager, **more), cache_of(form, device)
+    pages = {"is_paged": True, "total_num_pages": 24, "page_size": 2} if manager is Tabled else {}
+    usual = cache_of(form, device)
+    own = cache_of(form, device, custom_cache_manager=manager, **more, **pages)
     assert type(own.cache_manager) is manager
     for step in ({"a": 3, "b": 2}, {"a": 1, "b": 1}, {"b": 2, "c": 4}):
         total, most = sum(step.values()), max(step.values())
