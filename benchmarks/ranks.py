@@ -76,7 +76,7 @@ MODELS = {
     ),
     "small": (Model(Layer(32, 64, 2, 16, 2), 2, (EAGER, *_RECIPES)),),
 }
-SETTLING = 20  # steps after which calls that come again have been recorded, and are graphs
+RECORDED = 20  # steps after which calls that come again have been recorded, and are graphs
 
 
 def ranks_part(setting: Setting) -> list[Row]:
@@ -303,7 +303,7 @@ def _rows_of(size: Model, setting: Setting) -> list[Row]:
 
     def make(case: str, row: Row) -> Step:
         step = _trained(size, *cases[case], setting)
-        for _ in range(SETTLING):
+        for _ in range(RECORDED):
             y, _ = step()
         if not torch.isfinite(y).all():
             row["status"] = "WRONG: not finite"
