@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fp8kit.arguments import integer
 from fp8kit.autocast import current
+from fp8kit.errors import ArgumentError
+from fp8kit.layer_recipes import CustomRecipe, QuantizerRole
 from fp8kit.recipe import Recipe
 from fp8kit_torch.availability import get_default_recipe
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
@@ -82,6 +84,9 @@ class TransformerEngineState:
     fsdp_group: Any = None
     ub_name: str | None = None
     rng_tracker: Any = None
+    # who reads the output, and the input's gradient, for ``get_quantizer_roles``
+    output_quantizer_role: QuantizerRole | None = None
+    grad_input_quantizer_role: QuantizerRole | None = None
 
     # --- FP8 at the moment ----------------------------------------------------------------------------------
 
@@ -136,14 +141,45 @@ class TransformerEngineState:
         if state is None or not (state.enabled or state.calibrating):
             return {"scaling_fwd": [], "scaling_bwd": []}
 
+        numbers = range(len(self.gemms))
+        custom = current().recipe  # type: ignore[union-attr]
+        if isinstance(custom, CustomRecipe) and self._has_own_roles:
+            slots = {"scaling_fwd": 3 * len(numbers), "scaling_bwd": 2 * len(numbers)}
+            return {key: self._answers(custom, key == "scaling_fwd", n) for key, n in slots.items()}
+
         def of(operand: str, gemm: int) -> Any:
             return quantizer_of_operand(state.recipe, operand, self.prepare, self.fp8_meta, gemm)
 
-        numbers = range(len(self.gemms))
         return {
             "scaling_fwd": [of(operand, i) for i in numbers for operand in "xwx"],
             "scaling_bwd": [of("g", i) for i in numbers for _ in range(2)],
         }
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None] | None:
+        """What each slot of ``quantizers`` of one direction is for: input, weight, output of each GEMM in
+        turn, or grad_output, grad_input, ``num_quantizers`` in all. An output and an input's gradient, which
+        no layer casts, have ``output_quantizer_role`` and ``grad_input_quantizer_role``: None until set.
+
+        A program's own layer may give others: a ``CustomRecipe``'s function answers them in ``quantizers``.
+        """
+        own: Any = self
+        kind, name = own.layer_name, own.name or ""
+        ending = self.output_quantizer_role if fwd else self.grad_input_quantizer_role
+        operands = ("input", "weight") if fwd else ("grad_output",)
+        slots = [*(QuantizerRole(kind, name, operand) for operand in operands), ending]
+        return [slots[i % len(slots)] for i in range(num_quantizers)]
+
+    @property
+    def _has_own_roles(self) -> bool:
+        return type(self).get_quantizer_roles is not TransformerEngineState.get_quantizer_roles
+
+    def _answers(self, recipe: CustomRecipe, fwd: bool, count: int) -> list[Any]:
+        roles = self.get_quantizer_roles(fwd=fwd, num_quantizers=count)
+        if roles is None or len(roles) != count:
+            got, wanted = "None" if roles is None else f"{len(roles)} roles", f"a list of {count} roles"
+            raise ArgumentError(f"{type(self).__name__}.get_quantizer_roles", "fwd", got, wanted)
+        answer: Any = recipe.qfactory
+        return [answer(role) for role in roles]
 
     # --- scales ---------------------------------------------------------------------------------------------
 

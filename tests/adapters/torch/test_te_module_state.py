@@ -117,3 +117,15 @@ def test_arguments_of_the_constructor_can_be_read():
     assert layer.self_attention.layernorm_qkv.zero_centered_gamma is False
     assert layer.self_attention.proj.tp_group_initialized
     assert layer.self_attention.proj.get_rng_state_tracker is None
+
+
+@pytest.mark.parametrize(("layer", "gemms"), [("Linear", 1), ("LayerNormMLP", 2), ("GroupedLinear", 2)])
+def test_roles_of_slots(layer, gemms):
+    made = LAYERS[layer](name="mine")
+    reader = te.QuantizerRole("Linear", "next", "input")
+    made.output_quantizer_role = reader
+    forward = made.get_quantizer_roles(fwd=True, num_quantizers=3 * gemms)
+    backward = made.get_quantizer_roles(fwd=False, num_quantizers=2 * gemms)
+    of_one = [te.QuantizerRole(layer, "mine", operand) for operand in ("input", "weight", "grad_output")]
+    assert forward == [*of_one[:2], reader] * gemms
+    assert backward == [of_one[2], None] * gemms

@@ -335,3 +335,32 @@ def test_states_are_saved_around_a_capture_and_put_back():
         assert torch.equal(part, want)
     assert (model[1].fp8_meta["scaling_fwd"].scale == 1).all()
     assert (model[1].fp8_meta["scaling_fwd"].amax_history == 0).all()
+
+
+class Roles(Own):
+    def get_quantizer_roles(self, *, fwd, num_quantizers):
+        names = ("left", "right", None) if fwd else ("left", None)
+        roles = [name and te.QuantizerRole("mine", self.name or "", name) for name in names]
+        return roles[: num_quantizers - self.missing]
+
+    missing = 0
+
+
+def test_a_custom_recipe_answers_the_roles_that_an_own_layer_gives():
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
+    asked = []
+
+    def qfactory(role):
+        asked.append(role)
+        return quantizer
+
+    layer, x = Roles(64, 32), torch.randn(32, 64, requires_grad=True)
+    with te.autocast(recipe=te.recipe.CustomRecipe(qfactory)):
+        assert all(own is quantizer for slots in layer.quantizers.values() for own in slots)
+        y = layer(x)
+    y.sum().backward()
+    assert {role and role.operand for role in asked} >= {"left", "right", None}
+    layer.missing = 1
+    refused = pytest.raises(ArgumentError, match=r"get_quantizer_roles.*2 roles.*a list of 3 roles")
+    with te.autocast(recipe=te.recipe.CustomRecipe(qfactory)), refused:
+        _ = layer.quantizers
