@@ -22,10 +22,12 @@ LOCK = threading.Lock()
 S, B, H, F = 16, 4, 64, 128
 RECIPES = {
     "high": None,
+    "current": recipe.Float8CurrentScaling(),
     "delayed": recipe.DelayedScaling(amax_history_len=2),
     "block": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "rowwise": NAMED["rowwise"].recipe,
+    "nvfp4": recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
 }
 
 

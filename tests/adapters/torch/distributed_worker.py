@@ -201,7 +201,7 @@ def held_under_recipes(rank, world, reductions, gathered):
     for recipe, features, hidden, steps in (
         (Float8CurrentScaling(), 64, 96, 100),
         (DelayedScaling(amax_history_len=2), 64, 96, 100),
-        (Float8BlockScaling(), 256, 512, 20),
+        (Float8BlockScaling(), 256, 512, 100),
         (Float8CurrentScaling(), 64, 37, 5),  # rows that processes do not divide
         (Float8BlockScaling(), 64, 96, 5),  # blocks that they do not: in high precision
     ):
