@@ -182,6 +182,32 @@ def checkpoint_of_parts(rank, ranks):
     resharded(rank, converted, in_parts, ranks, apart, apart)
 
 
+def asynchronous_checkpoint(rank, ranks):
+    """What ``async_save`` writes while training goes on is what there was when it was called: rows in high
+    precision, of plain tensors, and the FP8 state."""
+    mesh, folder = mesh_of(ranks), shared_folder(rank)
+
+    def made(seed):
+        net = sharded(model(seed, held=True), mesh)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def state_of(net, optimizer):
+        own, states = get_state_dict(net, optimizer)
+        return {"model": own, "optim": states}
+
+    net, optimizer = made(0)
+    train(net, optimizer, 0)
+    beside = dist.new_group(backend="gloo")  # training goes on in the other one
+    saving = dcp.async_save(state_of(net, optimizer), checkpoint_id=folder, process_group=beside)
+    wanted = train(net, optimizer, STEPS)
+    saving.result()
+    net, optimizer = made(1)
+    state = state_of(net, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert train(net, optimizer, STEPS) == wanted
+
+
 # --- plans of parallelize_module ----------------------------------------------------------------------------
 
 
