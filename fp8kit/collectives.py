@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import textwrap
 import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Sequence

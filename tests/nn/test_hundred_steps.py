@@ -76,7 +76,9 @@ def train(how, scheme=None, ranks=None):
             for parameter in net.parameters():
                 all_reduce(fk.tensor(parameter.grad, device="cpu"), ranks)
         optimizer.step()
-        loss = fk.tensor(np.array([np.square(off, dtype=np.float64).sum() / (S * B * H)], np.float32), device="cpu")
+        loss = fk.tensor(
+            np.array([np.square(off, dtype=np.float64).sum() / (S * B * H)], np.float32), device="cpu"
+        )
         losses.append((all_reduce(loss, ranks) if divided else loss).item())
     return losses
 

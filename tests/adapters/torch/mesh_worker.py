@@ -27,7 +27,7 @@ from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -489,6 +489,9 @@ def pipelines_give_one_process(rank, ranks):
         for cached in (False, True):
             pipeline(rank, ranks, Schedule1F1B, 1, recipe, cached)
             pipeline(rank, ranks, ScheduleInterleaved1F1B, 2, recipe, cached)
+    # its backward passes are two each, of x and of weights, and delayed scaling's states change after each
+    for recipe in (te.Float8CurrentScaling(), te.Float8BlockScaling()):
+        pipeline(rank, ranks, ScheduleInterleavedZeroBubble, 2, recipe)
 
 
 def main(arguments):
