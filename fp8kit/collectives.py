@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -281,8 +283,40 @@ class CallFailed(BackendError):
 
 
 def call_failed(got: str) -> CallFailed:
-    """The error that says what the ranks did, such as ``differing`` of it."""
+    """The error that says what the ranks did, such as ``differing`` of it. Where nobody catches it, the
+    program's own lines are printed: each rank ends with one."""
+    if not isinstance(sys.excepthook, _Shortening):
+        sys.excepthook = _Shortening(sys.excepthook)
     return CallFailed("collectives", "ranks", got, "the same call of all ranks")
+
+
+class _Shortening:
+    """``sys.excepthook`` that leaves out a ``CallFailed``'s calls within libraries, if others are left."""
+
+    _LIBRARIES = ("fp8kit", "fp8kit_torch", "fp8kit_jax", "torch", "contextlib")
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, CallFailed) and not sys.flags.dev_mode:
+            calls, at = [], trace
+            while at is not None:
+                calls.append(at)
+                at = at.tb_next
+            own = [call for call in calls if self._library(call) not in self._LIBRARIES]
+            if 0 < len(own) < len(calls):
+                trace = None
+                for call in reversed(own):
+                    trace = TracebackType(trace, call.tb_frame, call.tb_lasti, call.tb_lineno)
+                error.with_traceback(trace)
+                left = f"{len(calls) - len(own)} calls within libraries"
+                error.add_note(f"({left} are not shown: python -X dev shows them)")
+        self._before(kind, error, trace)
+
+    @staticmethod
+    def _library(call: TracebackType) -> str:
+        return str(call.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def reason(text: str) -> str:

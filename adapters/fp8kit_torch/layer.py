@@ -86,6 +86,8 @@ class TorchLayer(Layer, torch.nn.Module):
     rng_tracker: Callable[[], Any] | None = None  # the constructor's get_rng_state_tracker
     rng_tracker_name: str | None = None
     delay_wgrad_compute = False
+    # parameters whose gradient is of a rank's rows alone; marks on parameters are lost under fully_shard
+    of_own_rows: frozenset[str] | set[str] = frozenset()
     is_grad_enabled = staticmethod(torch.is_grad_enabled)
     is_compiling = staticmethod(torch.compiler.is_compiling)
 
@@ -114,6 +116,7 @@ class TorchLayer(Layer, torch.nn.Module):
             parameter.partition_stride = 1
         if sequence:
             parameter.sequence_parallel = True
+            self.of_own_rows = {*self.of_own_rows, name}
 
     def forked(self) -> AbstractContextManager[Any]:
         """Within, random numbers are drawn from the tracker's state, where there is a tracker."""

@@ -336,6 +336,8 @@ class QuantizedTensor(torch.Tensor):
                 return own._like(
                     lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)
                 )
+            if func is _aten.new_empty.default and _is_copys_place(own, *args[1:], **kwargs):
+                return own._like(lambda part: part.new_empty(part.shape, device=kwargs["device"]))
             if func is _aten.as_strided.default and _is_all(own, *args[1:]):
                 return own._like(lambda part: part)
             if func is _aten.new_zeros.default and isinstance(own, torch.nn.Parameter):
@@ -384,6 +386,14 @@ class QuantizedTensor(torch.Tensor):
 def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
     """Whether these are a tensor's own sizes and strides."""
     return not offset and tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride()
+
+
+def _is_copys_place(
+    tensor: Tensor, size: Any, *, device: Any = None, dtype: Any = None, **options: Any
+) -> bool:
+    """Whether that is what torch's stager of asynchronous checkpoints makes first of a tensor that it copies,
+    whose attributes it then sets: as large, on a device that it names."""
+    return device is not None and dtype in (None, tensor.dtype) and tuple(size) == tuple(tensor.shape)
 
 
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:

@@ -34,6 +34,7 @@ from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import check, one, optional
+from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.state import open_backward
 from fp8kit_torch.torch_compat import unseen
 
@@ -307,8 +308,8 @@ def checkpoint(
     * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of
       the first pass again.
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
-    * ``distribute_saved_activations``, ``tp_group``: NotImplementedError but for False and None; there is no
-      tensor parallelism.
+    * ``distribute_saved_activations``: NotImplementedError but for False: each rank keeps the arguments. So
+      ``tp_group``, the ranks that would share them, changes nothing.
 
     ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way.
     Not so beside ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and
@@ -323,12 +324,10 @@ def checkpoint(
         raise ArgumentError("checkpoint", "function", type(function).__name__, "a module or another callable")
     if not torch.compiler.is_compiling():
         check("checkpoint", _RULES, locals())
-    only(
-        "checkpoint",
-        {"distribute_saved_activations": (distribute_saved_activations, False), "tp_group": (tp_group, None)},
-    )
+    only("checkpoint", {"distribute_saved_activations": (distribute_saved_activations, False)})
     if torch.compiler.is_compiling():
         raise not_compiled("checkpoint")
+    ranks_of("checkpoint", "tp_group", tp_group)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if debug:

@@ -320,12 +320,21 @@ def _tiles(rows: _Rows) -> tuple[tuple[int, int], tuple[int, ...]]:
     return tiling(rows.fp8.w.granularity, tuple(rows.padded.shape))
 
 
-class _Seen(torch.Tensor):
-    """Memory of a process's rows in any shape: a plain tensor, but writes to it and to its views are known.
-    (``data``, and views that are made below autograd, have version counters of their own.)"""
+class _Knowing(torch.Tensor):
+    """Attributes that copies do not have: torch's stager of asynchronous checkpoints makes plain tensors, and
+    gives them all of a tensor's ``__dict__`` and of its class' own ``__slots__``."""
+
+    __slots__ = ("_plain", "_rows")
 
     _rows: _Rows
     _plain: Tensor
+
+
+class _Seen(_Knowing):
+    """Memory of a process's rows in any shape: a plain tensor, but writes to it and to its views are known.
+    (``data``, and views that are made below autograd, have version counters of their own.)"""
+
+    __slots__ = ()
 
     @staticmethod
     def __new__(cls, plain: Tensor, rows: _Rows) -> Any:
@@ -399,6 +408,8 @@ class ShardedWeight(_Seen):
     process. Where they are not, or a recipe scales neither tensors nor such blocks, the values themselves are
     gathered, and cast by each process, with a warning.
     """
+
+    __slots__ = ()
 
     # --- what fully_shard calls -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.constants import constant_result
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
@@ -67,6 +68,9 @@ class StatefulModule(FP8Layer, ParameterModule):
             raise UnsupportedError("quantized_model_init", "weights", got, wanted)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for weight in weights.values():
+            if is_distributed(weight) and not weight.is_meta and not isinstance(weight, QuantizedTensor):
+                wanted = "layers made on a device that has memory, before fully_shard"
+                raise UnsupportedError("quantized_model_init", "weights", "parts of a meta layer's", wanted)
             if not weight.is_meta and not isinstance(weight, QuantizedTensor):
                 self._parameters[names[id(weight)]] = self._held.parameter(weight)
 

@@ -69,6 +69,11 @@ def test_a_rank_that_fails_ends_all_with_a_message(how, device):
     assert sorted(done.stdout.splitlines()) == (
         [] if status else ["rank 0 has done it", "rank 1 has done it"]
     )
+    if how == "shapes" and device == "cpu":  # of what was called the program's own lines
+        lines = [line for line in done.stderr.splitlines() if "File " in line]
+        assert len(lines) >= 4
+        assert all("failing_rank.py" in line or "runpy" in line for line in lines), done.stderr
+        assert "calls within libraries are not shown" in done.stderr
     if status:  # when imports are done: how long those take is the machine's affair
         assert ended - float(re.search(r"fails at (\S+)", done.stderr)[1]) < SECONDS
 

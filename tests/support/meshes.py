@@ -17,13 +17,23 @@ from fp8kit_jax import flax as modules
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from fp8kit.recipes import NAMED
 
 RECIPES = {
     "high": None,
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "rowwise": NAMED["rowwise"].recipe,
+    "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
 }
 BATCH, LENGTH, WIDTH, INNER = 4, 16, 64, 128
 _MLP = {"kernel_axes_1": ("nvte_w_fsdp", None, "nvte_w_tp"), "kernel_axes_2": ("nvte_w_tp", "nvte_w_fsdp")}

@@ -20,6 +20,7 @@ from fp8kit_torch import recompute
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import module
 from fp8kit_torch.collectives import ranks_of
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.state import _stream
 from fp8kit_torch.te_compat.dtypes import UserBufferQuantizationMode
@@ -98,14 +99,20 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
 
 def reduce_sequence_parallel_gradients(module: torch.nn.Module, tp_group: Any) -> None:
     """Sum over the ranks the gradients that each has of its own rows alone: those of the parameters that are
-    marked ``sequence_parallel`` (norms, and biases behind a sum of the ranks). Call it after backward;
-    without it these parameters come apart. What Megatron does for the modules it knows."""
+    marked ``sequence_parallel`` (norms, and biases behind a sum of the ranks), also under ``fully_shard``.
+    Call it after backward; without it these parameters come apart. What Megatron does for the modules it
+    knows."""
     ranks = _ranks("reduce_sequence_parallel_gradients", "tp_group", tp_group)
-    for parameter in module.parameters() if ranks is not None else ():
-        if getattr(parameter, "sequence_parallel", False):
+    known = set()
+    for layer in module.modules() if ranks is not None else ():
+        own = getattr(layer, "of_own_rows", ())
+        for name, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in known or not (name in own or getattr(parameter, "sequence_parallel", False)):
+                continue
+            known.add(id(parameter))
             for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if grad is not None:
-                    allreduce(grad, tp_group)
+                    allreduce(grad.to_local() if is_distributed(grad) else grad, tp_group)
 
 
 def _ranks(operation: str, argument: str, group: Any) -> Collectives | None:

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
 from tests.support.combinations import combinations
-from tests.support.meshes import LAYOUTS, MODELS, fp8_state, train
-from tests.support.sharding import RECIPES, draw, placed, two
+from tests.support.meshes import LAYOUTS, MODELS, RECIPES, fp8_state, train
+from tests.support.sharding import draw, placed, two
 
 STEPS, TOTAL = 100, 1e-3  # the bar of the total of a hundred losses
 

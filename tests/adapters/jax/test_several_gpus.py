@@ -4,6 +4,7 @@ call that fails."""
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import subprocess
 import sys
@@ -256,6 +257,24 @@ def test_a_process_ends(program):
     assert said in done.stderr
     assert "since cuda:1: KeyError: 'mine'" in done.stderr
     assert "most recent call first" in done.stderr  # where each thread stands
+
+
+def test_the_end_of_a_process_with_a_mesh_of_several_devices():
+    """A mesh that the program has set for good: what waits on each device asks for none of it."""
+    program = """
+        import jax, jax.numpy as jnp
+        import fp8kit_jax as fj
+        from fp8kit.recipe import Float8CurrentScaling
+        jax.set_mesh(jax.make_mesh((jax.device_count(),), ("rows",)))
+        sets = fj.create_set(Float8CurrentScaling(), 1)
+        print(jax.jit(lambda x: fj.dense(x, x.T, quantizer_set=sets))(jnp.ones((16, 16))).sum())
+        """
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    words = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert "Exception" not in done.stderr, done.stderr
+    assert float(done.stdout) == pytest.approx(4096, rel=2.0**-20)  # of three factors, each rounded
 
 
 def test_only_the_wait_for_the_gpus_has_a_limit(monkeypatch):

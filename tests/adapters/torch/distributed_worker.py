@@ -31,6 +31,7 @@ from fp8kit_torch import (
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.optimizers import FusedAdam
 from fp8kit_torch.te_compat.dtypes import DType
+from fp8kit_torch.te_compat.parallel import reduce_sequence_parallel_gradients
 from fp8kit_torch.te_compat.saved_tensors import cast_master_weights_to_fp8, post_all_gather_processing
 from fp8kit_torch.te_compat.tensors import (
     Float8BlockQuantizer,
@@ -201,7 +202,7 @@ def held_under_recipes(rank, world, reductions, gathered):
     for recipe, features, hidden, steps in (
         (Float8CurrentScaling(), 64, 96, 100),
         (DelayedScaling(amax_history_len=2), 64, 96, 100),
-        (Float8BlockScaling(), 256, 512, 20),
+        (Float8BlockScaling(), 256, 512, 100),
         (Float8CurrentScaling(), 64, 37, 5),  # rows that processes do not divide
         (Float8BlockScaling(), 64, 96, 5),  # blocks that they do not: in high precision
     ):
@@ -410,6 +411,29 @@ def tensor_parallel(rank, world):
             error = relative_error(bits(got), bits(wanted))
             apart = features[1] * ROUNDOFF if PLACE.type == "cpu" else APART["cuda"]
             assert error <= apart, (what, type(recipe).__name__, error)
+
+
+def own_rows_under_fully_shard(rank, world):
+    """``reduce_sequence_parallel_gradients`` of layers whose parameters ``fully_shard`` has replaced, on a
+    mesh of two dimensions: the gradients without it, which it divides among one process here."""
+    mesh, found = init_device_mesh(PLACE.type, (1, world), mesh_dim_names=("data", "tensor")), []
+    group = mesh["tensor"].get_group()
+    options = {"tp_group": group, "set_parallel_mode": True, "sequence_parallel": True, "device": "cpu"}
+    for sharded_too in (False, True):
+        torch.manual_seed(0)
+        layer = TransformerLayer(K, 48, 2, hidden_dropout=0.0, attention_dropout=0.0, **options).to(PLACE)
+        if sharded_too:
+            fully_shard(layer, mesh=mesh["data"])
+        with autocast(recipe=Float8CurrentScaling()):
+            y = checkpoint(layer, batch(0, rank)[:, None].clone().requires_grad_(), tp_group=group)
+        y.square().sum().backward()
+        reduce_sequence_parallel_gradients(layer, group)
+        whole = {n: p.grad.full_tensor() if sharded_too else p.grad for n, p in layer.named_parameters()}
+        found.append({name: bits(grad) for name, grad in whole.items()})
+    for name, grad in found[1].items():
+        assert_same_bits(name, grad, found[0][name])
+        if "layer_norm" in name:
+            same_everywhere(name, torch.from_numpy(grad).to(PLACE))
 
 
 def exact_products(rank, world):

@@ -27,7 +27,7 @@ from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -182,6 +182,32 @@ def checkpoint_of_parts(rank, ranks):
     resharded(rank, converted, in_parts, ranks, apart, apart)
 
 
+def asynchronous_checkpoint(rank, ranks):
+    """What ``async_save`` writes while training goes on is what there was when it was called: rows in high
+    precision, of plain tensors, and the FP8 state."""
+    mesh, folder = mesh_of(ranks), shared_folder(rank)
+
+    def made(seed):
+        net = sharded(model(seed, held=True), mesh)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def state_of(net, optimizer):
+        own, states = get_state_dict(net, optimizer)
+        return {"model": own, "optim": states}
+
+    net, optimizer = made(0)
+    train(net, optimizer, 0)
+    beside = dist.new_group(backend="gloo")  # training goes on in the other one
+    saving = dcp.async_save(state_of(net, optimizer), checkpoint_id=folder, process_group=beside)
+    wanted = train(net, optimizer, STEPS)
+    saving.result()
+    net, optimizer = made(1)
+    state = state_of(net, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert train(net, optimizer, STEPS) == wanted
+
+
 # --- plans of parallelize_module ----------------------------------------------------------------------------
 
 
@@ -311,6 +337,66 @@ def torchao_plans(rank, ranks):
         parallelize_module(te.Linear(32, 32, device=PLACE), mesh, FP8ColwiseParallel())
 
 
+# --- meshes of two dimensions -------------------------------------------------------------------------------
+
+
+def two_dimensions(rank, ranks):
+    """Copies of shards (weights in FP8), and ``fully_shard`` beside plans of ``parallelize_module``, as
+    training programs have them: gradients of two micro-batches, which ranks share after the second, clipped
+    by the norm of all."""
+    mesh = init_device_mesh(PLACE.type, (2, ranks // 2), mesh_dim_names=("rows", "parts"))
+    gain = 2.0**10  # no gradient is too small for E5M2 with the first step's scale of 1
+    across, within = (mesh[name].get_local_rank() for name in mesh.mesh_dim_names)
+
+    def follow(net, own, several):
+        optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=True), []
+        for number in range(2 * STEPS):
+            x = drawn(number, 8, 32, FEATURES)
+            if several:
+                net.set_requires_gradient_sync(number % 2 == 1)
+            with te.autocast(recipe=RECIPE):
+                loss = gain * (net(own(x)) - own(x.roll(1, -1))).square().mean()
+            loss.backward()
+            loss = loss.detach()
+            if several:
+                dist.all_reduce(loss)
+                loss /= ranks
+            found.append(loss.item())
+            if number % 2:
+                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.05 * gain, foreach=True)
+                found.append((norm.full_tensor() if several else norm).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    def rows(x):
+        return x.chunk(ranks)[rank]
+
+    def rows_and_places(x):
+        return x.chunk(2)[across].chunk(ranks // 2, 1)[within]
+
+    def blocks():
+        torch.manual_seed(0)
+        return te.convert(nn.Sequential(*(Block(nn.RMSNorm(FEATURES)) for _ in range(2))).to(PLACE))
+
+    alone, net = model(0), model(0, held=True)
+    with torch.no_grad():
+        for own, held in zip(alone.parameters(), net.parameters(), strict=True):
+            own.copy_(held)
+    wanted = follow(alone, lambda x: x, False)
+    got = follow(sharded(net, mesh), rows, True)
+    # weights in FP8 have scales of their own values, where those in high precision have earlier ones
+    assert got == pytest.approx(wanted, rel=5e-3), (got, wanted)
+
+    wanted, net = follow(blocks(), lambda x: x, False), blocks()
+    for block in net:
+        parallelize_module(block, mesh["parts"], plans("codes"))
+    # gradients are sums over "parts", whose losses are means of a part: a factor that the norm shows
+    got = follow(sharded(net, mesh["rows"]), rows_and_places, True)
+    got[2::3] = [norm / (ranks // 2) for norm in got[2::3]]
+    assert got == pytest.approx(wanted, rel=1e-3), (got, wanted)
+
+
 # --- pipelines ----------------------------------------------------------------------------------------------
 
 
@@ -403,6 +489,9 @@ def pipelines_give_one_process(rank, ranks):
         for cached in (False, True):
             pipeline(rank, ranks, Schedule1F1B, 1, recipe, cached)
             pipeline(rank, ranks, ScheduleInterleaved1F1B, 2, recipe, cached)
+    # its backward passes are two each, of x and of weights, and delayed scaling's states change after each
+    for recipe in (te.Float8CurrentScaling(), te.Float8BlockScaling()):
+        pipeline(rank, ranks, ScheduleInterleavedZeroBubble, 2, recipe)
 
 
 def main(arguments):

@@ -15,6 +15,7 @@ CASES = [
     "ddp_recompute",
     "groups",
     "tensor_parallel",
+    "own_rows_under_fully_shard",
     "exact_products",
     "context_parallel",
     "sharded",

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 
+import fp8kit_torch as te
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fp8kit_torch import DelayedScaling, Linear, autocast, convert, keep_extra_state
 from torch import nn
@@ -17,7 +19,20 @@ from torch import nn
 from tests.support.processes import PLACES, run
 from tests.support.source import ROOT
 
-CASES = ["checkpoint_of_sharded_weights", "checkpoint_of_sharded_codes", "checkpoint_of_parts"]
+CASES = [
+    "checkpoint_of_sharded_weights",
+    "checkpoint_of_sharded_codes",
+    "checkpoint_of_parts",
+    "asynchronous_checkpoint",
+]
+HELD = [te.DelayedScaling(), te.Float8BlockScaling(), te.MXFP8BlockScaling(), te.NVFP4BlockScaling()]
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -58,6 +73,23 @@ def test_fp8_state_is_a_plain_tensor_in_files():
     read = torch.load(file, weights_only=True)["_extra_state"]
     assert type(read) is torch.Tensor
     assert torch.equal(read, layer.get_extra_state().as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize("recipe", HELD, ids=lambda recipe: type(recipe).__name__)
+def test_an_asynchronous_checkpoint_has_the_codes_of_its_moment(recipe, one_process, tmp_path):
+    with te.quantized_model_init(recipe=recipe):
+        net, other = (Linear(128, 128, device="cpu") for _ in range(2))
+    wanted = net.weight.dequantize()
+    saving = dcp.async_save({"model": net.state_dict()}, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        net.weight.mul_(2)
+    saving.result()
+    state = {"model": other.state_dict()}
+    assert type(state["model"]["weight"]) is type(net.weight.detach())
+    dcp.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state["model"])
+    assert torch.equal(other.weight.dequantize(), wanted)
+    assert type(wanted) is type(net.weight.new_empty(net.weight.shape)) is torch.Tensor  # as before
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -283,6 +283,17 @@ def test_memory_of_scales_waits_for_the_stream_that_reads_them(monkeypatch):
     assert waits == ["that of cuda:0"]
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
+def test_parts_of_a_meta_layer_are_refused(one_process):
+    """Its weight was plain when ``fully_shard`` asked how it is gathered."""
+    with ft.quantized_model_init(recipe=DelayedScaling()):
+        layer = ft.Linear(16, 16, device="meta")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    layer.to_empty(device="cpu")
+    with pytest.raises(NotImplementedError, match="quantized_model_init: weights: got parts of a meta layer"):
+        layer.reset_parameters()
+
+
 def test_fully_shard_is_told_the_parameters_at_once():
     weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
     names = ["mesh", "outer_size", "outer_stride", "module", "mp_policy"]
