@@ -84,7 +84,7 @@ class GatedMLP(nn.Module):
         return super().forward(*args, **named)  # type: ignore[misc]
 
     @torch.compiler.assume_constant_result
-    def found_to_be(self) -> str:
+    def _fp8kit_activation(self) -> str:
         """Within ``torch.compile``: name of the activation of what runs as one operation; "" for an MLP that
         runs layer by layer."""
         return "" if _passed_by(self) else activation(self)
@@ -435,7 +435,7 @@ def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
     state = traced_state()
     if state is None or not state.enabled or state.check_finite or exporting() or torch_checkpoint.traced():
         return None
-    kind = mlp.found_to_be() if type(x) is Tensor else ""
+    kind = mlp._fp8kit_activation() if type(x) is Tensor else ""
     if not kind:
         return None
     layers: Layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # type: ignore[assignment]
@@ -456,7 +456,11 @@ def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
 
 @constant_result
 def _spec_text(
-    kind: str, specs: tuple[str, ...], recipe: tuple[Any, ...], layers: tuple[tuple[str, str], ...], where: str
+    kind: str,
+    specs: tuple[str, ...],
+    recipe: tuple[Any, ...],
+    layers: tuple[tuple[str, str], ...],
+    where: str,
 ) -> str:
     """The text of the operation's spec, "" where it does not compute that; ``specs``: texts of the layers';
     ``layers``: their classes and names; ``where``: the device."""

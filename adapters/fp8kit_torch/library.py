@@ -64,8 +64,8 @@ class StaticCall:
     state, in the order of its slots; none without. ``policy``: kernels are chosen by it: a graph keeps that
     of its forward pass, because its backward pass may run on another thread. ``needs``: inputs whose gradient
     is wanted. ``rule``: by which the states are updated, None without; ``when``, for the forward state. The
-    slots of the first GEMM are number ``gemm`` of the state. ``count``: of states in each direction, among which
-    the GEMMs are divided, in order and in equal parts.
+    slots of the first GEMM are number ``gemm`` of the state. ``count``: of states in each direction, among
+    which the GEMMs are divided, in order and in equal parts.
     """
 
     def __init__(self, text: str) -> None:
