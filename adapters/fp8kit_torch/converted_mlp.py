@@ -385,9 +385,9 @@ def _inputs(gate: ConvertedLinear, x: Tensor, layers: Layers) -> dict[str, Tenso
         or not all(own.dtype == x.dtype and own.device == x.device for own in inputs.values())
     ):
         return None
-    needs = {name for name, own in inputs.items() if own.requires_grad}
-    weights, biases = {"gate_weight0", "up_weight0"} & needs, {"gate_bias0", "up_bias0"} & needs
-    together = len(weights) != 1 and (not biases or weights or "x" in needs)
+    first, second = (inputs[name].requires_grad for name in ("gate_weight0", "up_weight0"))
+    biases = [inputs[name].requires_grad for name in ("gate_bias0", "up_bias0") if name in inputs]
+    together = first == second and (first or x.requires_grad or not any(biases))
     return inputs if together or not torch.is_grad_enabled() else None
 
 

@@ -3,6 +3,7 @@ bits and its layers' states, compiled anew where something that decides that is 
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8kit.layer_recipes import PerLayer
 from fp8kit.recipe import Float8CurrentScaling
+from tests.support.combinations import combinations
 
 from .gated_mlps import MLP, RECIPE, WIDE, D, Lora, Net, Plain, Tanh, batch, states, train
 
@@ -72,11 +74,12 @@ def pair(device="cpu", **options):
     return [convert(Net(**options).to(device)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"bias": True, "act": Tanh()}, {"mlp": Plain}],
-    ids=["swiglu", "geglu, biases", "function"],
+@combinations(
+    {
+        "backend": {"aot_eager": "aot_eager", "inductor": "inductor"},
+        "options": {"swiglu": {}, "geglu, biases": {"bias": True, "act": Tanh()}, "function": {"mlp": Plain}},
+    },
+    usual=["inductor-swiglu", "aot_eager-geglu, biases", "aot_eager-function"],
 )
 def test_it_is_the_eager_operation(options, backend, device, ran):
     one, other = pair(device, **options)
@@ -303,3 +306,24 @@ def test_a_checkpoint_without_gradients(ran):
         y = torch.compile(call, backend="aot_eager", fullgraph=True)(batch())
     assert ran == APART
     assert y.shape == (2, 10, D)
+
+
+def test_a_copy_is_tried_while_it_is_traced(ran):
+    """Which neither the graph nor the random numbers show."""
+    one, other = (copy.deepcopy(net) for net in pair())
+    torch.manual_seed(1)
+    want = torch.rand(1)
+    torch.manual_seed(1)
+    same_training(ran, one, other, compiled(one), ONE)
+    assert torch.equal(torch.rand(1), want)
+
+
+def test_in_inference_mode(ran):
+    one, other = pair()
+    train(one), train(other)
+    before = states(one)
+    ran.clear()
+    with torch.inference_mode(), autocast(recipe=RECIPE):
+        assert torch.equal(compiled(one)(batch(9)), other(batch(9)))
+    assert ran == {name: 2 * count for name, count in ONE.items()}
+    assert all(torch.equal(state, before[name]) for name, state in states(one).items())
