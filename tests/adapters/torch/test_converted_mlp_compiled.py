@@ -17,6 +17,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fp8kit.errors import Fp8kitError
 from fp8kit.layer_recipes import PerLayer
 from fp8kit.recipe import Float8CurrentScaling
 from tests.support.combinations import combinations
@@ -327,3 +328,15 @@ def test_in_inference_mode(ran):
         assert torch.equal(compiled(one)(batch(9)), other(batch(9)))
     assert ran == {name: 2 * count for name, count in ONE.items()}
     assert all(torch.equal(state, before[name]) for name, state in states(one).items())
+
+
+def test_on_the_meta_device_a_layer_has_a_shape_alone(ran):
+    """What the MLP's own forward sees, in eager code too where a graph breaks within it."""
+    net = convert(Net())
+    x = torch.empty(3, 1, D, dtype=torch.bfloat16, device="meta")
+    with autocast(recipe=RECIPE):
+        y = net.mlp.gate_proj(x)
+    assert (y.shape, y.dtype, y.device.type) == ((3, 1, WIDE), x.dtype, "meta")
+    with pytest.raises(Fp8kitError, match=r"^Linear: inp"):
+        net.mlp.gate_proj(x[..., 1:])
+    assert not ran
