@@ -483,7 +483,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         cached = first is not None
         more = {"layer": layer, "frozen": frozen, "where": str(tensors["x"].device)}
         spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), **more)
-        return trace(self.operation, spec, tensors, traced)
+        return trace(self.operation, spec, tensors, () if traced is None else (traced,))
 
     def _layer(self) -> tuple[str, str]:
         """Class and name, where the recipe asks for them: layers share what is compiled for them else."""
@@ -534,8 +534,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
                     spec = layer_text(self._spec_text, parts, False, bias, (), i, layer, where=where)
-                    state = None if traced is None else traced.of_gemm(i)
-                    made.update(trace(weight_cast, spec, own, state, i))
+                    states = () if traced is None else (traced.of_gemm(i),)
+                    made.update(trace(weight_cast, spec, own, states, i))
             self._weights = WeightCache(text, made)
         return self._weights.arrays
 
