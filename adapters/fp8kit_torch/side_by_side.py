@@ -19,7 +19,7 @@ from fp8kit.errors import AutogradError
 from fp8kit_torch.once import once
 from fp8kit_torch.torch_compat import storage_of
 
-# bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own would have
+# bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
 _ALIGNED = 256
 
 

@@ -155,6 +155,27 @@ def quantize_transpose(
         sum_partials(partials, ceil_div(rows, _TILE_ROWS), dbias, None, stream)
 
 
+def quantize_stack(
+    x: ArrayView,
+    q: ArrayView | None,
+    q_t: ArrayView | None,
+    amax: ArrayView,
+    scale_inv: ArrayView,
+    format: Format,
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    count, rows, columns = x.shape
+    padded_rows, padded_columns = q.shape[1:] if q is not None else q_t.shape[:0:-1]  # type: ignore[union-attr]
+    function = kernel("quantize.cu", "quantize_stack", x, FORMAT=_FORMAT_NAMES[format.name])
+    tiles = max(ceil_div(padded_rows, _TILE_ROWS), 1) * max(ceil_div(padded_columns, _TILE_COLUMNS), 1)
+    sizes = rows, columns, padded_rows, padded_columns
+    places = (x.ptr, address(q), address(q_t), amax.ptr, scale_inv.ptr)
+    launch.launch(function, count * tiles, _THREADS, (*places, *sizes, epsilon, int(power_2)), stream)
+
+
 def quantize_transpose_workspace(rows: int, columns: int) -> int:
     """See ``backends.protocol``: a float32 sum for each column of each of the blocks' row tiles."""
     return 4 * ceil_div(rows, _TILE_ROWS) * columns
