@@ -370,7 +370,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             return one.view_as(one), []
         members = self._members(name)
         whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
-        return (torch.stack(members), []) if whole is None else (as_one(whole, members), members)
+        return (torch.stack(members), []) if whole is None else (as_one(whole, *members), members)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:

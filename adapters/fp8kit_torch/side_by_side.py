@@ -8,6 +8,7 @@ another in its place, is found out at each call, by addresses and layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +18,23 @@ from torch.nn import Parameter
 
 from fp8kit.errors import AutogradError
 from fp8kit_torch.once import once
-from fp8kit_torch.torch_compat import storage_of
+from fp8kit_torch.torch_compat import applier, storage_of
 
 # bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
 _ALIGNED = 256
 
 
+_address, _is_contiguous, _version = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("_version")
+_kind = attrgetter("shape", "dtype", "device")
+
+
 class _Stack(NamedTuple):
-    """Memory that was made here, weakly, and where in it which parts begin."""
+    """Memory that was made here, weakly, where in it which parts begin, and the shape, dtype and device of
+    each."""
 
     memory: StorageWeakRef
     pointers: list[int]
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    kinds: list[Any]
 
 
 class Stacks:
@@ -51,7 +55,7 @@ class Stacks:
         """Bring parameters into one memory, where they are plain ones, alike, on the CPU or a GPU and of
         whole multiples of 256 bytes; others stay where they are."""
         first = members[0]
-        alike = (first.shape, first.dtype, first.device) if type(first) is Parameter else None
+        alike = _kind(first) if type(first) is Parameter else None
         if alike is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
             return
         if first.device.type not in ("cpu", "cuda") or torch.is_inference_mode_enabled():
@@ -59,7 +63,7 @@ class Stacks:
         if any(
             type(p) is not Parameter
             or type(p.data) is not Tensor
-            or (p.shape, p.dtype, p.device) != alike
+            or _kind(p) != alike
             or not p.is_contiguous()
             or p.is_inference()
             for p in members
@@ -72,24 +76,22 @@ class Stacks:
             for part, parameter in zip(whole.unbind(0), members, strict=True):
                 part.copy_(parameter)
                 parameter.data = torch.from_dlpack(part)
-        pointers = [p.data_ptr() for p in members]
-        self._known[name] = _Stack(StorageWeakRef(whole.untyped_storage()), pointers, *alike)
+        memory, pointers = StorageWeakRef(whole.untyped_storage()), [*map(_address, members)]
+        self._known[name] = _Stack(memory, pointers, [alike] * len(members))
 
     def find(self, name: str, members: Sequence[Any]) -> Tensor | None:
         """Parameters as one tensor (N, ...) over their own memory, without a gradient; None where they are
         not, or no longer, side by side."""
         known = self._known.get(name)
-        if known is None or any(type(p) is not Parameter for p in members):
+        if known is None or {*map(type, members)} != {Parameter}:
             return None
-        shape, dtype = known.shape, known.dtype
-        if [p.data_ptr() for p in members] != known.pointers or any(
-            p.dtype is not dtype or p.shape != shape or not p.is_contiguous() for p in members
-        ):
+        if [*map(_address, members)] != known.pointers or [*map(_kind, members)] != known.kinds:
             return None
         memory = storage_of(known.memory)
-        if memory is None:
+        if memory is None or not all(map(_is_contiguous, members)):
             return None
-        whole = torch.empty(0, dtype=dtype, device=known.device)
+        shape, dtype, device = known.kinds[0]
+        whole = torch.empty(0, dtype=dtype, device=device)
         return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
 
 
@@ -104,12 +106,11 @@ class _AsOne(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
-        return None, *(g if w else None for g, w in zip(grad.unbind(0), wanted, strict=True))
+        return None, *[g if w else None for g, w in zip(grad.unbind(0), wanted, strict=True)]
 
 
-def as_one(whole: Tensor, members: Sequence[Tensor]) -> Tensor:
-    """``whole``, which ``Stacks.find`` gave, as a function of the parameters."""
-    return _AsOne.apply(whole, *members)  # type: ignore[no-any-return, no-untyped-call]
+# (what ``Stacks.find`` gave, parameters) -> the former, as a function of the latter
+as_one = applier(_AsOne)
 
 
 def want_unchanged(y: Tensor, members: Sequence[Tensor]) -> None:
@@ -117,12 +118,13 @@ def want_unchanged(y: Tensor, members: Sequence[Tensor]) -> None:
     one was changed in place meanwhile: what torch says of a tensor that it has saved."""
     if not y.requires_grad:
         return
-    versions = [p._version for p in members]
+    versions = [*map(_version, members)]
 
     def look(grad: Tensor) -> None:
-        for i, (parameter, version) in enumerate(zip(members, versions, strict=True)):
-            if parameter._version != version:
-                wanted = "the one that forward had, until backward has read it"
-                raise AutogradError("GroupedLinear", f"weight{i}", "a weight changed in place", wanted)
+        now = [*map(_version, members)]
+        if now != versions:
+            i = next(i for i, (old, new) in enumerate(zip(versions, now, strict=True)) if old != new)
+            wanted = "the one that forward had, until backward has read it"
+            raise AutogradError("GroupedLinear", f"weight{i}", "a weight changed in place", wanted)
 
     y.register_hook(look)
