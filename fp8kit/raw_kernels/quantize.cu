@@ -207,8 +207,8 @@ quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_
     cast_tile<false>(job, top_row, left, shared);
 }
 
-// Matrices one after the other in x, q and q_t, each cast by the scale of its own amax. A one-dimensional grid,
-// a block a tile, the tiles of a matrix one after the other, those across first.
+// Matrices one after the other in x, q and q_t, each cast by the scale of its own amax. A one-dimensional
+// grid, a block a tile, the tiles of a matrix one after the other, those across first.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_stack(const T* x, u8* q, u8* q_t, const float* amax, float* scale_inv, i64 rows, i64 columns,
                i64 padded_rows, i64 padded_columns, f64 epsilon, i64 power_2) {
