@@ -52,8 +52,10 @@ def block_quantize_stack(
 ) -> None:
     """See ``Kernels.block_quantize_stack``."""
     for e in range(x.shape[0]):
-        views = [member(view, e) for view in (x, q, scale_inv, q_t, scale_inv_t)]
-        block_quantize(*views, format, tile, power_2, epsilon, stream)  # type: ignore[arg-type]
+        part, *written = (member(view, e) for view in (x, q, scale_inv, q_t, scale_inv_t))
+        assert part is not None
+        codes, scales, codes_t, scales_t = written
+        block_quantize(part, codes, scales, codes_t, scales_t, format, tile, power_2, epsilon, stream)
 
 
 def _operand(

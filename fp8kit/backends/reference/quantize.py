@@ -283,7 +283,7 @@ def quantize_stack(
     """See ``Kernels.quantize_stack``."""
     rule = Rule(power_2, epsilon)
     for e in range(x.shape[0]):
-        part, *codes = (member(view, e) for view in (x, q, q_t))
+        part, codes, codes_t = (member(view, e) for view in (x, q, q_t))
         assert part is not None
-        cast = Cast(format, *codes, None, scale_inv.slice(0, e, 1), amax.slice(0, e, 1), rule)
+        cast = Cast(format, codes, codes_t, None, scale_inv.slice(0, e, 1), amax.slice(0, e, 1), rule)
         quantize_transpose(part, cast, None, None, stream)
