@@ -3,6 +3,8 @@ does not change."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -34,6 +36,49 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
     _, calls, launched = counted(step_of(layer, layer, recipe), monkeypatch)
     assert launched.count("fp8_gemm") == 3 * len(layer.gemms)
     assert calls <= MOST[kind, recipe]
+
+
+# recipe -> casts and products of two grouped products, with sizes on the device: weights of all experts by
+# one launch, x and its gradient by one each
+EXPERTS = {
+    "current": {
+        "amax": 6,
+        "scale_from_amax": 2,
+        "quantize": 2,
+        "quantize_transpose": 6,
+        "quantize_stack": 2,
+        "grouped_fp8_gemm": 6,
+    },
+    "block": {"block_quantize": 8, "block_quantize_stack": 2, "grouped_fp8_gemm": 6},
+}
+# calls, of two layers; a dozen of them look at the parameters here, and at a size that lies on the CPU
+MOST_AN_EXPERT = 24
+
+
+@pytest.mark.parametrize("recipe", EXPERTS)
+def test_kernels_of_a_step_are_as_many_for_more_experts(recipe, monkeypatch):
+    taken = []
+    for experts in (4, 64):
+        layer = ft.GroupedMLP(experts, 128, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
+        layer.fc1.sizes_on_device = layer.fc2.sizes_on_device = True
+        x, g = torch.randn(2, 128, 128, dtype=torch.bfloat16)
+        x.requires_grad_()
+        sizes = torch.full((experts,), 128 // experts, dtype=torch.int32)
+
+        def step(layer=layer, x=x, g=g, sizes=sizes):
+            for parameter in layer.parameters():
+                parameter.grad = None
+            with ft.autocast(recipe=RECIPES[recipe]):
+                y = layer(x, sizes)
+            y.backward(g)
+
+        _, calls, launched = counted(step, monkeypatch)
+        monkeypatch.undo()
+        counts = Counter(launched)
+        assert {name: counts[name] for name in EXPERTS[recipe]} == EXPERTS[recipe]
+        assert len(launched) == sum(EXPERTS[recipe].values()) + 2  # and the activation, both ways
+        taken.append(calls)
+    assert taken[1] - taken[0] <= 60 * MOST_AN_EXPERT
 
 
 # recipe -> calls of fp8kit_torch's functions that one more Linear in a compiled model takes, both ways
