@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,8 +32,9 @@ from fp8kit_torch.views import as_view
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# backward pass, by its number -> rules of states, and the states that recorded in it
-_RECORDED: dict[int, dict[int, tuple[AmaxHistory, dict[ScalingState, None]]]] = {}
+# of a backward pass: rules of states, by their identity, and the states that recorded in it
+_Recorded = dict[int, "tuple[AmaxHistory, dict[ScalingState, None]]"]
+_RECORDED: dict[int, _Recorded] = {}  # by the pass's number
 # a state that backward records into, its rule, and the number of the pass: None for the one that runs then
 Token = tuple[AmaxHistory, "ScalingState", int | None]
 
@@ -65,7 +67,6 @@ class ScalingState:
         self.number = number
         self.handle = torch.tensor(number, device="cpu")
         self.group: Any = None
-        self._seen: Any = (None, None, None, None)
         _LIVE[number] = self
 
     @classmethod
@@ -91,14 +92,15 @@ class ScalingState:
         """The tensors as views by their names."""
         return dict(zip(FIELDS, self.placed.arrays, strict=True))
 
-    @property
+    @cached_property
     def placed(self) -> Placed:
         """Where the tensors lie, found once for the same tensors."""
-        scale, scale_inv, history, found = self._seen
-        if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
-            found = placed(*map(as_view, self.parts))
-            self._seen = (*self.parts, found)
-        return found  # type: ignore[no-any-return]
+        return placed(*map(as_view, self.parts))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in FIELDS:
+            self.__dict__.pop("placed", None)
 
     @property
     def device(self) -> Device:
@@ -133,16 +135,17 @@ class ScalingState:
         torch.autograd.graph.increment_version([s.scale for s in states if not s.scale.is_inference()])
 
 
+def _is_native(state: ScalingState) -> bool:
+    """Whether its amaxes are reduced by a ``Collectives``, which needs no process group of torch's."""
+    return isinstance(state.group, Collectives)
+
+
 def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
-    if history is not None and history.reduce:
-        several = bool(torch_compat.GROUPS)
-        for state in states:
-            several = several or (state.group is not None and isinstance(state.group, Collectives))
-        if several:
-            _reduce(states)
-    scaling.update(history, states, forward, _stream)
+    if history is not None and history.reduce and (torch_compat.GROUPS or any(map(_is_native, states))):
+        _reduce(states)
+    scaling.update(history, states, forward, torch_compat.current_stream)
 
 
 def _stream(device: Device) -> int:
@@ -210,11 +213,17 @@ def open_backward() -> int:
     """Number of the backward pass that runs now, at whose end the states that it recorded are updated. Called
     within one, by any of its threads: there is one for each device."""
     number = torch_compat.current_backward()
-    if number not in _RECORDED:
-        own: dict[int, tuple[AmaxHistory, dict[ScalingState, None]]] = {}
-        if _RECORDED.setdefault(number, own) is own:  # one thread's
-            torch_compat.at_backwards_end(_BackwardEnd(number))
+    _opened(number)
     return number
+
+
+def _opened(number: int) -> _Recorded:
+    """What the backward pass of that number, which runs now, has recorded."""
+    own: _Recorded = {}
+    found = _RECORDED.setdefault(number, own)
+    if found is own:  # one thread's
+        torch_compat.at_backwards_end(_BackwardEnd(number))
+    return found
 
 
 def finish_backward(tokens: Sequence[Token]) -> None:
@@ -223,11 +232,9 @@ def finish_backward(tokens: Sequence[Token]) -> None:
     if _HELD or not tokens:
         return
     number = tokens[0][2]
-    if number is None:
-        number = torch_compat.current_backward()
-    groups = _RECORDED.get(number)
+    groups = None if number is None else _RECORDED.get(number)
     if groups is None:
-        groups = _RECORDED[open_backward()]
+        groups = _opened(torch_compat.current_backward())
     for history, state, _ in tokens:
         found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
         found[1][state] = None

@@ -47,11 +47,9 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
-        if (
-            attention.core_attention.context is not None
-        ):  # several operations, between which ranks communicate
-            return False
         own = attention._modules
+        if own["core_attention"].context is not None:  # several operations, between which ranks communicate
+            return False
         here = self.frontend
         products = (
             (own["layernorm_qkv"], here.LayerNormLinear),
