@@ -244,7 +244,7 @@ def update(
         return
     there: list[Placed] = [*map(_placed, states)]
     device = there[0].device
-    if [*map(_device, there)].count(device) < len(there):
+    if len(there) > 1 and [*map(_device, there)].count(device) < len(there):
         for each in {own.device: None for own in there}:
             update(history, [state for state in states if state.placed.device == each], forward, stream)
         return

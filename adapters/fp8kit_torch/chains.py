@@ -39,8 +39,8 @@ class _Form(NamedTuple):
     spec: ChainSpec
 
 
-# key: of each call the operation's name, the identity of its spec, and its inputs' names and where they come
-# from; the value holds the specs, so that no other object gets their identity
+# key: of each call the operation's name, the identity of its spec, its inputs' names and classes, and where
+# those come from that are ``Pending``; the value holds the specs, so that no other object gets their identity
 _forms: LRU[Any, _Form] = LRU(SHAPES, name="torch: chains")
 
 
@@ -83,16 +83,16 @@ def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
     key: list[Any] = []
     tensors: list[Tensor] = []
     for operation, own, inputs, binding in calls:
-        key += operation.name, id(own), len(inputs), *inputs, *binding.scales
-        for value in inputs.values():
+        values = inputs.values()
+        key += operation.name, id(own), len(inputs), *inputs, *binding.scales, *map(type, values)
+        for value in values:
             if type(value) is not Pending:
-                key.append(value is not None)
                 if value is not None:
                     tensors.append(value)
             elif value.tensor is None:
                 key.append((value.number, value.name))
             else:
-                key.append(True)
+                key.append(None)
                 tensors.append(value.tensor)
     known = tuple(key)
     found = _forms.get(known) or _forms.put(known, _form(calls))

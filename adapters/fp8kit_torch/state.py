@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
+_group = attrgetter("group")
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
@@ -135,16 +137,13 @@ class ScalingState:
         torch.autograd.graph.increment_version([s.scale for s in states if not s.scale.is_inference()])
 
 
-def _is_native(state: ScalingState) -> bool:
-    """Whether its amaxes are reduced by a ``Collectives``, which needs no process group of torch's."""
-    return isinstance(state.group, Collectives)
-
-
 def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
-    if history is not None and history.reduce and (torch_compat.GROUPS or any(map(_is_native, states))):
-        _reduce(states)
+    if history is not None and history.reduce:
+        own = any(map(_group, states)) and any(isinstance(state.group, Collectives) for state in states)
+        if own or torch_compat.GROUPS:
+            _reduce(states)
     scaling.update(history, states, forward, torch_compat.current_stream)
 
 
