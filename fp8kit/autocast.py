@@ -319,7 +319,7 @@ class autocast(_Named):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        if not type(enabled) is type(calibrating) is type(checking) is bool:
+        if (type(enabled), type(calibrating), type(checking)) != (bool, bool, bool):
             _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
