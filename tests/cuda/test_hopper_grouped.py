@@ -203,8 +203,26 @@ def test_every_variant_is_compiled_and_every_block_may_have_a_tile(
             assert own[:2] == [groups, 0]
             assert own[3] == (256 if along == "rows" else m)
             tiles = wide * (tall + groups if along == "rows" else tall * groups)
-            assert 0 < found.blocks <= min(132, tiles)
+            together = 2 if along == "terms" and ("BM", "256") in found.kernel else 1
+            assert found.blocks % together == 0
+            assert 0 < found.blocks <= min(132, tiles * together)
             assert band > 0
+
+
+@pytest.mark.parametrize("multiprocessors", [131, 132])
+@pytest.mark.parametrize("columns", [64, 1000, 4096])
+def test_two_blocks_share_what_they_load_of_a(
+    columns: int, multiprocessors: int, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half of 256 rows, for tiles beside each other: grids of whole clusters alone."""
+    monkeypatch.setattr(launch, "sm_count", lambda index: multiprocessors)
+    shapes = (8, 4096, columns), columns, (4096, 32768), (columns, 32768)
+    found = planned(0, "terms", *shapes, 8, 0, "e4m3", "e4m3", "bf16", (TENSOR, TENSOR), 128)
+    assert ("BM", "256") in found.kernel
+    wide = -(-columns // 256)
+    assert found.sizes[6:8] == (16, wide)
+    assert found.blocks == 2 * min(8 * 16 * wide, multiprocessors // 2)
+    assert "(128, 128)" in found.maps[0].decode()
 
 
 def test_small_groups_have_small_tiles() -> None:

@@ -213,6 +213,35 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
         assert 1 <= band <= tall
 
 
+@pytest.mark.parametrize(
+    ("scales", "promote", "out", "stride", "by_copies"),
+    [
+        ("whole", 0, "bf16", 4096, True),
+        ("whole", 0, "f32", 4096, False),
+        ("whole", 0, "f16", 4100, False),
+        ("whole", 128, "bf16", 4096, False),
+        ("lines_squares", 128, "f16", 4096, True),
+        ("lines_lines", 128, "bf16", 4104, True),
+    ],
+)
+def test_which_results_are_written_by_copies(
+    scales: str, promote: int, out: str, stride: int, by_copies: bool, planned: Any
+) -> None:
+    """Of 16 bits, in rows of whole chunks of 16 bytes, by scales of blocks or without promotion."""
+    a_map, b_map, *_, out_map = planned(
+        0, 4096, 4096, 512, 512, 512, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
+    ).maps
+    rows, columns = (128, 256) if not promote else (256, 128)
+    assert (f"(128, {rows})" in a_map.decode(), f"(128, {columns})" in b_map.decode()) == (True, True)
+    kind = {"bf16": "bfloat16", "f16": "float16"}.get(out)
+    whole = kind, (4096, 4096, 1), (stride, 4096 * stride), (64, 16, 1), True
+    assert out_map == (repr(whole).encode() if by_copies else bytes(120))
+
+
+def test_small_tiles_without_promotion_write_from_registers(planned: Any) -> None:
+    assert not any(plan(planned, 64, 128, 512).maps[-1])
+
+
 def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotTake, match="multiples of 16"):
         plan(planned, 64, 64, 64, a_stride=72)
