@@ -110,6 +110,56 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
     assert_same_bits("out", get(out), get(want))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "bias and addend"])
+@pytest.mark.parametrize("k", [128, 256, 384, 512, 1040, 2064])
+@pytest.mark.parametrize(("m", "n"), [(100, 256), (300, 2060), (2100, 2064)], ids=str)
+@pytest.mark.parametrize(
+    ("tiles", "fast"),
+    [(None, True), (None, False), ((LINE, SQUARE), False), ((SQUARE, LINE), False), ((LINE, LINE), False)],
+    ids=["fast", "split", "1x2", "2x1", "1x1"],
+)
+def test_results_that_are_written_during_the_next_tile(
+    tiles: Any,
+    fast: bool,
+    m: int,
+    n: int,
+    k: int,
+    joined: bool,
+    kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large tiles of bfloat16: one, or one and several for each block, of one to three depths, which is where
+    what waits in registers is written, and more; edges; rows that copies cannot write. Rows behind the result
+    stay as they were."""
+    monkeypatch.setattr(
+        hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(*((128, 256) if fast else (256, 128)))
+    )
+    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, i, tiles and tiles[i]) for i, rows in enumerate((m, n)))
+    rng = np.random.default_rng(k)
+    before, added = (rng.normal(size=shape).astype(bfloat16.numpy) for shape in ((m + 3, n), (n,)))
+    whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
+    out = whole.slice(0, 0, m)
+    more = (put(added, GPU), out) if joined else (None, None)
+    if tiles is None:
+        kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *more, fast, None, 0)
+    else:
+        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *tiles, *more, None, 0)
+    scales = [
+        model_scales(*which)
+        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
+    ]
+    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    codes = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*codes, plain, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
+    want, sums = before.copy(), get(plain)
+    if joined:
+        sums = sums + added.astype(np.float32) + before[:m].astype(np.float32)
+    want[:m] = sums.astype(bfloat16.numpy)
+    assert_same_bits("out", get(whole), want)
+
+
 @both
 @pytest.mark.gpu
 def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None:

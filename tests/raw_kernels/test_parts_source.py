@@ -1,6 +1,6 @@
 """How Hopper's product writes its result, by the source itself without a GPU: compiled for the host, on what
-the host code says, tile after tile of one block. Parts of it go by shared memory, whose copies read it as late
-as they may."""
+the host code says, tile after tile of one block. Parts of it go by shared memory, whose copies read it as
+late as they may."""
 
 from __future__ import annotations
 
@@ -100,15 +100,16 @@ def test_each_element_is_written_once_and_is_its_sum(
     joined = given(bias, dtype) if extras else None, out if extras > 1 else None
     sums = rng.integers(-500, 500, (1, M, N)).astype(np.float32)
     if tiles is None:
-        a, b, one = (given(np.zeros(shape, np.uint8)) for shape in ((M, K), (N, K), (4,)))
+        a, b = (given(np.zeros((rows, K), np.uint8)) for rows in (M, N))
         scales = given(np.full(1, 0.5, np.float32)), given(np.full(1, 4.0, np.float32))
-        call: Any = lambda: hopper_gemm.fp8_gemm(a, b, out, E4M3, E4M3, *scales, *joined, True, None, 0)  # noqa: E731
+        product: Any = hopper_gemm.fp8_gemm
+        rest: Any = *scales, *joined, True, None, 0
     else:
         shapes = [block_shapes(rows, K, tile) for rows, tile in zip((M, N), tiles, strict=True)]
         a, b = (given(np.zeros(codes, np.uint8)) for codes, _ in shapes)
-        scales = tuple(given(np.ones(grid, np.float32)) for _, grid in shapes)  # type: ignore[assignment]
-        call = lambda: hopper_gemm.block_gemm(a, b, out, E4M3, E4M3, *scales, *tiles, *joined, None, 0)  # noqa: E731
-    written(call, sums, tiling, tmp_path)
+        product = hopper_gemm.block_gemm
+        rest = *(given(np.ones(grid, np.float32)) for _, grid in shapes), *tiles, *joined, None, 0
+    written(lambda: product(a, b, out, E4M3, E4M3, *rest), sums, tiling, tmp_path)
     want = sums[0] * (2 if tiles is None else 1)
     want = want + (bias.astype(np.float32) if extras else 0)
     want = want + (before[:, :N].astype(np.float32) if extras > 1 else 0)
