@@ -47,7 +47,7 @@
 #include "hopper_epilogue.cuh"
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
-// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles;
+// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, or clusters;
 // band: rows of tiles that are made together, since what they read stays in the L2 cache. Of groups: how
 // many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
 // the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
@@ -88,7 +88,8 @@ constexpr bool STAGED =
     sizeof(T) == 2 && !FUSED && !BY_ROWS && (BY_TERMS || SCALES != whole || BN == 256);
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
-constexpr bool LATE = STAGED && BN > PART, SKEWED = PROMOTE && WAVES == 2 && !BY_ROWS && !FUSED;
+constexpr bool LATE = STAGED && BN > PART;
+constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 constexpr int CLUSTER = BY_TERMS && WAVES == 2 ? 2 : 1;
 constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
 constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
