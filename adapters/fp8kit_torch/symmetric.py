@@ -1,0 +1,119 @@
+"""Gathering and summing parts by torch's symmetric memory: each GPU's copy engines read and write the other
+GPUs' memory, and take no multiprocessor from the kernels beside which they run. No multicast, no multimem.
+
+A workspace has two halves, which calls take in turn, and a call has one barrier, after the ranks have written
+and before they read. That is enough: who writes to a half has passed the barrier of the call before, which
+every rank enters after it has read the same half. All is put on one stream, in the order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit_torch import torch_compat
+
+_GRAIN = 2**20  # bytes: a workspace grows by whole ones, so that it seldom does
+
+
+class Workspace(NamedTuple):
+    """Memory of ``bytes`` of every rank. ``buffers``: each rank's as this one sees it, uint8 (bytes,).
+    ``barrier()``: what was put on the stream before it, on every rank, is done before what comes after."""
+
+    buffers: list[Tensor]
+    barrier: Callable[[], object]
+
+
+class Copies:
+    """Of rank ``rank`` of ``size``. ``make(bytes)``: a ``Workspace``, for which the ranks meet; called
+    where the largest call so far needs more. Flat tensors; every rank makes the same calls."""
+
+    def __init__(self, rank: int, size: int, make: Callable[[int], Workspace]) -> None:
+        self.rank, self.size, self._make = rank, size, make
+        self._half = self.calls = 0
+        self._workspace: Workspace | None = None
+
+    def all_gather(self, source: Tensor, target: Tensor) -> None:
+        """Each rank copies its part into its own workspace, and the others' parts from theirs."""
+        rooms = self._rooms(source.nbytes)
+        rooms[self.rank].copy_(_bytes(source))
+        self._meet()
+        parts = _bytes(target).chunk(self.size)
+        for step in range(1, self.size):  # of different ranks at a time
+            other = (self.rank + step) % self.size
+            parts[other].copy_(rooms[other])
+        parts[self.rank].copy_(_bytes(source))
+
+    def reduce_scatter(self, source: Tensor, target: Tensor) -> None:
+        """Each rank copies its addends into the others' workspaces, and adds those in its own. Two ranks'
+        sum has the bits of NCCL's; more are added in float32 and rounded once."""
+        rooms, one = self._rooms(source.nbytes), target.nbytes
+        parts = source.chunk(self.size)
+        for step in range(1, self.size):
+            other = (self.rank + step) % self.size
+            rooms[other][self.rank * one :][:one].copy_(_bytes(parts[other]))
+        self._meet()
+        own = rooms[self.rank].view(source.dtype).chunk(self.size)
+        if self.size == 2:
+            torch.add(parts[self.rank], own[1 - self.rank], out=target)
+            return
+        own[self.rank].copy_(parts[self.rank])
+        torch.sum(rooms[self.rank].view(source.dtype).view(self.size, -1), 0, out=target)
+
+    def fits(self, size: int) -> bool:
+        """Whether the workspace has room for so many bytes of a call."""
+        return size <= self._half
+
+    def _rooms(self, size: int) -> list[Tensor]:
+        """Where this call's bytes are, of every rank."""
+        if self._workspace is None or not self.fits(size):
+            self._half = -(-size // _GRAIN) * _GRAIN
+            self._workspace = None  # the old one goes before there is a new one
+            self._workspace = self._make(2 * self._half)
+        begin = self.calls % 2 * self._half
+        return [buffer[begin : begin + size] for buffer in self._workspace.buffers]
+
+    def _meet(self) -> None:
+        assert self._workspace is not None
+        self.calls += 1
+        self._workspace.barrier()
+
+
+class Beside:
+    """``Copies`` of a process group on CUDA, on a stream of their own. RuntimeError where the GPUs cannot
+    reach each other's memory."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        limit = int(torch_compat.timeout_of(group, device).total_seconds() * 1000)
+
+        def make(size: int) -> Workspace:
+            memory, handle = torch_compat.symmetric_memory(size, device, group.group_name)
+            buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+            # torch's barrier, whose kernel ends the process's use of the GPU if a rank does not come
+            kept = memory, handle
+            return Workspace(buffers, lambda: kept[1].barrier(0, limit))
+
+        self.copies = Copies(group.rank(), group.size(), make)
+        # what waits for room among kernels goes first: it is short
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+
+    def start(self, operation: str, source: Tensor, target: Tensor) -> Callable[[int], object]:
+        """Begin a call behind torch's current stream; returns what lets that wait for it."""
+        if not self.copies.fits(source.nbytes):
+            self._stream.synchronize()  # nobody reads or writes the workspace that goes
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            getattr(self.copies, operation)(source, target)
+            done = self._stream.record_event()
+        return lambda _: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+__all__ = ["Beside", "Copies", "Workspace"]
