@@ -103,18 +103,29 @@ class TorchCollectives(Collectives):
 
     def _start(
         self, operation: str, source: ArrayView, target: ArrayView, stream: int
-    ) -> Callable[[int], object]:
+    ) -> Callable[..., object]:
         given, made = tensor_of(source), tensor_of(target)
         if given.is_cuda and self._copies(given.device):
             return self._beside.start(operation, given, made)
         call: Any = getattr(torch_compat, f"{operation}_single")
         work = call(made, given, group=self.group, async_op=True)
-        return lambda stream: work.wait()
+        return lambda stream, rank=None: work.wait()
+
+    @property
+    def by_parts(self) -> bool:
+        """See ``Collectives``: where torch's switch is on for the group."""
+        on = torch_compat.has_symmetric_memory(self.group.group_name)
+        return on and not (torch.cuda.is_initialized() and torch_compat.is_capturing())
+
+    def _send(self, source: ArrayView, rank: int, stream: int) -> None:
+        given = tensor_of(source)
+        if given.is_cuda and self._copies(given.device):
+            self._beside.send(given, rank)
 
     def _copies(self, device: torch.device) -> bool:
-        """Whether calls that are started go by symmetric memory: where torch's switch is on for the group.
-        Not into a CUDA graph, for which a workspace may not grow."""
-        if torch_compat.is_capturing() or not torch_compat.has_symmetric_memory(self.group.group_name):
+        """Whether calls that are started go by symmetric memory. Not into a CUDA graph, for which a workspace
+        may not grow."""
+        if not self.by_parts:
             return False
         if self._beside is None:
             self._beside = Beside(self.group, device)

@@ -8,7 +8,8 @@ every rank enters after it has read the same half. All is put on one stream, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,14 @@ class Copies:
         self.rank, self.size, self._make = rank, size, make
         self._half = self.calls = 0
         self._workspace: Workspace | None = None
+        self._sent: set[int] = set()  # ranks that have their parts of a sum that is not complete
 
-    def all_gather(self, source: Tensor, target: Tensor) -> None:
-        """Each rank copies its part into its own workspace, and the others' parts from theirs."""
+    def all_gather(
+        self, source: Tensor, target: Tensor, arrived: Callable[[int], object] = lambda rank: None
+    ) -> None:
+        """Each rank copies its part into its own workspace, and the others' parts from theirs. ``arrived``
+        is called after the copy of each other rank's, the following rank's first."""
+        assert not self._sent
         rooms = self._rooms(source.nbytes)
         rooms[self.rank].copy_(_bytes(source))
         self._meet()
@@ -45,16 +51,18 @@ class Copies:
         for step in range(1, self.size):  # of different ranks at a time
             other = (self.rank + step) % self.size
             parts[other].copy_(rooms[other])
+            arrived(other)
         parts[self.rank].copy_(_bytes(source))
 
     def reduce_scatter(self, source: Tensor, target: Tensor) -> None:
         """Each rank copies its addends into the others' workspaces, and adds those in its own. Two ranks'
         sum has the bits of NCCL's; more are added in float32 and rounded once."""
-        rooms, one = self._rooms(source.nbytes), target.nbytes
-        parts = source.chunk(self.size)
         for step in range(1, self.size):
             other = (self.rank + step) % self.size
-            rooms[other][self.rank * one :][:one].copy_(_bytes(parts[other]))
+            if other not in self._sent:
+                self.send(source, other)
+        self._sent.clear()
+        rooms, parts = self._rooms(source.nbytes), source.chunk(self.size)
         self._meet()
         own = rooms[self.rank].view(source.dtype).chunk(self.size)
         if self.size == 2:
@@ -62,6 +70,13 @@ class Copies:
             return
         own[self.rank].copy_(parts[self.rank])
         torch.sum(rooms[self.rank].view(source.dtype).view(self.size, -1), 0, out=target)
+
+    def send(self, source: Tensor, other: int) -> None:
+        """The part of ``reduce_scatter``, which comes next, that one other rank gets."""
+        part = source.chunk(self.size)[other]
+        room = self._rooms(source.nbytes)[other].chunk(self.size)[self.rank]
+        room.copy_(_bytes(part))
+        self._sent.add(other)
 
     def fits(self, size: int) -> bool:
         """Whether the workspace has room for so many bytes of a call."""
@@ -101,15 +116,39 @@ class Beside:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
 
-    def start(self, operation: str, source: Tensor, target: Tensor) -> Callable[[int], object]:
-        """Begin a call behind torch's current stream; returns what lets that wait for it."""
+    def start(self, operation: str, source: Tensor, target: Tensor) -> Callable[..., object]:
+        """Begin a call behind torch's current stream; returns what lets that wait for it, or for what a rank
+        gives (stream, rank)."""
+        arrived: dict[int | None, Any] = {}
+
+        def arrive(rank: int | None) -> None:
+            arrived[rank] = self._stream.record_event()
+
+        with self._behind(source):
+            if operation == "all_gather":
+                self.copies.all_gather(source, target, arrive)
+            else:
+                self.copies.reduce_scatter(source, target)
+            arrive(None)
+
+        def wait(stream: int, rank: int | None = None) -> None:
+            torch.cuda.current_stream(self._device).wait_event(arrived.get(rank, arrived[None]))
+
+        return wait
+
+    def send(self, source: Tensor, rank: int) -> None:
+        """Begin to move a rank's part of what is to be summed."""
+        with self._behind(source):
+            self.copies.send(source, rank)
+
+    @contextmanager
+    def _behind(self, source: Tensor) -> Iterator[None]:
+        """On the stream of the copies, after what torch's current stream has got."""
         if not self.copies.fits(source.nbytes):
             self._stream.synchronize()  # nobody reads or writes the workspace that goes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            getattr(self.copies, operation)(source, target)
-            done = self._stream.record_event()
-        return lambda _: torch.cuda.current_stream(self._device).wait_event(done)
+            yield
 
 
 def _bytes(x: Tensor) -> Tensor:

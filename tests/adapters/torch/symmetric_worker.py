@@ -12,7 +12,9 @@ from fp8kit_torch.collectives import TorchCollectives
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from fp8kit import deterministic
+from fp8kit.ops import product_parallel
 from fp8kit.testing.compare import assert_same_bits
+from tests.adapters.torch import distributed_worker
 from tests.support.processes import work
 
 # more steps than calls are made anew before they are recorded; a longer input is in the middle, for which
@@ -68,5 +70,17 @@ def training_is_the_same(rank, ranks):
     assert TorchCollectives.of(symmetric)._beside.copies.calls > len(RECIPES) * STEPS
 
 
+def products_by_parts(rank, ranks):
+    """With symmetric memory products are made rank by rank, and are those of one process."""
+    switched_on(dist.group.WORLD)
+    product_parallel.LEAST_OPERATIONS = 0
+    assert TorchCollectives.of(dist.group.WORLD).by_parts
+    distributed_worker.exact_products(rank, ranks)
+    copies = TorchCollectives.of(dist.group.WORLD)._beside
+    assert (copies is not None) == (distributed_worker.PLACE.type == "cuda")
+
+
 if __name__ == "__main__":
+    if sys.argv[4] == "cuda":
+        distributed_worker.PLACE = torch.device("cuda", int(sys.argv[1]))
     work(globals(), sys.argv[1:])

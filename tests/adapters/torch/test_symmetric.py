@@ -14,7 +14,7 @@ import torch
 from fp8kit_torch import torch_compat
 from fp8kit_torch.symmetric import _GRAIN, Copies, Workspace
 
-from tests.support.processes import run
+from tests.support.processes import PLACES, run
 
 
 class Machine:
@@ -59,7 +59,8 @@ class Machine:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_follow_each_other(size):
-    """Each call, of any kind, size and dtype, gives what it is to; ranks are early and late by turns."""
+    """Each call, of any kind, size and dtype, gives what it is to; ranks are early and late by turns, and send
+    parts of sums before."""
     rng = np.random.default_rng(0)
     calls = [
         (operation, int(rng.integers(1, 3000)) * 16, dtype)
@@ -84,8 +85,17 @@ def test_calls_follow_each_other(size):
         for i, (operation, n, dtype) in enumerate(calls):
             if (i + copies.rank) % 5 == 0:
                 time.sleep(0.003)
-            target = torch.empty(n * size if operation == "all_gather" else n, dtype=dtype)
-            getattr(copies, operation)(given[i][copies.rank], target)
+            source, others = given[i][copies.rank], [(copies.rank + s) % size for s in range(1, size)]
+            if operation == "all_gather":
+                target, came = torch.empty(n * size, dtype=dtype), []
+                copies.all_gather(source, target, came.append)
+                assert came == others
+            else:
+                target = torch.empty(n, dtype=dtype)
+                for other in others[: i % size]:  # some parts, or all, before
+                    copies.send(source, other)
+                    time.sleep(0.001 * (i % 2))
+                copies.reduce_scatter(source, target)
             found.append(target)
         return found
 
@@ -122,6 +132,12 @@ def test_how_long_ranks_wait_is_the_groups():
     unknown = SimpleNamespace(_get_backend=lambda device: None)
     assert torch_compat.timeout_of(unknown, torch.device("cuda")) == timedelta(minutes=10)
     assert not torch_compat.has_symmetric_memory("a group of nobody")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_products_by_parts(place, tmp_path):
+    """Over Gloo too, whose calls are then waited for by parts, with no symmetric memory."""
+    run("tests.adapters.torch.symmetric_worker", 2, tmp_path, place, ["products_by_parts"], timeout=90)
 
 
 @pytest.mark.gpu2
