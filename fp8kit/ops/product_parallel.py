@@ -244,10 +244,10 @@ class ParallelProduct(Product):
 
     def _summed(self, ws: WorkingSet, x: ArrayView | None, sums: ArrayView, y: ArrayView) -> None:
         """A row's product in ``sums``, and in y this rank's rows of the ranks' sum."""
-        inner, comm = self.inner, self.collectives
-        assert comm is not None
+        inner: Any = self.inner
+        comm: Any = self.collectives
         if self._by_parts("fprop"):
-            inner.fprop(ws, x, sums, by=partial(self._and_send, y))  # type: ignore[call-arg]
+            inner.fprop(ws, x, sums, by=partial(self._and_send, y))
             comm.wait(y, ws.stream)
         else:
             inner.fprop(ws, x, sums)
@@ -280,15 +280,16 @@ class ParallelProduct(Product):
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         comm: Any = self.collectives
+        inner: Any = self.inner
         out = ws.scratch[self._own("sums")] if self.gathers_x else dx
         if self.needs_w:
             self._start_x(ws)
         if self.gathers_g and self.part is not None and self._by_parts("dgrad"):
-            self.inner.dgrad(ws, None, out, by=partial(self._as_it_arrives, "dgrad"))  # type: ignore[call-arg]
+            inner.dgrad(ws, None, out, by=partial(self._as_it_arrives, "dgrad"))
         else:
             if self.gathers_g and self.part is not None:
                 self._arrive(ws, "g_q")
-            self.inner.dgrad(ws, self._whole_g(ws, g), out)
+            inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
             comm.start("reduce_scatter", out, dx, ws.stream, self.spec.label)
         elif self.column and self.spec.sums:

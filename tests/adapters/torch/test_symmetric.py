@@ -59,8 +59,8 @@ class Machine:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_follow_each_other(size):
-    """Each call, of any kind, size and dtype, gives what it is to; ranks are early and late by turns, and send
-    parts of sums before."""
+    """Each call, of any kind, size and dtype, gives what it is to; ranks are early and late by turns, and
+    send parts of sums before."""
     rng = np.random.default_rng(0)
     calls = [
         (operation, int(rng.integers(1, 3000)) * 16, dtype)
