@@ -43,7 +43,7 @@ class Copies:
     ) -> None:
         """Each rank copies its part into its own workspace, and the others' parts from theirs. ``arrived``
         is called after the copy of each other rank's, the following rank's first."""
-        assert not self._sent
+        self._give_up()
         rooms = self._rooms(source.nbytes)
         rooms[self.rank].copy_(_bytes(source))
         self._meet()
@@ -82,12 +82,23 @@ class Copies:
         """Whether the workspace has room for so many bytes of a call."""
         return size <= self._half
 
+    def fit(self, size: int) -> None:
+        """Make a larger workspace; nothing is in flight."""
+        self._half = -(-size // _GRAIN) * _GRAIN
+        self._workspace = None  # the old one goes before there is a new one
+        self._workspace = self._make(2 * self._half)
+
+    def _give_up(self) -> None:
+        """The half of a sum that an error ended may be written yet: leave it, as a call that is done."""
+        if self._sent:
+            self._sent.clear()
+            self._meet()
+
     def _rooms(self, size: int) -> list[Tensor]:
         """Where this call's bytes are, of every rank."""
-        if self._workspace is None or not self.fits(size):
-            self._half = -(-size // _GRAIN) * _GRAIN
-            self._workspace = None  # the old one goes before there is a new one
-            self._workspace = self._make(2 * self._half)
+        if not self.fits(size):
+            self.fit(size)
+        assert self._workspace is not None
         begin = self.calls % 2 * self._half
         return [buffer[begin : begin + size] for buffer in self._workspace.buffers]
 
@@ -103,15 +114,16 @@ class Beside:
 
     def __init__(self, group: Any, device: torch.device) -> None:
         limit = int(torch_compat.timeout_of(group, device).total_seconds() * 1000)
+        ranks, name = group.size(), group.group_name  # the group itself is torch's to keep
 
         def make(size: int) -> Workspace:
-            memory, handle = torch_compat.symmetric_memory(size, device, group.group_name)
-            buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+            memory, handle = torch_compat.symmetric_memory(size, device, name)
+            buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
             # torch's barrier, whose kernel ends the process's use of the GPU if a rank does not come
             kept = memory, handle
             return Workspace(buffers, lambda: kept[1].barrier(0, limit))
 
-        self.copies = Copies(group.rank(), group.size(), make)
+        self.copies = Copies(group.rank(), ranks, make)
         # what waits for room among kernels goes first: it is short
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
@@ -144,11 +156,14 @@ class Beside:
     @contextmanager
     def _behind(self, source: Tensor) -> Iterator[None]:
         """On the stream of the copies, after what torch's current stream has got."""
-        if not self.copies.fits(source.nbytes):
-            self._stream.synchronize()  # nobody reads or writes the workspace that goes
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            yield
+        # tensors may have been made in inference mode, which can be written in it alone
+        with torch.inference_mode():
+            if not self.copies.fits(source.nbytes):
+                self._stream.synchronize()  # nobody reads or writes the workspace that goes
+                self.copies.fit(source.nbytes)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                yield
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -292,4 +292,5 @@ def symmetric_memory(size: int, device: torch.device, name: str) -> tuple[torch.
     The ranks meet here."""
     kind = torch._C._distributed_c10d._SymmetricMemory
     memory = kind.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    torch.cuda.synchronize(device)  # its signals are zero before another rank sets one
     return memory, kind.rendezvous(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fp8kit_torch import torch_compat
-from fp8kit_torch.symmetric import _GRAIN, Copies, Workspace
+from fp8kit_torch.symmetric import _GRAIN, Beside, Copies, Workspace
 
 from tests.support.processes import PLACES, run
 
@@ -134,12 +135,75 @@ def test_how_long_ranks_wait_is_the_groups():
     assert not torch_compat.has_symmetric_memory("a group of nobody")
 
 
+def test_a_sum_that_an_error_ended_is_left():
+    def work(copies):
+        source = torch.arange(4, dtype=torch.float32) + copies.rank
+        copies.send(source, 1 - copies.rank)
+        gathered = torch.empty(8)
+        copies.all_gather(source, gathered)
+        assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+        return copies.calls
+
+    assert Machine(2).run(work) == [2, 2]
+
+
+def test_calls_of_a_group(monkeypatch):
+    """What is put on which stream, and what waits for it, with stand-ins for CUDA's streams and for torch's
+    handle of the memory."""
+    machine, log = Machine(2), threading.local()
+
+    class Stream:
+        def __init__(self, *how, **more):
+            self.name = "aside" if how else "main"
+
+        def record_event(self):
+            log.said.append(("event",))
+            return f"event {len(log.said)}"
+
+        def __getattr__(self, name):
+            return lambda *given: log.said.append((self.name, name, *map(str, given)))
+
+    def memory(size, device, name):
+        space = machine.make(log.rank)(size)
+        barrier = lambda channel, limit: (log.said.append(("meet", channel, limit)), space.barrier())  # noqa: E731
+        return None, SimpleNamespace(get_buffer=lambda rank, *_: space.buffers[rank], barrier=barrier)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch_compat, "symmetric_memory", memory)
+
+    def work(copies):
+        rank = log.rank = copies.rank
+        log.said = []
+        options = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+        group = SimpleNamespace(
+            rank=lambda: rank, size=lambda: 2, group_name="0", _get_backend=lambda device: options
+        )
+        beside = Beside(group, torch.device("cpu"))
+        source, whole = torch.full((4,), rank + 1.0), torch.empty(8)
+        wait = beside.start("all_gather", source, whole)
+        wait(0, 1 - rank)
+        wait(0, rank)  # comes with the whole
+        wait(0)
+        assert whole.tolist() == [1.0] * 4 + [2.0] * 4
+        waits = [words[-1] for words in log.said if words[1:2] == ("wait_event",)]
+        assert waits[0] != waits[1] == waits[2]
+        assert ("meet", 0, 7000) in log.said
+        beside.send(whole, 1 - rank)
+        beside.start("reduce_scatter", whole, source)(0)
+        assert source.tolist() == [2.0 * (rank + 1)] * 4
+        names = [what[0] for name, *what in log.said if name == "aside"]
+        assert names == ["synchronize", "wait_stream", "wait_stream", "wait_stream"]
+
+    machine.run(work)
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_products_by_parts(place, tmp_path):
-    """Over Gloo too, whose calls are then waited for by parts, with no symmetric memory."""
-    run("tests.adapters.torch.symmetric_worker", 2, tmp_path, place, ["products_by_parts"], timeout=90)
-
-
-@pytest.mark.gpu2
-def test_training_of_two_gpus(tmp_path):
-    run("tests.adapters.torch.symmetric_worker", 2, tmp_path, "cuda", ["training_is_the_same"], timeout=90)
+def test_two_processes(place, tmp_path):
+    """Products by parts are made over Gloo too, whose calls are then waited for by parts, with no symmetric
+    memory."""
+    cases = ["high", "delayed", "current", "block"] if place == "cuda" else []
+    run(
+        "tests.adapters.torch.symmetric_worker", 2, tmp_path, place, ["products_by_parts", *cases], timeout=90
+    )
