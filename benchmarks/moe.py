@@ -208,7 +208,7 @@ class Problem:
         return loop
 
 
-def _graph(loop: Callable[[int], None]) -> Step:
+def as_graph(loop: Callable[[int], None]) -> Step:
     """The loop as a CUDA graph."""
     import cupy
 
@@ -255,7 +255,7 @@ def measure(size: Size, mode: Mode, setting: Setting) -> list[Row]:
     contest.enter(OURS, ours)
     loop = problem.singles(kernels)
     if setting.device.kind == "cuda":
-        contest.enter(SINGLES, lambda row: _graph(loop))
+        contest.enter(SINGLES, lambda row: as_graph(loop))
     stream = arrays.current_stream(setting.device)
     contest.enter(LOOP, lambda row: lambda: loop(stream))
     contest.enter(TORCH, lambda row: _torch(problem))

@@ -13,6 +13,7 @@ from benchmarks import (
     model,
     moe,
     named,
+    own_gemms,
     ranks,
     shapes,
     soak,
@@ -53,6 +54,13 @@ PARTS = (
         "the layer's FP8 products beside cuBLASLt's best algorithms and torch's",
         partial(gemm_part, peers=torch_kernels.products),
         takes="12 s",
+    ),
+    Part(
+        "own",
+        "our FP8 product for Hopper beside cuBLASLt's, scales per tensor and of blocks",
+        own_gemms.own_part,
+        usual=False,
+        takes="40 s",
     ),
     Part(
         "attention",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from benchmarks.own_gemms import BLOCKS, FEW, TENSORS, speed
 from fp8kit.bench.report import Report, Row
 from fp8kit.bench.sizes import FULL
 from fp8kit.bench.skeleton import NAME as SKELETON
@@ -106,6 +107,18 @@ def attention_speed(report: Report) -> float:
 def of_model(case: str, other: str) -> Callable[[Report], float]:
     """Of the part ``model`` one case's step over another's."""
     return lambda r: figure(r, "model", case, "gpu_ms") / figure(r, "model", other, "gpu_ms")
+
+
+def own_speed(scales: str) -> Callable[[Report], float]:
+    """Of the part ``own``: ``own_gemms.speed``."""
+
+    def found(report: Report) -> float:
+        value = speed(report.rows("own"), scales)
+        if value is None:
+            raise Missing(f"own, {scales}: not measured")
+        return value
+
+    return found
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention alone is measured at
@@ -217,6 +230,30 @@ TARGETS = (
         attention_speed,
         more=True,
         part="attention",
+    ),
+    Target(
+        "own FP8 product's speed / cuBLASLt's, scales per tensor, the layer's twelve",
+        0.97,
+        1.00,
+        own_speed(TENSORS),
+        more=True,
+        part="own",
+    ),
+    Target(
+        "own FP8 product's speed / cuBLASLt's, 64 rows and fewer",
+        1.00,
+        1.00,
+        own_speed(FEW),
+        more=True,
+        part="own",
+    ),
+    Target(
+        "own FP8 product's speed / cuBLASLt's, scales of blocks, the layer's twelve",
+        1.10,
+        1.25,
+        own_speed(BLOCKS),
+        more=True,
+        part="own",
     ),
     Target(
         "Hugging Face Llama, whole step, converted / bf16 eager",

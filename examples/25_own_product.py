@@ -30,7 +30,9 @@ SOURCE = (
         '#include "fp8.cuh"',
         f'#if PROMOTE\n#undef PROMOTE\n#define PROMOTE {INTERVAL}\n#endif\n#include "fp8.cuh"',
     )
-    .replace("values[2 * q + c] = value;", f"values[2 * q + c] = fminf(fmaxf(value, {-LIMIT}f), {LIMIT}f);")
+    .replace(
+        "values[h][2 * q + c] = value;", f"values[h][2 * q + c] = fminf(fmaxf(value, {-LIMIT}f), {LIMIT}f);"
+    )
 )
 
 

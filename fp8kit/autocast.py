@@ -319,13 +319,8 @@ class autocast(_Named):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        flag: Any
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
-            if flag is not True and flag is not False:
-                got = f"a {type(flag).__name__}" if isinstance(flag, Recipe) else shown(flag)
-                more = "; recipe= takes it" if isinstance(flag, Recipe) else ""
-                more = f"; recipe= takes {WANTED}" if isinstance(flag, str) else more
-                raise RecipeError("autocast", name, got, f"a bool{more}")
+        if (type(enabled), type(calibrating), type(checking)) != (bool, bool, bool):
+            _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
@@ -423,6 +418,15 @@ class resumed:
 
 
 _DEFAULT = DelayedScaling()
+
+
+def _refuse_flag(**flags: Any) -> None:
+    """RecipeError for the first of the flags that is no bool."""
+    name, flag = next((name, flag) for name, flag in flags.items() if type(flag) is not bool)
+    got = f"a {type(flag).__name__}" if isinstance(flag, Recipe) else shown(flag)
+    more = "; recipe= takes it" if isinstance(flag, Recipe) else ""
+    more = f"; recipe= takes {WANTED}" if isinstance(flag, str) else more
+    raise RecipeError("autocast", name, got, f"a bool{more}")
 
 
 def _inside(value: Any) -> str:

@@ -521,6 +521,10 @@ class Quantization(KnownFields):
         return "; ".join(words)
 
 
+# fp8_max, margin, most_recent, power_2, growth, by_window: arguments of the kernel ``update_delayed_``
+DelayedRule = tuple[float, int, bool, bool, float | None, bool]
+
+
 @dataclass(frozen=True)
 class AmaxHistory(KnownFields):
     """How the scales of operands with state follow from the amaxes of earlier steps, by the rule that
@@ -587,12 +591,13 @@ class AmaxHistory(KnownFields):
         return ", ".join(words)
 
     @cached_property
-    def rules(self) -> dict[bool, tuple[int, bool, bool, float | None, bool]]:
-        """What the kernel ``update_delayed_`` is told of x and w (True) and of g (False): margin,
-        most_recent, power_2, growth, by_window."""
-        growths = {True: self.growth, False: None}
-        start, end = (self.margin, self.most_recent, self.power_2), self.by_window
-        return {forward: (*start, growth, end) for forward, growth in growths.items()}
+    def rules(self) -> dict[bool, DelayedRule]:
+        """What the kernel ``update_delayed_`` is told of x and w (True) and of g (False)."""
+        own = self.margin, self.most_recent, self.power_2
+        return {
+            True: (self.max_forward, *own, self.growth, self.by_window),
+            False: (self.max_backward, *own, None, self.by_window),
+        }
 
     @cached_property
     def most_recent(self) -> bool:

@@ -10,6 +10,7 @@ history; the update of all states by one ``AmaxHistory`` is one kernel call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from fp8kit.collectives import EVERYONE, Collectives
 from fp8kit.errors import CheckpointError, RecipeError
 from fp8kit.execution import replay
 from fp8kit.formats import float32
-from fp8kit.quantization import AmaxHistory
+from fp8kit.quantization import AmaxHistory, DelayedRule
 from fp8kit.recipe import DELAYED_SCALES, Recipe
 
 HostArray = np.ndarray[Any, Any]
@@ -30,6 +31,7 @@ BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
 _FEW = 64  # states
 _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
+_placed, _device, _place = map(attrgetter, ("placed", "device", "place"))
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -225,49 +227,46 @@ def update(
     history: AmaxHistory | None,
     states: Sequence[ScalingState],
     forward: bool,
-    stream: Callable[[Device], int] | None = None,
+    stream: Callable[[int], int] | None = None,
 ) -> None:
     """Update all ``states``, of forward or of backward operands, by the rule of ``AmaxHistory``: one
     kernel call a device; callables run on the host. Nothing where a recipe has no history.
 
-    ``stream``: gives the stream of a device to work on; None takes its current one.
+    ``stream``: gives the stream to work on of a GPU, by its index; None takes the current one.
     """
     if history is None or not states:
         return
-    fp8_max = history.max_forward if forward else history.max_backward
     if history.on_host:  # all answers first: a callable that raises leaves every state as it was
+        fp8_max = history.max_forward if forward else history.max_backward
         for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
             for view, array in zip(state.placed.arrays, updated, strict=True):
                 arrays.copy(view, arrays.as_view(array))
         return
-    devices: dict[Device, list[Placed]] = {}
-    for state in states:
-        own = state.placed
-        devices.setdefault(own.device, []).append(own)
-    for device, there in devices.items():
-        on = 0 if device.kind == "cpu" else (stream or arrays.current_stream)(device)
-        kernels = dispatch.kernels(device)
-        rule = history.rules[forward]
-        call = (kernels, there, fp8_max, rule, on)
-        # many cost their look-up more than they save
-        recorded = replay.direct(kernels) if len(there) <= _FEW else None
-        if recorded is None:
-            _update_delayed(*call)
-        else:
-            key = ("update_delayed_", on, fp8_max, *rule, *[own.place for own in there])
-            recorded.run(key, _update_delayed, *call)
+    there: list[Placed] = [*map(_placed, states)]
+    device = there[0].device
+    if len(there) > 1 and [*map(_device, there)].count(device) < len(there):
+        for each in {own.device: None for own in there}:
+            update(history, [state for state in states if state.placed.device == each], forward, stream)
+        return
+    if device.kind == "cpu":
+        on = 0
+    else:
+        on = arrays.current_stream(device) if stream is None else stream(device.index)
+    kernels, rule = dispatch.kernels(device), history.rules[forward]
+    # many cost their look-up more than they save
+    recorded = replay.direct(kernels) if len(there) <= _FEW else None
+    if recorded is None:
+        _update_delayed(kernels, there, rule, on)
+    else:
+        key = ("update_delayed_", on, rule, *map(_place, there))
+        recorded.run(key, _update_delayed, kernels, there, rule, on)
 
 
-def _update_delayed(
-    kernels: Any,
-    there: Sequence[Placed],
-    fp8_max: float,
-    rule: tuple[int, bool, bool, float | None, bool],
-    stream: int,
-) -> None:
+def _update_delayed(kernels: Any, there: Sequence[Placed], rule: DelayedRule, stream: int) -> None:
     """The kernel call for all states of a device."""
+    fp8_max, *rest = rule
     scales, inverses, histories = zip(*[own.arrays for own in there], strict=True)
-    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rule, stream)
+    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rest, stream)
 
 
 def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> list[HostArray]:

@@ -60,8 +60,6 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         return attention_text(fields, parts, name, plain_backward), attention_draws(parts, name)
 
     def check_part(self, operation: str, name: str, x: Tensor) -> None:
-        if self.is_compiling():
-            return
         if name in _PLAIN:
             want_like(operation, name, getattr(self, name), x)
         else:

@@ -49,7 +49,8 @@ class TensorMeta(NamedTuple):
 class TorchOp(BoundOp):
     """A bound operation and the functions that allocate its outputs and gradients.
 
-    ``wanted``, ``through``: places, among the tensors, of ``needs`` and of what ``passes`` name.
+    ``wanted``: for each tensor its place among ``needs``, -1 where it is none of them. ``through``: places,
+    among the tensors, of what ``passes`` name.
     """
 
     memory: TorchMemory
@@ -75,7 +76,7 @@ class TorchOp(BoundOp):
         ]
         self.kept_count = len(self.kept)
         places = {name: i for i, name in enumerate(metas)}
-        self.wanted = [places[name] for name in needs]
+        self.wanted = [needs.index(name) if name in needs else -1 for name in metas]
         self.through = [places[name] for name in self.passes.values()]
         # whether the gradients that are made are the wanted ones, in that order
         self.direct = self.gradients == [(i, None) for i in range(len(self.grads))]

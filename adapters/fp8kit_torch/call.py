@@ -152,10 +152,8 @@ class _Node(torch.autograd.Function):
             if name in into:
                 meta = op.inputs[name]
                 made[i] = main.placeholder(name, meta.shape, dtype_of(meta.dtype))
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for at, grad in zip(op.wanted, made, strict=True):
-            found[3 + at] = grad
-        return tuple(found)
+        count = len(ctx.needs_input_grad) - 3  # of the tensors: the state's scales are behind them
+        return None, None, None, *map([*made, None].__getitem__, op.wanted[:count])
 
 
 _record = applier(_Node)

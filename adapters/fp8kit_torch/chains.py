@@ -24,12 +24,24 @@ from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.state import NO_STATE, StateBinding
 
-# key: the operations' names, the identities of their specs, and the sources; the value holds the specs, so
-# that no other object gets their identity
-_specs: LRU[Any, ChainSpec] = LRU(SHAPES, name="torch: chains")
-# for each layer the bindings of its last call; a call uses its own, whatever other threads put here meanwhile
-_bindings: weakref.WeakKeyDictionary[Any, tuple[TorchOp, list[StateBinding], StateBinding]]
+# for each layer the bindings of its last call, and the names of the amaxes that its backward fills; a call
+# uses its own, whatever other threads put here meanwhile
+_bindings: weakref.WeakKeyDictionary[Any, tuple[list[str], list[StateBinding], StateBinding]]
 _bindings = weakref.WeakKeyDictionary()
+
+
+class _Form(NamedTuple):
+    """What calls are without their tensors: the chain's names of their inputs and of their scales, and its
+    spec."""
+
+    names: tuple[str, ...]
+    scales: tuple[str, ...]
+    spec: ChainSpec
+
+
+# key: of each call the operation's name, the identity of its spec, its inputs' names and classes, and where
+# those come from that are ``Pending``; the value holds the specs, so that no other object gets their identity
+_forms: LRU[Any, _Form] = LRU(SHAPES, name="torch: chains")
 
 
 class Call(NamedTuple):
@@ -68,27 +80,25 @@ def chained(call: Call) -> dict[str, Pending]:
 
 def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
     """Run the calls of ``layer``. Returns the last one's first output."""
-    inputs: dict[str, Tensor] = {}
-    sources = []
-    for i, call in enumerate(calls):
-        own = []
-        for name, value in call.inputs.items():
+    key: list[Any] = []
+    tensors: list[Tensor] = []
+    for operation, own, inputs, binding in calls:
+        values = inputs.values()
+        key += operation.name, id(own), len(inputs), *inputs, *binding.scales, *map(type, values)
+        for value in values:
             if type(value) is not Pending:
                 if value is not None:
-                    inputs[f"{i}.{name}"] = value
+                    tensors.append(value)
             elif value.tensor is None:
-                own.append((name, value.number, value.name))
+                key.append((value.number, value.name))
             else:
-                inputs[f"{i}.{name}"] = value.tensor
-        sources.append(tuple(own))
-    key = *[(call.operation.name, id(call.spec)) for call in calls], *sources
-    spec = _specs.get(key)
-    if spec is None:
-        names, specs = tuple(call.operation.name for call in calls), tuple(call.spec for call in calls)
-        spec = _specs.put(key, ChainSpec(names, specs, tuple(sources)))
-    scales = tuple([f"{i}.{name}" for i, call in enumerate(calls) for name in call.binding.scales])
+                key.append(None)
+                tensors.append(value.tensor)
+    known = tuple(key)
+    found = _forms.get(known) or _forms.put(known, _form(calls))
+    names, scales, spec = found
     try:
-        op, tensors = prepare(chain, spec, inputs, scales)
+        op, tensors = prepare(chain, spec, dict(zip(names, tensors, strict=True)), scales)
         return run(op, tensors, _binding(layer, op, [call.binding for call in calls]))["y"]
     except Fp8kitError as error:
         named = {chain.name, *(call.operation.name for call in calls)}
@@ -99,17 +109,34 @@ def run_chain(layer: torch.nn.Module, calls: list[Call]) -> Tensor:
         raise error.renamed(type(layer).__name__, argument) from None
 
 
+def _form(calls: list[Call]) -> _Form:
+    """What the calls are without their tensors."""
+    names, sources, scales = [], [], []
+    for i, call in enumerate(calls):
+        scales += [f"{i}.{name}" for name in call.binding.scales]
+        own = []
+        for name, value in call.inputs.items():
+            if type(value) is Pending and value.tensor is None:
+                own.append((name, value.number, value.name))
+            elif value is not None:
+                names.append(f"{i}.{name}")
+        sources.append(tuple(own))
+    operations, specs = tuple(call.operation.name for call in calls), tuple(call.spec for call in calls)
+    return _Form(tuple(names), tuple(scales), ChainSpec(operations, specs, tuple(sources)))
+
+
 def _binding(layer: torch.nn.Module, op: TorchOp, parts: list[StateBinding]) -> StateBinding:
-    """The bindings of the calls as one; made once for the same ones."""
-    found = _bindings.get(layer)
-    if found is None or found[0] is not op or not all(map(is_, found[1], parts)):
+    """The bindings of the calls as one; made once for the same ones, whatever the sizes."""
+    found, amaxes = _bindings.get(layer), [*op.grad_amaxes]
+    same = found is not None and found[0] == amaxes and len(found[1]) == len(parts)
+    if not same or not all(map(is_, found[1], parts)):  # type: ignore[index]
         merged: list[dict[str, int]] = [{}, {}, {}, {}]
         tokens, held = [], []
         for i, part in enumerate(parts):
             for whole, addresses in zip(merged, part[:4], strict=True):
                 whole |= {f"{i}.{name}": address for name, address in addresses.items()}
-            if any(name.startswith(f"{i}.") for name in op.grad_amaxes):
+            if any(name.startswith(f"{i}.") for name in amaxes):
                 tokens += part.tokens
             held += part.held
-        found = _bindings[layer] = op, parts, StateBinding(*merged, tuple(tokens), tuple(held))
-    return found[2]
+        found = _bindings[layer] = amaxes, parts, StateBinding(*merged, tuple(tokens), tuple(held))
+    return found[2]  # type: ignore[index]

@@ -151,10 +151,13 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
         return [(0, inputs["x"]), (1, inputs["weight0"])]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (..., in_features) of the weight's dtype."""
+        """``x``: (..., in_features) of the weight's dtype. For one on the meta device the result has a shape
+        and no values, wherever the weight is."""
         if self._changed():
             self._take_sizes()
         x = want_input("Linear", "inp", x, self.in_features)
+        if x.is_meta and not self.weight.is_meta:
+            return x.new_empty((*x.shape[:-1], self.out_features))
         if self._part is not None:
             output = self.row_output
             return product_in_parts(self._product, self._part, x, self.weight, self.bias, output)

@@ -5,7 +5,8 @@ Each layer keeps its parameters, its FP8 state and its place, and its operands a
 before, x by gate_proj's for up_proj too, which has seen the same x. An MLP is known by a trial of its own
 forward, which is repeated where something that it may read has been replaced. That forward runs wherever
 something would be passed by: hooks, another module in a layer's place, an inspector, weights that are held in
-FP8. It also runs within torch.compile, whose compiler has a kernel for what stands between the products.
+FP8. Within torch.compile that forward is traced on the meta device, for what it depends on to be guarded, and
+the graph has the operation.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from fp8kit import inspection
-from fp8kit.autocast import AutocastState, current
+from fp8kit import inspection, scaled_products
+from fp8kit.autocast import AutocastState, current, traced_state
+from fp8kit.execution.codec import decode, encode
 from fp8kit.layers.fp8_layer import scale_names
 from fp8kit.ops.gated_mlp import GatedMLPSpec, gated_activations, gated_mlp, is_fused
+from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
-from fp8kit_torch import recompute, torch_compat
+from fp8kit_torch import recompute, torch_checkpoint, torch_compat
+from fp8kit_torch.autocast import layer_recipe, recipe_parts
 from fp8kit_torch.call import prepare, run
+from fp8kit_torch.constants import constant_result, exporting
 from fp8kit_torch.converted import ConvertedLinear
+from fp8kit_torch.library import trace
 from fp8kit_torch.state import StateBinding
 from fp8kit_torch.torch_compat import unseen
 
@@ -71,11 +77,17 @@ class GatedMLP(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """What the MLP's own forward gives."""
-        if len(args) == 1 and not named and not torch.compiler.is_compiling():
-            y = _fused(self, args[0])
+        if len(args) == 1 and not named:
+            y = (_compiled if torch.compiler.is_compiling() else _fused)(self, args[0])
             if y is not None:
                 return y
         return super().forward(*args, **named)  # type: ignore[misc]
+
+    @torch.compiler.assume_constant_result
+    def _fp8kit_activation(self) -> str:
+        """Within ``torch.compile``: name of the activation of what runs as one operation; "" for an MLP that
+        runs layer by layer."""
+        return "" if _passed_by(self) else activation(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__getstate__().items() if name != _TRIED}
@@ -316,7 +328,12 @@ def layer_by_layer(model: nn.Module) -> dict[str, str]:
 
 def _is_plain(layer: ConvertedLinear) -> bool:
     """Whether a layer's call would be its operation, on a weight in high precision."""
-    if type(layer).forward is not ConvertedLinear.forward or layer.microbatch is not None:
+    return type(layer).forward is ConvertedLinear.forward and _is_plain_now(layer)
+
+
+def _is_plain_now(layer: ConvertedLinear) -> bool:
+    """``_is_plain``, of what a layer's class does not say."""
+    if layer.microbatch is not None:
         return False
     if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute or layer._held is not None:
         return False
@@ -334,16 +351,21 @@ def _spec(mlp: GatedMLP, layers: Layers, fp8: Quantization, kind: str) -> GatedM
     others = tuple(each for each in known if any(map(_differ, each.of, of)))
     found = next((each for each in known if not any(map(_differ, each.of, of))), None)
     if found is None:
-        spec = None
-        if is_fused(fp8):
-            own = zip(layers, PREFIXES, strict=True)
-            made = [replace(layer._spec.product, fp8=fp8, prefix=prefix) for layer, prefix in own]
-            sizes = made[0].in_features, made[0].out_features, made[0].out_features
-            if sizes == (made[1].in_features, made[1].out_features, made[2].in_features):
-                spec = GatedMLPSpec(*made, activation=kind)
-        found = _Found(of, spec)
+        found = _Found(of, _made([layer._spec.product for layer in layers], fp8, kind))
     _found[mlp] = (found, *others[: _MOST - 1])
     return found.spec
+
+
+def _made(products: Sequence[ProductSpec], fp8: Quantization, kind: str) -> GatedMLPSpec | None:
+    """The operation's spec of the layers' own products; None for what it does not quantise so."""
+    if not is_fused(fp8):
+        return None
+    gate, up, down = [
+        replace(own, fp8=fp8, prefix=prefix) for own, prefix in zip(products, PREFIXES, strict=True)
+    ]
+    if (up.in_features, up.out_features, down.in_features) != (gate.in_features, *[gate.out_features] * 2):
+        return None
+    return GatedMLPSpec(gate, up, down, activation=kind)
 
 
 def _inputs(gate: ConvertedLinear, x: Tensor, layers: Layers) -> dict[str, Tensor] | None:
@@ -363,9 +385,9 @@ def _inputs(gate: ConvertedLinear, x: Tensor, layers: Layers) -> dict[str, Tenso
         or not all(own.dtype == x.dtype and own.device == x.device for own in inputs.values())
     ):
         return None
-    needs = {name for name, own in inputs.items() if own.requires_grad}
-    weights, biases = {"gate_weight0", "up_weight0"} & needs, {"gate_bias0", "up_bias0"} & needs
-    together = len(weights) != 1 and (not biases or weights or "x" in needs)
+    first, second = (inputs[name].requires_grad for name in ("gate_weight0", "up_weight0"))
+    biases = [inputs[name].requires_grad for name in ("gate_bias0", "up_bias0") if name in inputs]
+    together = first == second and (first or x.requires_grad or not any(biases))
     return inputs if together or not torch.is_grad_enabled() else None
 
 
@@ -401,6 +423,53 @@ def _joined(parts: Sequence[StateBinding]) -> StateBinding:
     ]
     tokens, held = (tuple(one for part in parts for one in part[i]) for i in (4, 5))
     return StateBinding(*tables, tokens, held)
+
+
+# --- within torch.compile -----------------------------------------------------------------------------------
+
+
+def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
+    """``_fused`` in a way that ``torch.compile`` can trace. What the operation follows from is guarded: what
+    the MLP's own forward reads, by tracing that on the meta device, which leaves nothing in the graph, and
+    what is asked here; as everywhere in torch, no hooks that are registered later."""
+    state = traced_state()
+    if state is None or not state.enabled or state.check_finite or exporting() or torch_checkpoint.traced():
+        return None
+    kind = mlp._fp8kit_activation() if type(x) is Tensor else ""
+    if not kind:
+        return None
+    layers: Layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)  # type: ignore[assignment]
+    inputs = _inputs(layers[0], x, layers) if all(_is_plain_now(layer) for layer in layers) else None
+    if inputs is None:
+        return None
+    texts, names = tuple(layer._spec_text for layer in layers), tuple(layer._layer() for layer in layers)
+    spec = _spec_text(kind, texts, recipe_parts(state.recipe), names, str(x.device))
+    if not spec:
+        return None
+    _own_forward(mlp)(torch.empty_like(x, device="meta"))
+    states = [
+        layer._traced(state)._replace(gemms=(prefix,))  # type: ignore[union-attr]
+        for layer, prefix in zip(layers, PREFIXES, strict=True)
+    ]
+    return trace(gated_mlp, spec, inputs, states)["y"]
+
+
+@constant_result
+def _spec_text(
+    kind: str,
+    specs: tuple[str, ...],
+    recipe: tuple[Any, ...],
+    layers: tuple[tuple[str, str], ...],
+    where: str,
+) -> str:
+    """The text of the operation's spec, "" where it does not compute that; ``specs``: texts of the layers';
+    ``layers``: their classes and names; ``where``: the device."""
+    first, *others = [layer_recipe(recipe, layer) for layer in layers]
+    if first is None or any(other != first for other in others):
+        return ""
+    fp8 = scaled_products.for_device(first.quantization, where)
+    spec = _made([decode(own).product for own in specs], fp8, kind)
+    return "" if spec is None else encode(spec)
 
 
 __all__ = ["LAYERS", "fuse", "layer_by_layer", "separate"]

@@ -15,6 +15,7 @@ from fp8kit.layers.base import spec_object
 from fp8kit.ops.activation import activation
 from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import expert_rows, permute, unpermute
+from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.call import apply
@@ -33,6 +34,7 @@ def expert_product(
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
+        recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
         inspection.unseen(layer[1] or layer[0])
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:

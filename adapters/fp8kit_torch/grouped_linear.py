@@ -3,7 +3,7 @@ two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.side_by_side import Stacks, as_one, want_unchanged
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 
 
@@ -75,7 +76,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     * ``name``: what recipes by name know it by (``recipe.PerLayer``, ``recipe.CustomRecipe``). Others:
       Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
-    Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three
+    Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,), which lie side by side in memory
+    where they can (``side_by_side``), so that all groups' are one array. Under ``autocast`` the three
     GEMMs of each group run in FP8, each with scales of its own; a group without rows runs none, and its
     scales do not age. Within ``torch.compile`` the numbers of rows are a part of the compiled code.
     """
@@ -126,6 +128,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         flags = {"bias": bool(bias), "return_bias": bool(return_bias)}
         self.add_groups(SimpleNamespace(**dict(named), **flags, **own))
         self._group_parameters()
+        self._stacks = Stacks()
+        self._put_side_by_side()
         if self.tp_size > 1 and parallel_mode is not None:
             self._mark_parts(parallel_mode)
 
@@ -151,7 +155,28 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         """The groups' weights or biases."""
         if name in self._grouped_names() and self._parameters.get(name) is not None:
             return members_of(self._parameters[name])  # type: ignore[arg-type]
-        return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
+        names = [f"{name}{i}" for i in range(self.num_gemms)]
+        return list(self.parameters_by(zip(names, names, strict=True)).values())
+
+    def _put_side_by_side(self) -> None:
+        """Let the groups' weights, and their biases, lie in one memory each, where they can."""
+        for name in ("weight", "bias") if self.use_bias else ("weight",):
+            if name not in self._grouped_names():
+                self._stacks.put(name, [self._parameters.get(f"{name}{i}") for i in range(self.num_gemms)])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items() if p is not None}
+        super()._apply(fn, recurse)
+        # not what stays where it is, or goes into memory that processes share
+        if any((p.dtype, p.device) != kinds[name] for name, p in self._parameters.items() if p is not None):
+            self._put_side_by_side()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.__dict__.setdefault("_stacks", Stacks(True)).anew:
+            self._stacks = Stacks()
+            self._put_side_by_side()
 
     def weight_inputs(self) -> dict[str, Any]:
         return {f"{i}_weight0": weight for i, weight in enumerate(self._members("weight"))}
@@ -183,9 +208,12 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             whole: Any = self._parameters.pop(name)
             for i, part in enumerate(_separate(whole)):
                 self._parameters[f"{name}{i}"] = torch.nn.Parameter(part, whole.requires_grad)
+        remade = any(p is not None and p.is_meta for p in self._parameters.values())
         super().reset_parameters(defer_init)
         if names:
             self._group_parameters()
+        if remade and not defer_init:
+            self._put_side_by_side()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Weights and biases of checkpoints come as one or as several, whatever they are here."""
@@ -322,20 +350,27 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             wanted = "it off, where m_splits stay on the device"
             raise UnsupportedError("GroupedLinear", name, "on", wanted)
         biases = self.group_biases() if self.use_bias else None
-        inputs = {"x": x, "weight": self._whole("weight")}
+        weight, read = self._whole("weight")
+        inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
-            inputs["bias"] = self._whole("bias")
+            inputs["bias"], _ = self._whole("bias")
         inputs = self.autocast_inputs(inputs)
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
         y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer)
+        if inputs["weight"] is weight and read:
+            want_unchanged(y, read)
         return (y, biases) if self.return_bias else y
 
-    def _whole(self, name: str) -> Tensor:
-        """The weights or biases as one tensor (N, ...)."""
+    def _whole(self, name: str) -> tuple[Tensor, list[Any]]:
+        """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
+        and of one parameter, none."""
         if name in self._grouped_names():
-            return self._parameters[name].view_as(self._parameters[name])  # type: ignore[union-attr,arg-type]
-        return torch.stack(self._members(name))
+            one: Any = self._parameters[name]
+            return one.view_as(one), []
+        members = self._members(name)
+        whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
+        return (torch.stack(members), []) if whole is None else (as_one(whole, *members), members)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:

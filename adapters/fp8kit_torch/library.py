@@ -64,18 +64,21 @@ class StaticCall:
     state, in the order of its slots; none without. ``policy``: kernels are chosen by it: a graph keeps that
     of its forward pass, because its backward pass may run on another thread. ``needs``: inputs whose gradient
     is wanted. ``rule``: by which the states are updated, None without; ``when``, for the forward state. The
-    slots of the first GEMM are number ``gemm`` of the state.
+    slots of the first GEMM are number ``gemm`` of the state. ``count``: of states in each direction, among
+    which the GEMMs are divided, in order and in equal parts.
     """
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, gemms, policy, self.needs, rule, self.when, gemm = decode(text)
+        name, self.spec, self.names, gemms, policy, self.needs, rule, self.when, gemm, count = decode(text)
         self.operation: Operation = OPERATIONS[name]
         self.policy = policy_from_text(policy)
-        start = FORWARD_SLOTS * gemm
-        self.forward = {operand: start + slot for operand, slot in forward_slots(gemms).items()}
-        self.backward = backward_slots(gemms)
+        start, own = FORWARD_SLOTS * gemm, len(gemms) // count
+        parts = [gemms[i * own : (i + 1) * own] for i in range(count)]
+        self.count = count
+        self.forward = [{name: start + at for name, at in forward_slots(part).items()} for part in parts]
+        self.backward = [backward_slots(part) for part in parts]
         self.rule = _rule(rule) if rule else None
-        self.scales = tuple(f"{operand}_scale" for operand in self.forward)
+        self.scales = tuple(f"{operand}_scale" for part in self.forward for operand in part)
         self._bound: dict[Any, TorchOp] = {}  # by what tells the tensors apart
         self._bindings: dict[Any, StateBinding] = {}  # by where the state lies
 
@@ -113,16 +116,20 @@ class StaticCall:
             self._bound[key] = found
         return found
 
-    def binding(self, scale: Tensor, history: Tensor | None, backward: bool) -> StateBinding:
-        """The operation's binding to a forward or a backward state: its scale, and the history whose row 0
-        takes the amaxes, None where they go nowhere."""
-        key = scale.data_ptr(), 0 if history is None else history.data_ptr(), backward
+    def binding(self, scales: Sequence[Tensor], histories: Sequence[Tensor], backward: bool) -> StateBinding:
+        """The operation's binding to its forward or backward states: their scales, and the histories whose
+        rows 0 take the amaxes, none where they go nowhere."""
+        key = (*map(Tensor.data_ptr, scales), *map(Tensor.data_ptr, histories), backward)
         found = self._bindings.get(key)
         if found is None:
             slots = self.backward if backward else self.forward
-            scales = slot_addresses(slots, scale, "scale")
-            amaxes = {} if history is None else slot_addresses(slots, history, "amax")
-            found = StateBinding({}, {}, scales, amaxes) if backward else StateBinding(scales, amaxes)
+            rows: dict[str, int] = {}
+            amaxes: dict[str, int] = {}
+            for part, scale in zip(slots, scales, strict=True):
+                rows |= slot_addresses(part, scale, "scale")
+            for part, history in zip(slots, histories, strict=False):
+                amaxes |= slot_addresses(part, history, "amax")
+            found = StateBinding({}, {}, rows, amaxes) if backward else StateBinding(rows, amaxes)
             if len(self._bindings) >= _STATES:
                 self._bindings.clear()
             self._bindings[key] = found
@@ -144,10 +151,11 @@ def text_of(
     rule: str = "",
     when: int = NEITHER,
     gemm: int = 0,
+    count: int = 1,
 ) -> str:
     """The text of a call, see ``StaticCall``; ``policy``, ``rule``: texts; None for the policy in force."""
     policy = get_policy().text if policy is None else policy
-    return encode((name, spec, names, gemms, policy, needs, rule, when, gemm))
+    return encode((name, spec, names, gemms, policy, needs, rule, when, gemm, count))
 
 
 @constant_result
@@ -259,24 +267,26 @@ def _nothing(*given: Any) -> None:
 
 def _forward(filled: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> None:
     """Fill outputs and the saved block (where there is one). ``inputs``: by the call's names; ``state``:
-    delayed scaling's scale and the state's handle, or the scale alone, or nothing. With a handle the last of
-    ``filled`` is the history, whose row 0 takes the amaxes."""
+    delayed scaling's scales and the states' handles, or the scales alone, or nothing. With handles the last
+    of ``filled`` are the histories, whose rows 0 take the amaxes."""
     found, tensors = call_by(call), _contiguous(inputs)
     assert all(map(Tensor.is_contiguous, filled))  # as they were allocated
     op = found.bind(tensors)
     if not state:
         op.call(addresses(op, tensors)[1], NO_STATE, filled)
         return
-    recorded = len(state) > 1
+    count = found.count
+    recorded = len(state) > count
     if recorded and found.when == NEITHER and torch_compat.current_backward() != -1:
         # by scales that the graph has updated meanwhile, which autograd's count of writes does not show
         got = "a forward pass that backward computes again"
         wanted = "what forward kept: torch._functorch.config.activation_memory_budget = 1"
         raise UnsupportedError(found.operation.name, "delayed scaling", got, wanted)
-    binding = found.binding(state[0], filled[-1] if recorded else None, False)
+    binding = found.binding(state[:count], filled[-count:] if recorded else (), False)
     op.call(addresses(op, tensors)[1], binding, filled)
     if recorded:
-        note(state[1], found.rule, found.when)
+        for handle in state[count:]:
+            note(handle, found.rule, found.when)
 
 
 def _backward(
@@ -295,17 +305,20 @@ def _backward(
     op = found.bind_shapes(shapes, dtypes, first.device)
     binding = NO_STATE
     if state:
-        note(state[1], found.rule, BACKWARD)  # before what may fail, so that the pass drops what it recorded
-        binding = found.binding(state[0], filled[-1], True)
+        for handle in state[found.count :]:  # before what may fail, so that the pass drops what it recorded
+            note(handle, found.rule, BACKWARD)
+        binding = found.binding(state[: found.count], filled[-found.count :], True)
     count = op.kept_count
     into = dict(zip(op.grads, filled, strict=False))
     op.call_backward(_contiguous(kept[:count]), list(kept[count:]), _arrived(cotangents), binding, into)
 
 
-def _filled(inputs: Sequence[Tensor], state: Sequence[Tensor], history: Tensor | None, call: str) -> Any:
-    """Carry out a forward pass: (signature, results, saved block or nothing). ``state``: the forward scale,
-    that of the backward state, and the handles of both, where amaxes go into ``history``; or the first."""
+def _filled(inputs: Sequence[Tensor], state: Sequence[Tensor], histories: Sequence[Tensor], call: str) -> Any:
+    """Carry out a forward pass: (signature, results, saved block or nothing). ``state``: the forward scales,
+    those of the backward states, the handles of the forward and those of the backward states, where amaxes go
+    into ``histories``, of which the forward states' come first; or the forward scales."""
     found = call_by(call)
+    count = found.count
     if onnx_mode.on:
         onnx_mode.check(found.spec)
     signature, like, ops = found.infer(inputs), inputs[0], OPS[found.operation.name]
@@ -313,10 +326,11 @@ def _filled(inputs: Sequence[Tensor], state: Sequence[Tensor], history: Tensor |
     saved = []
     if signature.saved:
         saved = [like.new_empty(Layout(signature.saved).nbytes, dtype=torch.uint8)]
-    if history is None:
-        ops.forward([*outputs, *saved], inputs, state[:1], call)
+    if not histories:
+        ops.forward([*outputs, *saved], inputs, state[:count], call)
     else:
-        ops.recorded[0]([*outputs, *saved, history], inputs, [state[0], state[2]], call)
+        own = [*state[:count], *state[2 * count : 3 * count]]
+        ops.recorded[0]([*outputs, *saved, *histories[:count]], inputs, own, call)
     sources = [inputs[found.names.index(source)] for source in signature.passes.values()]
     return signature, [*outputs, *[t.clone(memory_format=torch.contiguous_format) for t in sources]], saved
 
@@ -328,14 +342,15 @@ class _Traced(torch.autograd.Function):
     def forward(
         ctx: Any, call: str, state: list[Tensor], histories: list[Tensor], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        signature, results, saved = _filled(inputs, state, histories[0] if histories else None, call)
+        signature, results, saved = _filled(inputs, state, histories, call)
         found = call_by(call)
+        count = found.count
         names = (*_outputs(signature), *signature.passes)
         known = dict(zip(names, results, strict=True)) | dict(zip(found.names, inputs, strict=True))
         ctx.save_for_backward(*[known[name] for name in signature.kept if name in known], *saved)
         ctx.call, ctx.signature, ctx.names = call, signature, names
-        # not the forward scale, which is another one by then
-        ctx.state, ctx.histories = [*state[1:2], *state[3:]], histories[1:]
+        # not the forward scales, which are others by then
+        ctx.state, ctx.histories = [*state[count : 2 * count], *state[3 * count :]], histories[count:]
         ctx.shapes = [extent for t in inputs for extent in t.shape]
         ctx.dtypes = ",".join(f"{t.ndim}{str(t.dtype).removeprefix('torch.')}" for t in inputs)
         ctx.set_materialize_grads(False)
@@ -368,15 +383,15 @@ def _traced(
     inputs: Sequence[Tensor], state: Sequence[Tensor], histories: Sequence[Tensor], call: str
 ) -> list[Tensor]:
     """Outputs, and copies of inputs that pass through. ``state``, see ``_filled``; ``histories``: of the
-    forward and the backward state, where amaxes are recorded."""
+    forward and then the backward states, where amaxes are recorded."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return list(_Traced.apply(call, state, histories, *inputs))
-    return _filled(inputs, state, histories[0] if histories else None, call)[1]  # type: ignore[no-any-return]
+    return _filled(inputs, state, histories, call)[1]  # type: ignore[no-any-return]
 
 
 def _call(inputs: Sequence[Tensor], state: Sequence[Tensor], call: str) -> list[Tensor]:
     """``_traced`` without histories."""
-    return _filled(inputs, state, None, call)[1]  # type: ignore[no-any-return]
+    return _filled(inputs, state, (), call)[1]  # type: ignore[no-any-return]
 
 
 def define(operation: Operation) -> None:
@@ -508,11 +523,12 @@ def trace(
     operation: Operation,
     spec: Any,
     inputs: Mapping[str, Tensor],
-    state: TracedState | None = None,
+    of: Sequence[TracedState] = (),
     gemm: int = 0,
 ) -> dict[str, Tensor]:
-    """The outputs by name of a call within ``torch.compile``; ``spec``: it, or its text. ``gemm``: where the
-    ``state``'s slots for this call begin."""
+    """The outputs by name of a call within ``torch.compile``; ``spec``: it, or its text. ``of``: the states
+    whose GEMMs the call has, one after the other, under one recipe; ``gemm``: where their slots for
+    this call begin."""
     name, names, tensors = operation.name, tuple(inputs), list(inputs.values())
     if operation.mutates:
         raise not_compiled(f"{name}, which changes its inputs,")
@@ -522,16 +538,18 @@ def trace(
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
-    how: tuple[Any, ...] = () if state is None else (state.recipe, state.when, gemm)
-    gemms = () if state is None else state.gemms
+    how: tuple[Any, ...] = ()
+    if of:
+        how = (of[0].recipe, of[0].when, gemm, len(of))
+    gemms = tuple([prefix for own in of for prefix in own.gemms])
     call, outputs = described(name, text, names, gemms, policy_now().text, needs, *how)
-    ops = OPS[name]
-    if state is None:
+    ops, scales = OPS[name], [own.forward.scale for own in of]
+    if not of:
         made = ops.call(tensors, [], call) if exporting() else ops.traced(tensors, [], [], call)
-    elif state.record:
-        own = [state.forward.scale, state.backward.scale, state.forward.handle, state.backward.handle]
-        histories = [state.forward.amax_history, state.backward.amax_history]
-        made = ops.traced(tensors, own, histories, call)
+    elif of[0].record:
+        both = [own.forward for own in of] + [own.backward for own in of]
+        own_state = [own.scale for own in both] + [own.handle for own in both]
+        made = ops.traced(tensors, own_state, [own.amax_history for own in both], call)
     else:
-        made = ops.traced(tensors, [state.forward.scale], [], call)
+        made = ops.traced(tensors, scales, [], call)
     return dict(zip(outputs, made[: len(outputs)], strict=True))

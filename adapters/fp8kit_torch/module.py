@@ -143,7 +143,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
         if type(prepared) is Call:
-            return chained(prepared._replace(binding=binding))  # type: ignore[return-value]
+            return chained(Call(*prepared[:3], binding))  # type: ignore[return-value]
         return run(*prepared, binding, main)
 
     def cast_weight(
@@ -401,13 +401,15 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
         for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
         amaxes go nowhere."""
-        known = self._binding
-        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
-        if same and record:
-            history: Any = recipe.history
-            same = self.fp8_meta["scaling_fwd"].amax_history.shape[0] == history.length
+        known, states = self._binding, self.fp8_meta
+        same = (
+            known is not None
+            and known[1] is record
+            and (known[0] is recipe or known[0] == recipe)
+            and known[3] is states["scaling_fwd"].placed  # of these tensors
+        )
         found: StateBinding = known[2] if same else self._bind(recipe, record)
-        forward = self.fp8_meta["scaling_fwd"]
+        forward = states["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None
             slots, scale = forward_slots(self.gemms), forward.scale
@@ -419,8 +421,10 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 held=(*found.held, kept.scales, row),
             )
         if record:
-            scope = touch_forward(forward, recipe, training)
-            forward.group = self.fp8_meta["scaling_bwd"].group = scope.amax_reduction_group
+            group = touch_forward(forward, recipe, training).amax_reduction_group
+            backward = states["scaling_bwd"]
+            if group is not forward.group or group is not backward.group:
+                forward.group = backward.group = group
         return found
 
     # --- delayed scaling ------------------------------------------------------------------------------------
@@ -441,7 +445,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 backward_amaxes=slot_addresses(back, backward.amax_history, "amax"),
                 tokens=((history, backward, None),),
             )
-        self._binding = (recipe, record, binding)
+        self._binding = (recipe, record, binding, forward.placed)
         return binding
 
     # --- within torch.compile -------------------------------------------------------------------------------
@@ -483,7 +487,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         cached = first is not None
         more = {"layer": layer, "frozen": frozen, "where": str(tensors["x"].device)}
         spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), **more)
-        return trace(self.operation, spec, tensors, traced)
+        return trace(self.operation, spec, tensors, () if traced is None else (traced,))
 
     def _layer(self) -> tuple[str, str]:
         """Class and name, where the recipe asks for them: layers share what is compiled for them else."""
@@ -534,8 +538,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
                     spec = layer_text(self._spec_text, parts, False, bias, (), i, layer, where=where)
-                    state = None if traced is None else traced.of_gemm(i)
-                    made.update(trace(weight_cast, spec, own, state, i))
+                    states = () if traced is None else (traced.of_gemm(i),)
+                    made.update(trace(weight_cast, spec, own, states, i))
             self._weights = WeightCache(text, made)
         return self._weights.arrays
 

@@ -10,6 +10,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,11 +30,13 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
+_group = attrgetter("group")
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# backward pass, by its number -> rules of states, and the states that recorded in it
-_RECORDED: dict[int, dict[int, tuple[AmaxHistory, dict[ScalingState, None]]]] = {}
+# of a backward pass: rules of states, by their identity, and the states that recorded in it
+_Recorded = dict[int, "tuple[AmaxHistory, dict[ScalingState, None]]"]
+_RECORDED: dict[int, _Recorded] = {}  # by the pass's number
 # a state that backward records into, its rule, and the number of the pass: None for the one that runs then
 Token = tuple[AmaxHistory, "ScalingState", int | None]
 
@@ -65,7 +69,6 @@ class ScalingState:
         self.number = number
         self.handle = torch.tensor(number, device="cpu")
         self.group: Any = None
-        self._seen: Any = (None, None, None, None)
         _LIVE[number] = self
 
     @classmethod
@@ -91,14 +94,15 @@ class ScalingState:
         """The tensors as views by their names."""
         return dict(zip(FIELDS, self.placed.arrays, strict=True))
 
-    @property
+    @cached_property
     def placed(self) -> Placed:
         """Where the tensors lie, found once for the same tensors."""
-        scale, scale_inv, history, found = self._seen
-        if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
-            found = placed(*map(as_view, self.parts))
-            self._seen = (*self.parts, found)
-        return found  # type: ignore[no-any-return]
+        return placed(*map(as_view, self.parts))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in FIELDS:
+            self.__dict__.pop("placed", None)
 
     @property
     def device(self) -> Device:
@@ -137,12 +141,10 @@ def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) ->
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
     if history is not None and history.reduce:
-        several = bool(torch_compat.GROUPS)
-        for state in states:
-            several = several or (state.group is not None and isinstance(state.group, Collectives))
-        if several:
+        own = any(map(_group, states)) and any(isinstance(state.group, Collectives) for state in states)
+        if own or torch_compat.GROUPS:
             _reduce(states)
-    scaling.update(history, states, forward, _stream)
+    scaling.update(history, states, forward, torch_compat.current_stream)
 
 
 def _stream(device: Device) -> int:
@@ -210,11 +212,17 @@ def open_backward() -> int:
     """Number of the backward pass that runs now, at whose end the states that it recorded are updated. Called
     within one, by any of its threads: there is one for each device."""
     number = torch_compat.current_backward()
-    if number not in _RECORDED:
-        own: dict[int, tuple[AmaxHistory, dict[ScalingState, None]]] = {}
-        if _RECORDED.setdefault(number, own) is own:  # one thread's
-            torch_compat.at_backwards_end(_BackwardEnd(number))
+    _opened(number)
     return number
+
+
+def _opened(number: int) -> _Recorded:
+    """What the backward pass of that number, which runs now, has recorded."""
+    own: _Recorded = {}
+    found = _RECORDED.setdefault(number, own)
+    if found is own:  # one thread's
+        torch_compat.at_backwards_end(_BackwardEnd(number))
+    return found
 
 
 def finish_backward(tokens: Sequence[Token]) -> None:
@@ -223,11 +231,9 @@ def finish_backward(tokens: Sequence[Token]) -> None:
     if _HELD or not tokens:
         return
     number = tokens[0][2]
-    if number is None:
-        number = torch_compat.current_backward()
-    groups = _RECORDED.get(number)
+    groups = None if number is None else _RECORDED.get(number)
     if groups is None:
-        groups = _RECORDED[open_backward()]
+        groups = _opened(torch_compat.current_backward())
     for history, state, _ in tokens:
         found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
         found[1][state] = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree, checkpoint
 from torch.utils._device import DeviceContext
@@ -198,6 +199,14 @@ def schema_arguments(operation: Any) -> Any:
 def untyped_storage(storage: Any) -> Any:
     """The bytes of a storage, typed or not; the public method of the former warns that it is deprecated."""
     return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+_of_weak: Callable[[int], torch.UntypedStorage | None] = _required(torch.UntypedStorage, "_new_with_weak_ptr")
+
+
+def storage_of(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that is referred to; None once it is gone."""
+    return _of_weak(weak.cdata)
 
 
 _storage_owners: Callable[[int], int] = _required(torch._C, "_storage_Use_Count")

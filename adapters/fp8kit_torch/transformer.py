@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,10 @@ from fp8kit_torch.torch_compat import any_autocast, global_hooks
 # bytes of x from which on a layer runs operation by operation: the GPU's work then takes longer than the
 # calls, and each operation frees its memory as soon as it can
 LARGE = 16 << 20
+# of a module: compile(), and hooks
+_foreign = attrgetter(
+    "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
@@ -47,11 +52,9 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
-        if (
-            attention.core_attention.context is not None
-        ):  # several operations, between which ranks communicate
-            return False
         own = attention._modules
+        if own["core_attention"].context is not None:  # several operations, between which ranks communicate
+            return False
         here = self.frontend
         products = (
             (own["layernorm_qkv"], here.LayerNormLinear),
@@ -63,11 +66,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             # somebody else's code: another class, a forward set on the object or its class, compile()
             if type(part) is not kind or "forward" in vars(part) or "forward" in vars(kind):
                 return False
-            if part._compiled_call_impl is not None:
-                return False
-            if part._forward_hooks or part._forward_pre_hooks:
-                return False
-            if part._backward_hooks or part._backward_pre_hooks:
+            if any(_foreign(part)):
                 return False
         for part, _ in products:
             if part.microbatch is not None:  # casts that micro-batches share are taken by each part

@@ -14,6 +14,7 @@ from typing import Any
 
 Key = tuple[Any, ...]
 ALIGNMENT = 256  # bytes: what kernels and products are chosen by is the same for addresses that agree in it
+_LOW_BITS = (ALIGNMENT - 1).__and__
 
 
 class Replays:
@@ -96,14 +97,10 @@ class Replays:
         every array, which are absent or the same, and which parts of a weight begin where another one ends:
         operations take such parts as one. Of other arrays that says nothing: allocators lay them side by side
         or not as it comes."""
-        places = {address: i for i, address in enumerate(addresses) if address}
-        low, at, sizes = ALIGNMENT - 1, places.get, self._sizes
-        return (
-            stream,
-            len(places),
-            *[address and (address & low) + 1 for address in addresses],
-            *[at(addresses[i] + sizes[i]) for i in self._joined if addresses[i]],
-        )
+        sizes, places = self._sizes, dict(zip(addresses, range(len(addresses)), strict=True))
+        joined = [places.get(addresses[i] + sizes[i]) for i in self._joined if addresses[i]]
+        # of None the bits are NotImplemented
+        return stream, len(places), *map(bool, addresses), *map(_LOW_BITS, addresses), *joined
 
     def _bound(self, kept: Any) -> None:
         """Make room for one more."""

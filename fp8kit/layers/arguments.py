@@ -194,6 +194,9 @@ def want_plain(
     operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False
 ) -> None:
     """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
+    first = is_first_microbatch
+    if fp8_output is fp8_grad is False and (first is None or first is True or first is False):
+        return
     for name, value in (
         ("is_first_microbatch", is_first_microbatch),
         ("fp8_output", fp8_output),

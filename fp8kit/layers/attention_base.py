@@ -102,7 +102,8 @@ class AttentionBase(Grouped):
         return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
-        """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``."""
+        """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``; not
+        called within ``torch.compile``."""
         raise NotImplementedError
 
     def may_fuse(self, *parts: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from fp8kit.arguments import shown
@@ -89,6 +90,8 @@ def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTH
 def core_options(*values: Any) -> dict[str, Any]:
     """Those of the core attention's options, in the order of ``CORE_OPTIONS``, that are not at their
     defaults."""
+    if all(map(is_, values, CORE_OPTIONS.values())):
+        return {}
     return {
         name: value
         for (name, usual), value in zip(CORE_OPTIONS.items(), values, strict=True)

@@ -366,10 +366,8 @@ class TransformerLayer(AttentionBase):
             own = {name: value for name, value in own.items() if name not in _SEQUENCES.values()}
             own |= {kv: own[q] for q, kv in _SEQUENCES.items() if q in own}
         prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
-        self.check_part(op, "layernorm_mlp", x)
-        self.check_part(op, "layernorm", x)
-        if self.norm_position == "after":
-            for name in _NORMS:
+        if not self.is_compiling():
+            for name in ("layernorm_mlp", "layernorm", *(_NORMS if self.norm_position == "after" else ())):
                 self.check_part(op, name, x)
         paths = own if prepared.core is None else prepared.core.beside, inference_params
         if self.training and self.drop_path_rate and form == "thd" and not self.is_compiling():
@@ -436,7 +434,7 @@ class TransformerLayer(AttentionBase):
     ) -> Any:
         """x, or with ``post`` its norm, plus the output of the attention ``layer``."""
         stream, ask = _STREAMS[post]
-        proj = layer.proj
+        proj = layer.parts["proj"]
         if self._may_fuse(paths, layer, proj):
             bias = "add" if proj.use_bias else "none"
             return self.call_branch(layer, x, first, bias=bias, fused_residual=stream, **core, **ask).y

@@ -6,8 +6,7 @@ captured into a CUDA graph, and works inside ``jax.jit``. Weights of all groups 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -127,45 +126,43 @@ class _Operand(NamedTuple):
         else:
             self._cast_blocks(ws, x)
 
-    def _parts(self, x: ArrayView, views: Sequence[ArrayView | None], at_once: bool) -> Iterator[list[Any]]:
-        """Each matrix of x, and what of the buffers ``views`` belongs to it; ``at_once``: all matrices as
-        one, which they are where nothing is padded and no scale is of two."""
-        for e in (0,) if at_once or not self.groups else range(self.groups):
-            found: list[Any] = []
-            for view in (x, *views):
-                if view is not None and (at_once or len(view.shape) < 3):
-                    view = view.reshape(math.prod(view.shape[:-1]), view.shape[-1])
-                elif view is not None:
-                    view = view.slice(0, e, 1).reshape(*view.shape[1:])
-                found.append(view)
-            yield found
-
     def _cast_blocks(self, ws: WorkingSet, x: ArrayView) -> None:
         own, views = self.rule, list[ArrayView | None]()
         for side in ("q", "qt"):
             views += self.side(ws, side) if side in self.sides else (None, None)
-        at_once = self.sides == ("q",) and own.tile == (BLOCK, BLOCK) and self.rows % BLOCK == 0
-        for parts in self._parts(x, views, at_once):
-            ws.kernels.block_quantize(*parts, own.format, own.tile, own.power_2, own.epsilon, ws.stream)
+        how = own.format, own.tile, own.power_2, own.epsilon, ws.stream
+        if self.sides == ("q",) and own.tile == (BLOCK, BLOCK) and self.rows % BLOCK == 0:
+            # all matrices as one, which they are where nothing is padded and no scale is of two
+            whole = [None if view is None else view.rows() for view in views]
+            ws.kernels.block_quantize(x.rows(), *whole, *how)
+        elif self.groups:
+            ws.kernels.block_quantize_stack(x, *views, *how)
+        else:
+            ws.kernels.block_quantize(x.rows(), *views, *how)
 
     def _cast_tensors(self, ws: WorkingSet, x: ArrayView) -> None:
-        """Cast each matrix by a scale of its own, both sides at once."""
+        """Cast each matrix by a scale of its own, both sides at once. Backward takes the amaxes that forward
+        has saved (``_amaxes``)."""
         own, k, stream = self.rule, ws.kernels, ws.stream
         amax, scale, inverse = (ws.scratch[f"{self.name}_{part}"] for part in ("amax", "scale", "inv"))
-        codes = [ws.scratch.get(f"{self.name}_{side}") for side in ("q", "qt")]
-        arrays.provider(x.device).fill_zero(amax, stream)
+        q, q_t = (ws.scratch.get(f"{self.name}_{side}") for side in ("q", "qt"))
+        kind, _, operand = self.name.rpartition("_")
+        saved = ws.saved.get(f"{operand}_amax")
         whole, tile = x.reshape(-1, self.columns), (max(self.rows, 1), max(self.columns, 1))
-        k.amax(whole, amax, tile, stream)
+        amax = amax if saved is None else saved
+        if saved is None or kind == "fprop":
+            arrays.provider(x.device).fill_zero(amax, stream)
+            k.amax(whole, amax, tile, stream)
         dense = pad(self.rows) == self.rows and pad(self.columns) == self.columns
-        if self.groups and self.sides == ("q",) and dense and codes[0] is not None:  # all at once
-            q = codes[0].reshape(*whole.shape)
+        if not self.groups:
+            to = Cast(own.format, q, q_t, None, inverse, amax, Rule(own.power_2, own.epsilon))
+            k.quantize_transpose(whole, to, None, None, stream)
+        elif q is not None and q_t is None and dense:
             k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
-            k.quantize(whole, q, scale, inverse, None, own.format, tile, True, 0, 0, None, stream)
-            return
-        rule = Rule(own.power_2, own.epsilon)
-        for e, (part, q, q_t) in enumerate(self._parts(x, codes, False)):
-            to = Cast(own.format, q, q_t, None, inverse.slice(0, e, 1), amax.slice(0, e, 1), rule)
-            k.quantize_transpose(part, to, None, None, stream)
+            how = own.format, tile, True, 0, 0, None, stream
+            k.quantize(whole, q.reshape(*whole.shape), scale, inverse, None, *how)
+        else:
+            k.quantize_stack(x, q, q_t, amax, inverse, own.format, own.power_2, own.epsilon, stream)
 
     def _cast_rows(self, ws: WorkingSet, x: ArrayView, side: str) -> None:
         """Cast the rows of matrices of any strides, each row by its own scale."""
@@ -184,6 +181,21 @@ class _Operand(NamedTuple):
         k.quantize(matrix, q, scale, inverse, None, own.format, tile, True, 0, 0, None, stream)
 
 
+def _amaxes(spec: ExpertLinearSpec, grads: Container[str]) -> dict[str, Meta]:
+    """The amaxes that forward saves: of x and of the matrices of w, where backward casts these by scales of
+    tensors too."""
+    gemms = {} if spec.fp8 is None else spec.fp8.gemms
+    made: dict[str, Meta] = {}
+    for operand, count, backward, wanted in (("x", 1, "wgrad", "weight"), ("w", spec.experts, "dgrad", "x")):
+        if not gemms or wanted not in grads:
+            continue
+        first, second = gemms["fprop"], gemms[backward]
+        rules = first.a if operand == "x" else first.b, second.b
+        if first.compute == second.compute == "quantized" and {r.granularity for r in rules} == {"tensor"}:
+            made[f"{operand}_amax"] = Meta((count,), float32)
+    return made
+
+
 class _Gemm(NamedTuple):
     """One of the three GEMMs: its operands and which side of each it multiplies; ``fast``: its
     accumulation."""
@@ -198,7 +210,7 @@ class ExpertLinear(Operation):
 
     Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None.
     Output: y h (..., N). Gradients of x, weight and bias. x and the weight are kept as they are, and backward
-    casts them along its own contractions.
+    casts them along its own contractions, by the amaxes that forward took.
     """
 
     name = "expert_linear"
@@ -220,7 +232,8 @@ class ExpertLinear(Operation):
             ("group_sizes", "weight") if "x" in grads else ("group_sizes",) if grads else ()
         )
         kept += ("x",) if "weight" in grads else ()
-        return Signature({"y": Meta((*x.shape[:-1], spec.out_features), x.dtype)}, {}, kept, grads)
+        y = Meta((*x.shape[:-1], spec.out_features), x.dtype)
+        return Signature({"y": y}, _amaxes(spec, grads), kept, grads)
 
     def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, x = self.infer(spec, metas, needs), want(self.name, "x", metas)

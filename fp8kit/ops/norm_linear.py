@@ -168,8 +168,8 @@ class NormStage:
 
 def further_outputs(spec: Any) -> tuple[str, ...]:
     """y, and what a spec of this half returns besides."""
-    further = {"normed": spec.return_norm, "residual": spec.residual}
-    return ("y", *(name for name, asked in further.items() if asked))
+    normed = ("normed",) if spec.return_norm else ()
+    return ("y", *normed, "residual") if spec.residual else ("y", *normed)
 
 
 class NormLinear(OneProduct):

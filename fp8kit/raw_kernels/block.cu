@@ -1,6 +1,6 @@
 // Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass.
 //
-// functions: block_quantize (block_quantize, fp8_gemm_lines)
+// functions: block_quantize (block_quantize, fp8_gemm_lines), block_quantize_stack
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "fp8.cuh"
 #include "scale.cuh"
@@ -8,22 +8,28 @@
 // a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
 constexpr int B = 128, E = 8;
 
+struct Shared {
+  // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
+  uint2 transposed[B][B / E];
+  float column_amax[8][B];
+  float row_scale[B], column_scale[B];
+  float maxima[32];
+};
+
 // x (rows, columns) into q (q_rows, across * 128) and q_t (qt_rows, down * 128), down x across being the
 // squares that cover x; either may be null, together with its scales. square: a square has one scale, else
 // 128 neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to
-// 4), else (across, q_rows); likewise for q_t. A one-dimensional grid, a block a square, squares across
+// 4), else (across, q_rows); likewise for q_t. The block's square is that of number ``tile``, squares across
 // first.
-extern "C" __global__ void __launch_bounds__(256)
-block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
-               i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
-               i64 power_2) {
-  // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
-  __shared__ uint2 transposed[B][B / E];
-  __shared__ float column_amax[8][B];
-  __shared__ float row_scale[B], column_scale[B];
-  __shared__ float shared[32];
+DEVICE void cast_square(Shared& shared, i64 tile, const T* x, u8* q, float* scale_inv, u8* q_t,
+                        float* scale_inv_t, i64 rows, i64 columns, i64 q_rows, i64 qt_rows, i64 square,
+                        f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2) {
+  auto& transposed = shared.transposed;
+  auto& column_amax = shared.column_amax;
+  auto& row_scale = shared.row_scale;
+  auto& column_scale = shared.column_scale;
   const i64 across = ceil_div(columns, B), down = ceil_div(rows, B);
-  const i64 tile_row = blockIdx.x / across, tile_column = blockIdx.x % across;
+  const i64 tile_row = tile / across, tile_column = tile % across;
   const u32 rank = threadIdx.x, warp = rank / 32, group = rank % 16, band = rank / 16;
   const i64 row = tile_row * B + E * band, column = tile_column * B + E * group;
 
@@ -71,7 +77,7 @@ block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
 #pragma unroll
     for (int w = 0; w < 8; ++w) amax = fmaxf(amax, column_amax[w][line]);
   }
-  if (square) amax = block_max(amax, shared);
+  if (square) amax = block_max(amax, shared.maxima);
   const float own = scale_of(amax, (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2 != 0);
   (by_row ? row_scale : column_scale)[line] = own;
 
@@ -129,4 +135,29 @@ block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
       if (to_row < qt_rows) store_codes<16>(q_t + to_row * down * B + tile_row * B + 16 * pair, sixteen);
     }
   }
+}
+
+// A one-dimensional grid, a block a square.
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
+               i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
+               i64 power_2) {
+  __shared__ Shared shared;
+  cast_square(shared, blockIdx.x, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows, square,
+              fp8_max, epsilon, value_for_inf, power_2);
+}
+
+// Matrices one after the other, in x and in all that is written: a matrix has `scales` scales for q and
+// `scales_t` for q_t. A one-dimensional grid, a block a square, those of a matrix one after the other.
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize_stack(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
+                     i64 q_rows, i64 qt_rows, i64 scales, i64 scales_t, i64 square, f64 fp8_max, f64 epsilon,
+                     f64 value_for_inf, i64 power_2) {
+  __shared__ Shared shared;
+  const i64 across = ceil_div(columns, B), down = ceil_div(rows, B);
+  const u32 squares = (u32)(across * down), matrix = blockIdx.x / squares;
+  if (q != nullptr) q += matrix * q_rows * across * B, scale_inv += matrix * scales;
+  if (q_t != nullptr) q_t += matrix * qt_rows * down * B, scale_inv_t += matrix * scales_t;
+  cast_square(shared, blockIdx.x % squares, x + matrix * rows * columns, q, scale_inv, q_t, scale_inv_t, rows,
+              columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
 }

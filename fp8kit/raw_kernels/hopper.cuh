@@ -42,6 +42,30 @@ DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::c
 template <int N, int THREADS> DEVICE void wait_for_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
 }
+// Counts as being there, and does not wait.
+template <int N, int THREADS> DEVICE void arrive_of_threads() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
+}
+
+// --- clusters ----------------------------------------------------------------------------------------------
+// Blocks of a cluster run at once, and reach each other's shared memory; what lies there lies at the same
+// address in each.
+
+// Waits until all threads of the cluster are here.
+DEVICE void wait_for_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at a barrier of the cluster's block number `rank`. What is ordered by it are reads of shared memory
+// that have ended, so it is no release for the cluster, which would wait for all of the thread's stores.
+DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
+      : "memory");
+}
 
 // --- rings -------------------------------------------------------------------------------------------------
 
@@ -73,7 +97,16 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, u32 bar
       : "memory");
 }
 
-// The same of an array of three dimensions, and of four: a tile has rows of the first along the second.
+// The same to both blocks of a cluster of two; bytes count at the barrier of each.
+DEVICE void copy_tile_to_both(u32 to, const TensorMap& map, i32 column, i32 row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)3)
+      : "memory");
+}
+
+// `copy_tile` of an array of three dimensions, and of four: a tile has rows of the first along the second.
 DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 third, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -98,8 +131,11 @@ DEVICE void copy_tile_out(const TensorMap& map, u32 from, i32 column, i32 row, i
                : "memory");
 }
 
-// Waits until this thread's copies of tiles have read shared memory.
-DEVICE void copies_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until this warp's copies of tiles have read shared memory.
+DEVICE void copies_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  __syncwarp();
+}
 
 // --- numbers in shared memory ------------------------------------------------------------------------------
 
@@ -121,6 +157,13 @@ DEVICE void store_words_shared(u32 to, const u32 (&words)[4]) {
                ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
+// Four matrices of 8 x 8 elements of 16 bits: lane l has those of row l / 4 at columns 2 (l % 4) and + 1 of
+// each, and says where row l % 8 of matrix l / 8 goes.
+DEVICE void store_matrices(u32 to, const u32 (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
 DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -128,7 +171,30 @@ DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
                : "memory");
 }
 
+// Numbers of a warp, one after another: each lane reads one, 32 ahead, so that nobody waits for them.
+struct Ahead {
+  const float* from;
+  i32 count;
+  float now, next;
+
+  __device__ __forceinline__ Ahead(const float* from, i32 count) : from(from), count(count), next(read(0)) {}
+  __device__ __forceinline__ float read(i32 first) const {
+    return first + lane() < count ? from[first + lane()] : 0.0f;
+  }
+  // Number i; they are asked for in ascending order, each once.
+  __device__ __forceinline__ float at(i32 i) {
+    if (i % 32 == 0) now = next, next = read(i + 32);
+    return __shfl_sync(~0u, now, i % 32);
+  }
+};
+
 // --- registers ---------------------------------------------------------------------------------------------
+
+// x, which is the same in all lanes; the compiler keeps it, and makes it from nothing else again.
+DEVICE u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return __shfl_sync(~0u, x, 0);
+}
 
 // From now on each thread of this warpgroup has N registers.
 template <int N> DEVICE void registers_down() {
@@ -160,6 +226,12 @@ template <int N> DEVICE void products_wait() {
 template <int N> DEVICE void hold(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// The same of the first W of several.
+template <int W, int ALL, int N> DEVICE void hold(float (&d)[ALL][N]) {
+#pragma unroll
+  for (int w = 0; w < W; ++w) hold(d[w]);
 }
 
 #define TEXT_(x) #x
@@ -212,6 +284,18 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
   }
 }
 
+// Lane g of eight, four lanes apart, has eight bytes, x; afterwards byte g of each of them, in their order.
+DEVICE void transpose_octet(u32 (&x)[2]) {
+  const bool odd = lane() & 4, second = lane() & 8, high = lane() & 16;
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    x[w] = __byte_perm(x[w], __shfl_xor_sync(~0u, x[w], 4), odd ? 0x3715 : 0x6240);
+    x[w] = __byte_perm(x[w], __shfl_xor_sync(~0u, x[w], 8), second ? 0x3276 : 0x5410);
+  }
+  const u32 other = __shfl_xor_sync(~0u, high ? x[0] : x[1], 16);
+  (high ? x[0] : x[1]) = other;
+}
+
 DEVICE void store_words(void* to, const u32 (&words)[4]) {
   *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -224,20 +308,23 @@ template <bool INSIDE, typename X> DEVICE void load_pair(const X* from, i32 left
     load_some<2>(from, left, to);
 }
 
-// Columns 8 q + 2 t and + 1 for q = 0 ... 3 of lane t of four, as 16-bit elements: afterwards it has columns
-// 8 t ... 8 t + 7.
-template <typename X> DEVICE void join_columns(const float (&values)[8], u32 (&words)[4]) {
+// A lane's columns 8 q + 2 t and + 1 for q = 0 ... 3, as 16-bit elements.
+template <typename X> DEVICE void pack_columns(const float (&values)[8], u32 (&words)[4]) {
 #pragma unroll
   for (int q = 0; q < 4; ++q)
     words[q] = (u32)from_float<X>(values[2 * q]).bits | (u32)from_float<X>(values[2 * q + 1]).bits << 16;
-  transpose_quad(words);
 }
 
-// 32 columns of a row of 16-bit elements in shared memory, see store_columns.
-template <typename X> DEVICE void store_columns_shared(u32 to, const float (&values)[8]) {
-  u32 words[4];
-  join_columns<X>(values, words);
-  store_words_shared(to + 16 * (lane() % 4), words);
+// Sixteen rows of 64 such elements in shared memory, at a multiple of 1024 bytes, as a swizzled map's copies
+// read and write them: BOX_BYTES. Of 32 columns, number `k` of several boxes, a lane of a warp has two rows,
+// eight apart, in words as `pack_columns` makes them.
+constexpr int BOX_BYTES = 16 * 128;
+DEVICE void put_columns(u32 boxes, int k, const u32 (&words)[2][4]) {
+  const u32 row = boxes + k / 2 * BOX_BYTES + 128 * (lane() % 16);
+#pragma unroll
+  for (u32 q = 0; q < 4; q += 2)
+    store_matrices(row + 16 * ((4 * (k % 2) + q + lane() / 16) ^ lane() % 8),
+                   {words[0][q], words[1][q], words[0][q + 1], words[1][q + 1]});
 }
 
 // 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and
@@ -256,7 +343,8 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
     }
   } else {
     u32 words[4];
-    join_columns<X>(values, words);
+    pack_columns<X>(values, words);
+    transpose_quad(words);  // columns 8 t ... 8 t + 7
     if (INSIDE) {
       if (left > 0) store_words(to + 8 * t, words);
     } else {
@@ -264,5 +352,16 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
       for (int i = 0; i < 8; ++i)
         if (8 * t + i < left) to[8 * t + i] = X{(u16)(words[i / 2] >> 16 * (i % 2))};
     }
+  }
+}
+
+// 32 columns of a row, to four lanes as `store_columns` has them; of them `left` exist, the others read as 0.
+template <bool INSIDE, typename X> DEVICE void load_columns(const X* from, i32 left, float (&to)[8]) {
+  const int t = 2 * (lane() % 4);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    float pair[2] = {0.0f, 0.0f};
+    if (left > 0) load_pair<INSIDE>(from + 8 * q + t, left - 8 * q - t, pair);
+    to[2 * q] = pair[0], to[2 * q + 1] = pair[1];
   }
 }

@@ -56,32 +56,7 @@ template <Epilogue E> DEVICE bool further_aligned(const Further<E>& to) {
 }
 DEVICE bool further_aligned(const Further<bare>&) { return true; }
 
-// --- columns of a row --------------------------------------------------------------------------------------
-
-// 32 columns, of which `left` exist, the others read as 0.
-template <bool INSIDE> DEVICE void load_columns(const T* from, i32 left, float (&to)[8]) {
-  const int t = 2 * (lane() % 4);
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    float pair[2] = {0.0f, 0.0f};
-    if (left > 0) load_pair<INSIDE>(from + 8 * q + t, left - 8 * q - t, pair);
-    to[2 * q] = pair[0], to[2 * q + 1] = pair[1];
-  }
-}
-
 // --- codes -------------------------------------------------------------------------------------------------
-
-// Lane g of eight, four lanes apart, has eight bytes, x; afterwards byte g of each of them, in their order.
-DEVICE void transpose_octet(u32 (&x)[2]) {
-  const bool odd = lane() & 4, second = lane() & 8, high = lane() & 16;
-#pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    x[w] = __byte_perm(x[w], __shfl_xor_sync(~0u, x[w], 4), odd ? 0x3715 : 0x6240);
-    x[w] = __byte_perm(x[w], __shfl_xor_sync(~0u, x[w], 8), second ? 0x3276 : 0x5410);
-  }
-  const u32 other = __shfl_xor_sync(~0u, high ? x[0] : x[1], 16);
-  (high ? x[0] : x[1]) = other;
-}
 
 // Codes of 16 rows by 32 columns, from lanes which have them as this file's head says, to q, eight neighbours
 // a lane, and to q_t, sixteen: column 8 (lane % 4) + lane / 4. Columns from q_end and t_end on are not
@@ -169,9 +144,9 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
 
 // `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values.
 // `rows`: M. INSIDE: the columns exist, and rows are aligned.
-template <bool INSIDE>
-DEVICE void finish_columns(const Further<EPILOGUE>& to, Running& own, const float (&product)[HALVES][2][8],
-                           i64 rows, i64 row, i64 column, u32 shared, int group) {
+template <bool INSIDE, Epilogue E>
+DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8], i64 rows,
+                           i64 row, i64 column, u32 shared, int group) {
   const Params params{(float)to.limit, (float)to.alpha, (float)to.offset};
   const i32 left = (i32)(to.features - column), t = 2 * (lane() % 4);
   const i64 width = RESULTS * to.features;  // of y, and in `backward` of x

@@ -27,8 +27,8 @@
 //   products, into the next tile too. It waits at a place's `empty` barrier before it fills it. With GROUPS
 //   terms warps 1 to 3 clear what a place holds of other groups (`clear`).
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
-//   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and writes
-//   its half of the result in the end.
+//   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and in the
+//   end each warp writes its rows: from registers (`write_columns`), or by shared memory (`write_part`).
 //
 // The loader gives its registers to the multipliers, whose sums fill them.
 //
@@ -47,7 +47,7 @@
 #include "hopper_epilogue.cuh"
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
-// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles;
+// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, or clusters;
 // band: rows of tiles that are made together, since what they read stays in the L2 cache. Of groups: how
 // many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
 // the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
@@ -75,16 +75,23 @@ constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
-constexpr bool TIGHT = B_LINES && WAVES == 2;  // what a multiplier needs most registers for
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
-// With scales of blocks or groups of terms, results of 16 bits go by shared memory, PART columns of a warp's
-// 16 rows at a time, and copies bring them to `out` while the next tile is multiplied.
-constexpr bool STAGED = sizeof(T) == 2 && !FUSED && (BY_TERMS || (SCALES != whole && !GROUPED));
+// Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
+// STAGED: results of 16 bits go by shared memory, where each warp has a part of 16 rows by PART columns, from
+// which copies bring them to `out` while the next tile is multiplied. LATE: columns from PART on wait for it
+// in registers. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while the
+// other multiplies. CLUSTER: two blocks make tiles beside each other, and either copies half of a's to both.
+constexpr bool STAGED =
+    sizeof(T) == 2 && !FUSED && !BY_ROWS && (BY_TERMS || SCALES != whole || BN == 256);
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
+constexpr bool LATE = STAGED && BN > PART;
+constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
+constexpr int CLUSTER = BY_TERMS && WAVES == 2 ? 2 : 1;
+constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
 constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
 static_assert(BM % 128 == 0 && BN % 32 == 0, "");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
@@ -92,12 +99,13 @@ static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
 static_assert(!GROUPED || !FUSED, "groups have no epilogues");
+static_assert(!STAGED || PART % 64 == 0, "copies write 64 columns");
 static_assert(EPILOGUE != lines || BN % 128 == 0, "");
 
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
-DEVICE i32 first_lane(i32 x) { return GROUPED || TIGHT ? __shfl_sync(~0u, x, 0) : x; }
+DEVICE i32 first_lane(i32 x) { return GROUPED || PROMOTE ? __shfl_sync(~0u, x, 0) : x; }
 
 // A tile of the result: its first row and column, how many times 128 terms it is the sum of, its group.
 // GROUPS rows: those before `top` and from `cover` on are another group's, those from `end` on are 0. terms:
@@ -124,7 +132,8 @@ struct Tile {
 DEVICE void place_tile(const Job& job, i32 tile, i32 tall, Tile& to) {
   const i32 wide = (i32)job.wide, band = tile / ((i32)job.band * wide) * (i32)job.band;
   const i32 height = min((i32)job.band, tall - band), local = tile - band * wide;
-  to.row = (band + local % height) * BM, to.column = local / height * (BN / HALVES);
+  to.row = (band + local % height) * BM;
+  to.column = (local / height * CLUSTER + blockIdx.x % CLUSTER) * (BN / HALVES);
 }
 
 // A copy begins at a multiple of 16 bytes of a map's row. So tiles whose rows have scales in lines begin at
@@ -184,21 +193,19 @@ struct Walk {
 // Shared memory, from a multiple of 1024 bytes on.
 struct Memory {
   u32 base;
-  __device__ __forceinline__ u32 a(u32 stage) const { return base + stage * A_BYTES; }
-  __device__ __forceinline__ u32 b(u32 stage) const { return base + STAGES * A_BYTES + stage * B_BYTES; }
-  __device__ __forceinline__ u32 a_scales(u32 stage) const {
-    return base + STAGES * (A_BYTES + B_BYTES) + stage * A_SCALE_BYTES;
-  }
+  // Where a warp of the multipliers, 0 to 7, puts its results.
+  __device__ __forceinline__ u32 part(u32 warp) const { return base + warp * PART_BYTES; }
+  __device__ __forceinline__ u32 a(u32 stage) const { return base + PARTS_BYTES + stage * A_BYTES; }
+  __device__ __forceinline__ u32 b(u32 stage) const { return a(STAGES) + stage * B_BYTES; }
+  __device__ __forceinline__ u32 a_scales(u32 stage) const { return b(STAGES) + stage * A_SCALE_BYTES; }
   __device__ __forceinline__ u32 b_scales(u32 stage) const {
-    return base + STAGES * (A_BYTES + B_BYTES + A_SCALE_BYTES) + stage * B_SCALE_BYTES;
+    return a_scales(STAGES) + stage * B_SCALE_BYTES;
   }
-  __device__ __forceinline__ u32 full(u32 stage) const { return base + STAGES * STAGE_BYTES + 8 * stage; }
+  __device__ __forceinline__ u32 full(u32 stage) const { return b_scales(STAGES) + 8 * stage; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
   __device__ __forceinline__ u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
   __device__ __forceinline__ u32 sums() const { return full(3 * STAGES); }
   __device__ __forceinline__ u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
-  // Where a warp of the multipliers, 0 to 7, puts a part of its results.
-  __device__ __forceinline__ u32 part(u32 warp) const { return full(48) + warp * PART_BYTES; }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
@@ -207,7 +214,7 @@ DEVICE void load(const Job& job, const Memory& memory) {
   Place place, mixed;
   Walk walk;
   Tile at;
-  for (i32 tile = blockIdx.x; walk.at(job, tile, at); tile += gridDim.x) {
+  for (i32 tile = blockIdx.x / CLUSTER; walk.at(job, tile, at); tile += gridDim.x / CLUSTER) {
 #pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage;
@@ -220,7 +227,11 @@ DEVICE void load(const Job& job, const Memory& memory) {
         full = memory.landed(mixed.stage), mixed.next();
       }
       barrier_expect(full, STAGE_BYTES);
-      copy_tile(memory.a(stage), job.a, term, at.row, full);
+      const i32 half = BM / 2 * (blockIdx.x % CLUSTER);
+      if constexpr (CLUSTER == 2)
+        copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full);
+      else
+        copy_tile(memory.a(stage), job.a, term, at.row, full);
       if constexpr (BY_ROWS)  // a matrix for each group
         copy_tile(memory.b(stage), job.b, term, at.column, at.group, full);
       else
@@ -272,31 +283,12 @@ DEVICE void clear(const Memory& memory) {
 
 // --- the multipliers ---------------------------------------------------------------------------------------
 
-// This warp needs a place no more.
+// This warp needs a place no more; in a cluster both loaders wait for that.
 DEVICE void release(const Memory& memory, u32 stage) {
   __syncwarp();
-  if (lane() == 0) barrier_arrive(memory.empty(stage));
+  if (lane() < CLUSTER)
+    CLUSTER == 2 ? barrier_arrive_at(memory.empty(stage), lane()) : barrier_arrive(memory.empty(stage));
 }
-
-// The scales of a row of squares of 128 x 128 codes, one after another. Each lane reads one, 32 depths ahead,
-// so that no product waits for it.
-struct Squares {
-  const float* from;
-  i32 depths;
-  float now, next;
-
-  // Of the squares in which row `row` of an operand lies; beyond its last one that one's.
-  __device__ __forceinline__ Squares(const float* scales, i64 step, i64 row, i64 rows, i64 depths)
-      : from(scales + min64(row, rows - 1) / 128 * step), depths((i32)depths), next(read(0)) {}
-  __device__ __forceinline__ float read(i32 first) const {
-    return first + lane() < depths ? from[first + lane()] : 0.0f;
-  }
-  // That of `depth`; they are asked for in ascending order, each once.
-  __device__ __forceinline__ float at(i32 depth) {
-    if (depth % 32 == 0) now = next, next = read(depth + 32);
-    return __shfl_sync(~0u, now, depth % 32);
-  }
-};
 
 // total += part, which is the sum of the products of 128 codes (or of PROMOTE), with their scales: `rows`, of
 // this thread's two rows (and of b's square), and where b has lines those of its columns.
@@ -307,27 +299,45 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
     float2 columns{1.0f, 1.0f};
     if constexpr (B_LINES) columns = load_shared_pair(b_scales + 4 * (8 * j + 2 * (lane() % 4)));
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int i = 4 * j + 2 * h + c;
-        const float column = c ? columns.y : columns.x;
-        if constexpr (SCALES == whole)
-          total[i] = __fadd_rn(total[i], part[i]);
-        else if constexpr (SCALES == lines_lines)
-          total[i] = __fmaf_rn(__fmul_rn(part[i], rows[h]), column, total[i]);
-        else if constexpr (SCALES == squares_lines)
-          total[i] = __fmaf_rn(part[i], __fmul_rn(rows[h], column), total[i]);
-        else
-          total[i] = __fmaf_rn(part[i], rows[h], total[i]);
-      }
+    for (int c = 0; c < 4; ++c) {  // of two rows, two columns
+      const float row = rows[c / 2], column = c % 2 ? columns.y : columns.x;
+      const float x = SCALES == lines_lines ? __fmul_rn(part[4 * j + c], row) : part[4 * j + c];
+      const float y = SCALES == lines_lines ? column : B_LINES ? __fmul_rn(row, column) : row;
+      total[4 * j + c] = SCALES == whole ? __fadd_rn(total[4 * j + c], x) : __fmaf_rn(x, y, total[4 * j + c]);
+    }
   }
 }
+
+// What a warp's 16 rows have yet to write: its part of shared memory, and columns from PART on of the last
+// tile, which wait in registers, from (row, column) of a matrix on; row is -1 where there are none.
+struct Outgoing {
+  u32 part, words[LATE ? (BN - PART) / 32 : 1][2][4];
+  i32 row = -1, column, matrix;
+
+  // The part, filled, to the result.
+  template <Epilogue E>
+  __device__ __forceinline__ void send(const Further<E>& to, i32 row, i32 column, i32 matrix) const {
+    writes_before_products();
+    __syncwarp();
+#pragma unroll
+    for (int box = 0; box < PART / 64; ++box)
+      if (lane() == 0) copy_tile_out(to.out, part + box * BOX_BYTES, column + 64 * box, row, matrix);
+  }
+  // What waits, once copies have read the part.
+  template <Epilogue E> __device__ __forceinline__ void send_late(const Further<E>& to) {
+    if (!LATE || row < 0) return;
+    copies_have_read();
+#pragma unroll
+    for (int k = 0; k < (BN - PART) / 32; ++k) put_columns(part, k, words[k]);
+    send(to, row, column, matrix);
+    row = -1;
+  }
+};
 
 // The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows.
 template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
-                     float (&total)[WAVES][BN / 2]) {
+                     float (&total)[WAVES][BN / 2], Outgoing& outgoing) {
   const i32 depths = at.depths, first = group * 64 * WAVES;  // of the tile's rows
   if constexpr (ACTIVE == 0) {
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
@@ -343,8 +353,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
       barrier_wait(memory.full(place.stage), place.parity);
       const u64 a = tile_descriptor(memory.a(place.stage) + first * DEPTH);
       const u64 b = tile_descriptor(memory.b(place.stage));
-#pragma unroll
-      for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
+      hold<ACTIVE>(total);
       products_fence();
 #pragma unroll
       for (int w = 0; w < ACTIVE; ++w)
@@ -352,15 +361,15 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         for (int i = 0; i < STEPS; ++i)
           multiply_tiles<BN>(total[w], a + 512 * w + 2 * i, b + 2 * i, depth | i);
       products_commit();
-#pragma unroll
-      for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
+      hold<ACTIVE>(total);
+      if constexpr (LATE)
+        if (depth == 2) outgoing.send_late(job.further);
       products_wait<1>();  // those before these
       if (depth) release(memory, before);
       before = place.stage;
     }
     products_wait<0>();
-#pragma unroll
-    for (int w = 0; w < ACTIVE; ++w) hold(total[w]);
+    hold<ACTIVE>(total);
     release(memory, before);
     return;
   }
@@ -368,17 +377,28 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   constexpr int TILES = PROMOTE > DEPTH ? PROMOTE / DEPTH : 1;   // tiles of one
   constexpr bool OF_A = SCALES == squares_lines, SQUARES = OF_A || SCALES == lines_squares;
   const int row = first + threadIdx.x / 32 % 4 * 16 + lane() / 4;  // of the tile: this thread's first
-  Squares squares(OF_A ? job.a_scale : job.b_scale + at.group * job.b_group, OF_A ? job.a_step : job.b_step,
-                  OF_A ? at.row + first : at.column, OF_A ? job.m : job.n, SQUARES ? depths : 0);
+  const i64 line = OF_A ? min64(at.row + first, job.m - 1) : min64(at.column, job.n - 1);  // of squares
+  Ahead squares((OF_A ? job.a_scale : job.b_scale + at.group * job.b_group) +
+                    line / 128 * (OF_A ? job.a_step : job.b_step), SQUARES ? depths : 0);
   float part[BN / 2], rows[2];
 #pragma unroll
   for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) total[w][i] = 0.0f;
-  for (i32 depth = 0; depth < depths; ++depth, place.next()) {
+  // Between the last sum and the next products tensor cores stand still: what these need is there before, the
+  // next place full and descriptors but for one addition.
+  place.stage = first_lane(place.stage), place.parity = first_lane(place.parity);
+  if (depths) barrier_wait(memory.full(place.stage), place.parity);
+  // Tiles of more depths than the ring has places: none of its arrivals is the next tile's.
+  const bool skewed = SKEWED && depths > 8;
+  if (skewed && group == 1) wait_for_threads<4, MULTIPLIERS>();
+  const u32 a_first = opaque((u32)tile_descriptor(memory.a(0) + first * DEPTH));
+  const u32 b_first = opaque((u32)tile_descriptor(memory.b(0)));
+  const u64 high = tile_descriptor(0) >> 32 << 32;
+#pragma unroll 1
+  for (i32 depth = 0; depth < depths; ++depth) {
     const u32 stage = place.stage;
-    barrier_wait(memory.full(stage), place.parity);
-    const u64 a = tile_descriptor(memory.a(stage) + first * DEPTH), b = tile_descriptor(memory.b(stage));
+    const u64 a = high | (a_first + stage * (A_BYTES / 16)), b = high | (b_first + stage * (B_BYTES / 16));
     float square = 1.0f;
 #pragma unroll
     for (int w = 0; w < ACTIVE; ++w)
@@ -399,9 +419,12 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
           const u32 line = memory.a_scales(stage) + 4 * (row + 64 * w + 8 * h);
           if constexpr (A_LINES) rows[h] = __fmul_rn(load_shared(line), square);
         }
+        const bool end = w + 1 == ACTIVE && begin + PIECE == STEPS;
+        if (end) place.next();
+        if (end && depth + 1 < depths) barrier_wait(memory.full(place.stage), place.parity);
         products_wait<0>();
         hold(part);
-        const bool end = w + 1 == ACTIVE && begin + PIECE == STEPS;
+        if (skewed && group == 0 && depth == 0 && w == 0 && begin == 0) arrive_of_threads<4, MULTIPLIERS>();
         // b's lines are still to be read, else the place may be filled again
         if (end && !B_LINES) release(memory, stage);
         if (TILES == 1 || depth % TILES == TILES - 1 || depth + 1 == depths)
@@ -426,12 +449,11 @@ struct Corner {
 // edge, or where rows are not aligned. Every instruction counts here: tensor cores stand still meanwhile.
 enum How { SCALED, BIASED, ANY, EDGE };
 
-// Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`. What is to be fused with the
-// product is done to `values` here, before they are rounded. `made`: what an epilogue goes on with, as T's
-// values.
-template <How HOW, bool TO_PART = false>
-DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
-                          float (&made)[2][8], u32 part = 0) {
+// Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`: scaled, with bias and addend, not
+// rounded yet.
+template <How HOW>
+DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
+                        float (&values)[2][8]) {
   constexpr bool INSIDE = HOW != EDGE, ROWS = SCALES == whole && HOW >= ANY;
   const bool biased = HOW == BIASED || (HOW >= ANY && at.bias != nullptr);
   const bool added = HOW >= ANY && job.addend != nullptr;
@@ -447,7 +469,6 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const i64 offset = 8 * h * job.out_stride + 32 * k;
-    float values[8];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       float addend[2] = {0.0f, 0.0f};
@@ -460,39 +481,45 @@ DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)
         if (biased) value = __fadd_rn(value, bias[q][c]);
         if (added) value = __fadd_rn(value, addend[c]);
         if (GROUPED && at.zero[h]) value = 0.0f;
-        values[2 * q + c] = value;
+        values[h][2 * q + c] = value;
       }
     }
-    if constexpr (TO_PART)
-      store_columns_shared<T>(part + 2 * (8 * h * PART + 32 * k % PART), values);
-    else if (!FUSED || job.out != nullptr)
-      store_columns<INSIDE>(at.out + offset, at.exists[h] ? left : 0, values);
-#pragma unroll
-    for (int i = 0; i < 8 && FUSED; ++i) made[h][i] = rounded<T>(values[i]);
   }
 }
 
-// All columns of a warp's 16 rows, which the matrix has. A part is overwritten once the copy of what it held
-// has read it.
-template <How HOW, Epilogue E = EPILOGUE>
-DEVICE void write_parts(const Job& job, const Memory& memory, const Corner& at, const float (&total)[BN / 2],
-                        i32 first, i32 first_row, i32 group, int warp) {
-  const Further<E>& further = job.further;
-  float unused[2][8];
-  const u32 part = memory.part(warp);
+// The same to the result from registers. Where `out` is null an epilogue alone wants `values`.
+template <How HOW>
+DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
+                          float (&values)[2][8]) {
+  asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
+  finish_sums<HOW>(job, at, total, k, first, values);
 #pragma unroll
-  for (int start = 0; start < BN; start += PART) {
-    copies_have_read();
-    __syncwarp();
+  for (int h = 0; h < 2; ++h)
+    if (!FUSED || job.out != nullptr)
+      store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
+                                 at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
+}
+
+// All columns of a warp's 16 rows, which the matrix has: PART by shared memory now, the others late.
+template <How HOW, Epilogue E>
+DEVICE void write_part(const Job& job, const Further<E>& further, const Corner& at,
+                       const float (&total)[BN / 2], i32 row, i32 first, i32 matrix, Outgoing& outgoing) {
+  outgoing.send_late(further);  // of a tile that was followed by one of few depths
+  copies_have_read();
 #pragma unroll
-    for (int k = start / 32; k < (start + PART) / 32; ++k) {
-      asm volatile("" ::: "memory");
-      write_columns<HOW, true>(job, at, total, k, first, unused, part + lane() / 4 * PART * 2);
-    }
-    writes_before_products();
-    __syncwarp();
-    if (lane() == 0) copy_tile_out(further.out, part, first + start, first_row, group);
+  for (int k = 0; k < BN / 32; ++k) {
+    float values[2][8];
+    u32 words[2][4];
+    asm volatile("" ::: "memory");
+    finish_sums<HOW>(job, at, total, k, first, values);
+    pack_columns<T>(values[0], words[0]), pack_columns<T>(values[1], words[1]);
+    if (k < PART / 32) put_columns(outgoing.part, k, words);
+    if (k == PART / 32 - 1) outgoing.send(further, row, first, matrix);
+#pragma unroll
+    for (int i = 0; i < 8 && k >= PART / 32; ++i)
+      outgoing.words[k - PART / 32][i / 4][i % 4] = words[i / 4][i % 4];
   }
+  if (LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
 }
 
 // The same of 32 columns of each half of the tile, and what the epilogue makes of them. `total` changes to
@@ -507,6 +534,8 @@ DEVICE void fuse_columns(const Job& job, const Memory& memory, const Corner& at,
     Corner half = at;
     half.out += further;
     write_columns<HOW>(job, half, total, k + p * (BN / 64), first + further, product[p]);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) product[p][i / 8][i % 8] = rounded<T>(product[p][i / 8][i % 8]);
   }
   if constexpr (EPILOGUE == lines) {
 #pragma unroll
@@ -520,9 +549,9 @@ DEVICE void fuse_columns(const Job& job, const Memory& memory, const Corner& at,
   }
 }
 
-// Sixty-four rows of the result, from registers, 32 columns at a time. `multiplier`: 0 or 1.
+// Sixty-four rows of the result: by parts or from registers, 32 columns at a time. `multiplier`: 0 or 1.
 DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], const Tile& at, i32 first_row,
-                  int multiplier, Running& own) {
+                  int multiplier, Running& own, Outgoing& outgoing) {
   const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4, group = at.group;
   const i32 first_column = at.column;
   const i64 corner = ((BY_TERMS ? group * job.m : 0) + top) * job.out_stride + first_column;
@@ -542,61 +571,57 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
                        rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n);
   if constexpr (FUSED) {
 #pragma unroll
-    for (int k = 0; k < BN / 32 / HALVES; ++k) {
-      asm volatile("" ::: "memory");
+    for (int k = 0; k < BN / 32 / HALVES; ++k)
       if (!aligned || !further_aligned(job.further) || first_column + 32 * k + 32 > (i32)job.n / HALVES)
         fuse_columns<EDGE>(job, memory, to, total, k, first_column, top, multiplier, own);
       else
         fuse_columns<ANY>(job, memory, to, total, k, first_column, top, multiplier, own);
-    }
     finish_lines<BN>(job.further, total, job.m, top, first_column);
   } else {
     if constexpr (STAGED) {
       if (aligned && first_column + BN <= (i32)job.n) {
-        const i32 first = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
-        const int warp = 4 * multiplier + threadIdx.x / 32 % 4;
+        const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
         if (by_row || job.addend != nullptr)
-          write_parts<ANY>(job, memory, to, total, first_column, first, matrix, warp);
+          write_part<ANY>(job, job.further, to, total, row, first_column, matrix, outgoing);
         else if (to.bias != nullptr)
-          write_parts<BIASED>(job, memory, to, total, first_column, first, matrix, warp);
+          write_part<BIASED>(job, job.further, to, total, row, first_column, matrix, outgoing);
         else
-          write_parts<SCALED>(job, memory, to, total, first_column, first, matrix, warp);
+          write_part<SCALED>(job, job.further, to, total, row, first_column, matrix, outgoing);
         return;
       }
     }
-    float unused[2][8];
+    float values[2][8];
 #pragma unroll
-    for (int k = 0; k < BN / 32; ++k) {
-      asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
+    for (int k = 0; k < BN / 32; ++k)
       if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
-        write_columns<EDGE>(job, to, total, k, first_column, unused);
+        write_columns<EDGE>(job, to, total, k, first_column, values);
       else if (by_row || job.addend != nullptr)
-        write_columns<ANY>(job, to, total, k, first_column, unused);
+        write_columns<ANY>(job, to, total, k, first_column, values);
       else if (to.bias != nullptr)
-        write_columns<BIASED>(job, to, total, k, first_column, unused);
+        write_columns<BIASED>(job, to, total, k, first_column, values);
       else
-        write_columns<SCALED>(job, to, total, k, first_column, unused);
-    }
+        write_columns<SCALED>(job, to, total, k, first_column, values);
   }
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
 hopper_gemm(const __grid_constant__ Job job) {
   start_early();
   extern __shared__ u8 dynamic[];
-  const Memory memory{((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u};
+  const u32 base = ((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u;
+  const Memory memory{PROMOTE ? opaque(base) : base};
   if (threadIdx.x == 0) {
     prefetch_map(job.a), prefetch_map(job.b);
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
-      barrier_init(memory.empty(stage), MULTIPLIERS / 32);  // of every warp that multiplies it
+      barrier_init(memory.empty(stage), CLUSTER * MULTIPLIERS / 32);  // of every warp that multiplies it
       if constexpr (BY_TERMS) barrier_init(memory.landed(stage), 1);
     }
     barriers_are_set();
   }
-  __syncthreads();
+  CLUSTER == 2 ? wait_for_cluster() : __syncthreads();
   const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
@@ -610,23 +635,26 @@ hopper_gemm(const __grid_constant__ Job job) {
     Walk walk;
     Tile at;
     Running own{scale};
+    Outgoing outgoing{memory.part(threadIdx.x / 32 - 4)};
     float total[WAVES][BN / 2];
-    for (i32 tile = blockIdx.x; first_lane(walk.at(job, tile, at)); tile += gridDim.x) {
+    for (i32 tile = blockIdx.x / CLUSTER; first_lane(walk.at(job, tile, at)); tile += gridDim.x / CLUSTER) {
       at.make_uniform();
       const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
       if (left > 64 * (WAVES - 1))
-        multiply<WAVES>(job, memory, place, at, group, total);
+        multiply<WAVES>(job, memory, place, at, group, total, outgoing);
       else if (WAVES == 1 || left <= 0)
-        multiply<0>(job, memory, place, at, group, total);
+        multiply<0>(job, memory, place, at, group, total, outgoing);
       else
-        multiply<1>(job, memory, place, at, group, total);
+        multiply<1>(job, memory, place, at, group, total, outgoing);
 #pragma unroll
       for (int w = 0; w < WAVES; ++w)
         if (!BY_ROWS || first + 64 * w < at.cover)
-          write(job, memory, total[w], at, first + 64 * w, group, own);
+          write(job, memory, total[w], at, first + 64 * w, group, own, outgoing);
     }
     end_of_tiles(job.further, own.most);
+    if constexpr (LATE) outgoing.send_late(job.further);
     if constexpr (STAGED) copies_have_read();  // shared memory is the block's until then
   }
+  if constexpr (CLUSTER == 2) wait_for_cluster();  // the other block may still copy to this one's memory
 }
 #endif

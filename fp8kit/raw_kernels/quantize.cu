@@ -2,6 +2,7 @@
 //
 // functions: quantize_fp8 (quantize, fp8_attention_bwd)
 // functions: quantize_transpose (quantize_transpose, fp8_gemm_cast)
+// functions: quantize_stack
 // functions: dequantize_fp8 (dequantize, fp8_attention_fwd, fp8_attention_bwd)
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "rows.cuh"
@@ -200,6 +201,32 @@ quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = __fdiv_rn(1.0f, job.scale_now());
   const bool whole = top_row + ROWS <= rows && left + COLUMNS <= columns && rows_aligned<16>(x, columns) &&
                      rows_aligned<8>(q, q_stride) && rows_aligned<16>(q_t, qt_stride);
+  if (whole)
+    cast_tile<true>(job, top_row, left, shared);
+  else
+    cast_tile<false>(job, top_row, left, shared);
+}
+
+// Matrices one after the other in x, q and q_t, each cast by the scale of its own amax. A one-dimensional
+// grid, a block a tile, the tiles of a matrix one after the other, those across first.
+extern "C" __global__ void __launch_bounds__(256)
+quantize_stack(const T* x, u8* q, u8* q_t, const float* amax, float* scale_inv, i64 rows, i64 columns,
+               i64 padded_rows, i64 padded_columns, f64 epsilon, i64 power_2) {
+  __shared__ Shared shared;
+  const u32 across = padded_columns ? (u32)ceil_div(padded_columns, COLUMNS) : 1,
+            down = padded_rows ? (u32)ceil_div(padded_rows, ROWS) : 1;
+  const u32 matrix = blockIdx.x / (across * down), tile = blockIdx.x % (across * down);
+  const i64 codes = matrix * padded_rows * padded_columns;
+  x += matrix * rows * columns;
+  q = q == nullptr ? nullptr : q + codes;
+  q_t = q_t == nullptr ? nullptr : q_t + codes;
+  const Job job = {x,           q,              q_t,            nullptr,     scale_inv,     nullptr,
+                   nullptr,     rows,           columns,        padded_rows, padded_columns, padded_columns,
+                   padded_rows, amax + matrix, epsilon, power_2};
+  const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
+  if (tile == 0 && threadIdx.x == 0) scale_inv[matrix] = __fdiv_rn(1.0f, job.scale_now());
+  const bool whole = top_row + ROWS <= rows && left + COLUMNS <= columns && rows_aligned<16>(x, columns) &&
+                     rows_aligned<8>(q, padded_columns) && rows_aligned<16>(q_t, padded_rows);
   if (whole)
     cast_tile<true>(job, top_row, left, shared);
   else

@@ -46,9 +46,11 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     assert any(out_map[1]) == staged
     if staged:
         name = TYPES[how["T"]].__name__
-        whole = name, (n, m, groups), (stride, m * stride), (min(wide, 128), 16, 1)
+        whole = name, (n, m, groups), (stride, m * stride), (64, 16, 1)
         assert (out_map[0], described(out_map[1])) == (out_at, whole)
     out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
+    copied = described(a_map)[3][1]  # rows of a that one copy brings, in a cluster half a tile's
+    assert copied == (128 if not by_rows and high == 256 else high)
     row_step, term_step = (4 if kind == "lines_squares" else 1), (16 if kind == "whole" else 128)
     sizes = memory(sizes_at, groups, np.int32)
     for e, (start, size, cover) in enumerate(groups_of(sizes, m if by_rows else terms, slots)):
@@ -61,7 +63,8 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
             for column in range(0, n, wide):
                 total = np.zeros((high, wide))
                 for term in range(begin, begin + 128 * count, 128):
-                    x = codec.decode(box(a, a_map, term, row), FORMATS[how["LEFT"]]).astype(np.float64)
+                    copies = [box(a, a_map, term, row + part) for part in range(0, high, copied)]
+                    x = codec.decode(np.concatenate(copies), FORMATS[how["LEFT"]]).astype(np.float64)
                     w = codec.decode(
                         box(b, b_map, term, column, e if by_rows else 0), FORMATS[how["RIGHT"]]
                     ).astype(np.float64)

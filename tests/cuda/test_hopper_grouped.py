@@ -87,20 +87,27 @@ def test_every_bit_is_the_models(
     """Of every group, as if it were alone, in both tilings."""
     if fast and kind == "block":
         return  # blocks have no fast accumulation
-    tiles, m, rows = KINDS[along][kind], sum(SIZES) + REST, along == "rows"
     tiling = Tiling(128, 128) if not large else Tiling(128, 256) if fast else Tiling(256, 128)
     monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
     monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
-    shapes: Any = (((), m, K), ((len(SIZES),), N, K)) if rows else (((), K, m), ((), N, m))
+    compare(along, KINDS[along][kind], pair, dtype, fast, SIZES, N, K)
+
+
+def compare(
+    along: Any, tiles: Any, pair: Any, dtype: Any, fast: bool, sizes: list[int], n: int, k: int
+) -> None:
+    """Every bit of a product with the model's, groups of ``sizes``, then ``REST`` rows or terms."""
+    m, rows = sum(sizes) + REST, along == "rows"
+    shapes: Any = (((), m, k), ((len(sizes),), n, k)) if rows else (((), k, m), ((), n, m))
     (a, a_inv), (b, b_inv) = (
         [put(x, GPU) for x in operand(*shapes[i], pair[i], 1 + i, tiles[i])] for i in (0, 1)
     )
-    out = arrays.empty((m, N) if rows else (len(SIZES), K, N), dtype, GPU)
+    out = arrays.empty((m, n) if rows else (len(sizes), k, n), dtype, GPU)
     given = (
         a,
         b,
         out,
-        put(np.array(SIZES, np.int32), GPU),
+        put(np.array(sizes, np.int32), GPU),
         along,
         0,
         None,
@@ -116,6 +123,39 @@ def test_every_bit_is_the_models(
     how = hopper_grouped.sums(named)
     assert how is ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
     assert_same_bits("out", get(out), modelled_groups(how, dispatch.kernels(GPU), named)["out"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [
+        ([171], 128, 256),  # one cluster, whose second block has no column
+        ([0, 0, 91], 264, 256),  # groups of nothing, clusters whose second block has a few columns
+        ([1, 15, 16, 17, 1200, 0, 1300, 0], 1032, 1040),  # several tiles for each cluster, of 1 to 11 depths
+    ],
+    ids=["one", "few", "many"],
+)
+@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+@pytest.mark.parametrize("dtype", [float32, bfloat16], ids=str)
+def test_large_tiles_of_groups_of_terms(
+    dtype: Any,
+    kind: str,
+    fast: bool,
+    sizes: Any,
+    n: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+    hopper: None,
+) -> None:
+    """Clusters of two blocks; without promotion, results that wait in registers for the next tile, which may
+    be another group's or have no terms."""
+    if fast and kind == "block":
+        return  # blocks have no fast accumulation
+    tiling = Tiling(128, 256) if fast else Tiling(256, 128)
+    monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
+    compare("terms", KINDS["terms"][kind], (E4M3, E4M3), dtype, fast, sizes, n, k)
 
 
 def call(
@@ -203,8 +243,26 @@ def test_every_variant_is_compiled_and_every_block_may_have_a_tile(
             assert own[:2] == [groups, 0]
             assert own[3] == (256 if along == "rows" else m)
             tiles = wide * (tall + groups if along == "rows" else tall * groups)
-            assert 0 < found.blocks <= min(132, tiles)
+            together = 2 if along == "terms" and ("BM", "256") in found.kernel else 1
+            assert found.blocks % together == 0
+            assert 0 < found.blocks <= min(132, tiles * together)
             assert band > 0
+
+
+@pytest.mark.parametrize("multiprocessors", [131, 132])
+@pytest.mark.parametrize("columns", [64, 1000, 4096])
+def test_two_blocks_share_what_they_load_of_a(
+    columns: int, multiprocessors: int, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half of 256 rows, for tiles beside each other: grids of whole clusters alone."""
+    monkeypatch.setattr(launch, "sm_count", lambda index: multiprocessors)
+    shapes = (8, 4096, columns), columns, (4096, 32768), (columns, 32768)
+    found = planned(0, "terms", *shapes, 8, 0, "e4m3", "e4m3", "bf16", (TENSOR, TENSOR), 128)
+    assert ("BM", "256") in found.kernel
+    wide = -(-columns // 256)
+    assert found.sizes[6:8] == (16, wide)
+    assert found.blocks == 2 * min(8 * 16 * wide, multiprocessors // 2)
+    assert "(128, 128)" in found.maps[0].decode()
 
 
 def test_small_groups_have_small_tiles() -> None:

@@ -110,6 +110,56 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
     assert_same_bits("out", get(out), get(want))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "bias and addend"])
+@pytest.mark.parametrize("k", [128, 256, 384, 512, 1040, 2064])
+@pytest.mark.parametrize(("m", "n"), [(100, 256), (300, 2060), (2100, 2064)], ids=str)
+@pytest.mark.parametrize(
+    ("tiles", "fast"),
+    [(None, True), (None, False), ((LINE, SQUARE), False), ((SQUARE, LINE), False), ((LINE, LINE), False)],
+    ids=["fast", "split", "1x2", "2x1", "1x1"],
+)
+def test_results_that_are_written_during_the_next_tile(
+    tiles: Any,
+    fast: bool,
+    m: int,
+    n: int,
+    k: int,
+    joined: bool,
+    kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large tiles of bfloat16: one, or one and several for each block, of one to three depths, which is where
+    what waits in registers is written, and more; edges; rows that copies cannot write. Rows behind the result
+    stay as they were."""
+    monkeypatch.setattr(
+        hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(*((128, 256) if fast else (256, 128)))
+    )
+    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, i, tiles and tiles[i]) for i, rows in enumerate((m, n)))
+    rng = np.random.default_rng(k)
+    before, added = (rng.normal(size=shape).astype(bfloat16.numpy) for shape in ((m + 3, n), (n,)))
+    whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
+    out = whole.slice(0, 0, m)
+    more = (put(added, GPU), out) if joined else (None, None)
+    if tiles is None:
+        kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *more, fast, None, 0)
+    else:
+        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *tiles, *more, None, 0)
+    scales = [
+        model_scales(*which)
+        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
+    ]
+    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    codes = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*codes, plain, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
+    want, sums = before.copy(), get(plain)
+    if joined:
+        sums = sums + added.astype(np.float32) + before[:m].astype(np.float32)
+    want[:m] = sums.astype(bfloat16.numpy)
+    assert_same_bits("out", get(whole), want)
+
+
 @both
 @pytest.mark.gpu
 def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None:
@@ -211,6 +261,35 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
         assert (wide - 1) * columns < n <= wide * columns
         assert 0 < found.blocks <= min(132, tall * wide)
         assert 1 <= band <= tall
+
+
+@pytest.mark.parametrize(
+    ("scales", "promote", "out", "stride", "by_copies"),
+    [
+        ("whole", 0, "bf16", 4096, True),
+        ("whole", 0, "f32", 4096, False),
+        ("whole", 0, "f16", 4100, False),
+        ("whole", 128, "bf16", 4096, False),
+        ("lines_squares", 128, "f16", 4096, True),
+        ("lines_lines", 128, "bf16", 4104, True),
+    ],
+)
+def test_which_results_are_written_by_copies(
+    scales: str, promote: int, out: str, stride: int, by_copies: bool, planned: Any
+) -> None:
+    """Of 16 bits, in rows of whole chunks of 16 bytes, by scales of blocks or without promotion."""
+    a_map, b_map, *_, out_map = planned(
+        0, 4096, 4096, 512, 512, 512, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
+    ).maps
+    rows, columns = (128, 256) if not promote else (256, 128)
+    assert (f"(128, {rows})" in a_map.decode(), f"(128, {columns})" in b_map.decode()) == (True, True)
+    kind = {"bf16": "bfloat16", "f16": "float16"}.get(out)
+    whole = kind, (4096, 4096, 1), (stride, 4096 * stride), (64, 16, 1), True
+    assert out_map == (repr(whole).encode() if by_copies else bytes(120))
+
+
+def test_small_tiles_without_promotion_write_from_registers(planned: Any) -> None:
+    assert not any(plan(planned, 64, 128, 512).maps[-1])
 
 
 def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

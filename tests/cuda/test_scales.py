@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import struct
+import types
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,12 +22,23 @@ from fp8kit.raw_kernels import manifest
 from fp8kit.recipe import DelayedScaling
 
 GPU = Device("cuda", 0)
+PARTS = (1, (3,)), (2, (3,)), (3, (16, 3))  # of a state: where they lie from its start, and their shapes
+
+
+class Recorded(NamedTuple):
+    """A recording of what ``again`` does."""
+
+    again: Callable[[], None]
+    complete: bool = True
+
+    def __call__(self) -> None:
+        self.again()
 
 
 def states(count: int) -> tuple[tuple[ArrayView, ...], ...]:
     return tuple(
         tuple(ArrayView(1000 * (i + 1) + at, shape, float32, GPU) for i in range(count))
-        for at, shape in ((1, (3,)), (2, (3,)), (3, (16, 3)))
+        for at, shape in PARTS
     )
 
 
@@ -74,6 +88,80 @@ def test_an_update_keeps_no_state_alive(launches: list[tuple[Any, ...]]) -> None
     del parts, owner
     gc.collect()
     assert gone() is None
+
+
+def test_the_states_of_each_device_are_updated_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def kernels(device: Device) -> Any:
+        def update(scales: Any, inverses: Any, histories: Any, *rest: Any) -> None:
+            calls.append((device.index, [view.ptr for view in scales], rest[0], rest[-1]))
+
+        return types.SimpleNamespace(update_delayed_=update)
+
+    monkeypatch.setattr(dispatch, "kernels", kernels)
+    own = [
+        types.SimpleNamespace(
+            placed=scaling.placed(
+                *[ArrayView(100 * i + at, shape, float32, Device("cuda", i % 2)) for at, shape in PARTS]
+            )
+        )
+        for i in range(5)
+    ]
+    history: Any = DelayedScaling().history
+    scaling.update(history, own, True, lambda index: 70 + index)
+    scaling.update(history, own[:1], False, lambda index: 70 + index)
+    assert calls == [
+        (0, [1, 201, 401], [448.0] * 3, 70),
+        (1, [101, 301], [448.0] * 2, 71),
+        (0, [1], [57344.0], 70),
+    ]
+
+
+def test_an_update_of_the_same_states_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its recording: not where the states, their order, the rule, the direction or the stream differ."""
+    done: list[Any] = []
+
+    @contextlib.contextmanager
+    def recorder() -> Any:
+        at = len(done) - 1
+        yield Recorded(lambda: done.append(("again", done[at + 1])))
+
+    made = types.SimpleNamespace(
+        recorder=recorder,
+        replays=None,
+        update_delayed_=lambda scales, *rest: done.append(([view.ptr for view in scales], rest[2:])),
+    )
+    monkeypatch.setattr(dispatch, "kernels", lambda device: made)
+    first, second = (
+        types.SimpleNamespace(
+            placed=scaling.placed(*[ArrayView(start + at, shape, float32, GPU) for at, shape in PARTS])
+        )
+        for start in (100, 200)
+    )
+    recipe, other = DelayedScaling(), DelayedScaling(margin=1)
+    usual = recipe.history, [first, second], True, 5
+    different = [
+        (recipe.history, [second, first], True, 5),
+        (recipe.history, [first], True, 5),
+        (other.history, [first, second], True, 5),
+        (recipe.history, [first, second], False, 5),
+        (recipe.history, [first, second], True, 6),
+    ]
+
+    def run(history: Any, states: Any, forward: bool, stream: int) -> Any:
+        scaling.update(history, states, forward, lambda index: stream)
+        return done[-1]
+
+    wanted = run(*usual)
+    assert run(*usual) == wanted  # recorded
+    assert run(*usual) == run(*usual) == ("again", wanted)
+    seen = [wanted]
+    for each in different:
+        found = run(*each)
+        assert found not in seen
+        seen.append(found)
+    assert run(*usual) == ("again", wanted)
 
 
 def test_an_update_goes_to_the_memory_that_states_have_now(monkeypatch: pytest.MonkeyPatch) -> None:

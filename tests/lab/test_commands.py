@@ -209,7 +209,7 @@ def test_names_are_found() -> None:
     ]
     of_file = sources.find("quantize.cu").operations
     assert of_file[:3] == ("quantize", "dequantize", "quantize_transpose")
-    assert set(of_file[3:]) == {"fp8_attention_fwd", "fp8_attention_bwd", "fp8_gemm_cast"}
+    assert set(of_file[3:]) == {"quantize_stack", "fp8_attention_fwd", "fp8_attention_bwd", "fp8_gemm_cast"}
     one = sources.find("quantize.cu:quantize_fp8")  # as the list has it
     assert [(part.entry.name, part.functions) for part in one.parts] == [("quantize.cu", ("quantize_fp8",))]
     assert sources.find("column_sums").operations == ("dropout_bwd", "sum_rows")

@@ -50,7 +50,7 @@ def test_the_source_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: p
         for down, across in np.ndindex(*fields[20:22]):
             row, column = down * int(how["BM"]), across * int(how["BN"]) // halves
             sums = np.ascontiguousarray(tile_sums(how, fields, row, column)[0], np.float32)
-            made.run_tile(ctypes.c_void_p(place), ctypes.c_void_p(sums.ctypes.data), row, column)
+            made.run_tiles(ctypes.c_void_p(place), ctypes.c_void_p(sums.ctypes.data), 1, row, column, 0, 1)
 
     as_hopper(monkeypatch)
     kernels = Emulated("hopper_gemm.cu", NAMES, {"hopper_gemm.cu": hopper, "dropout.cu": sum_partials})

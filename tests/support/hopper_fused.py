@@ -24,10 +24,9 @@ NAMES = ("fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines")
 Array = Any
 LANES = np.arange(32)
 T, G = LANES % 4, LANES // 4
-# the header's selectors of bytes: of odd lanes and even ones, of the second two of four and the first, rows
-ODD, EVEN, SECOND, FIRST, *OF_ROWS = (
-    int(found, 16) for found in re.findall(r"0x[0-9A-F]{4}\b", manifest.text("hopper_epilogue.cuh"))
-)
+# the headers' selectors of bytes: of odd lanes and even ones, of the second two of four and the first, rows
+_CODE = manifest.text("hopper.cuh").partition("transpose_octet")[2] + manifest.text("hopper_epilogue.cuh")
+ODD, EVEN, SECOND, FIRST, *OF_ROWS = (int(found, 16) for found in re.findall(r"0x[0-9A-F]{4}\b", _CODE))
 # of 16 rows by 32 columns: a lane's rows and columns, [lane, h, i]
 ROW = (G[:, None, None] + 8 * np.arange(2)[:, None]) + 0 * np.arange(8)
 COLUMN = 8 * (np.arange(8) // 2) + 2 * T[:, None, None] + np.arange(8) % 2 + 0 * np.arange(2)[:, None]

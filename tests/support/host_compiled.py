@@ -17,6 +17,14 @@ _DEVICE = Path(__file__).with_name("host_device.h")
 _BFLOAT16 = "const u32 b = __float_as_uint(x); return bf16{(u16)((b + 0x7FFF + (b >> 16 & 1)) >> 16)};"
 # signature of a function whose body is PTX -> what that does; NaN is not among the tests' values
 _BODIES = {
+    "void copies_have_read()": "carry_out_copies(); __syncwarp();",
+    "void copy_tile_out(const TensorMap& map, u32 from, i32 column, i32 row, i32 third)": (
+        "copies.push_back(Copy{(const long long*)&map, from, column, row, third});"
+    ),
+    "void store_matrices(u32 to, const u32 (&words)[4])": (
+        "for (int i = 0; i < 4; ++i) "
+        "*(u32*)(shared_memory + __shfl_sync(~0u, to, 8 * i + lane() / 4) + 4 * (lane() % 4)) = words[i];"
+    ),
     "float exp2_fast(float x)": "return exp2f(x);",
     "float reciprocal_fast(float x)": "return 1.0f / x;",
     "float max_nan(float x, float y)": "return fmaxf(x, y);",
@@ -29,28 +37,42 @@ _BODIES = {
     "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
     "float to_float(f16 x)": "return (float)cast_bits<_Float16>(x.bits);",
 }
-# the multipliers' part of the kernel for one tile: `sums` is the tile's product, BM x BN
+# the multipliers' part of the kernel for `count` tiles, which `places` gives four numbers each: row, column,
+# group, depths. `sums`: their products, BM x BN each
 _RUN = """
-extern "C" void run_tile(const Job* job, const float* sums, int row, int column) {
+extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
+  std::vector<int> places(4 * count);
+  va_list list;
+  va_start(list, count);
+  for (int& place : places) place = va_arg(list, int);
+  va_end(list);
   for (auto& barrier : warp_barrier) barrier = std::make_unique<std::barrier<>>(32);
   for (auto& barrier : group_barrier) barrier = std::make_unique<std::barrier<>>(128);
   threadIdx = {0, 0, 0};
   const float scale = scale_of_results(job->further);
   std::vector<std::thread> threads;
-  for (unsigned t = 128; t < 384; ++t) threads.emplace_back([=] {
+  for (unsigned t = 128; t < 384; ++t) threads.emplace_back([&, t] {
     threadIdx = {t, 0, 0};
     const int group = t / 128 - 1;
     Running own{scale};
-    Tile at{};
-    at.row = row, at.column = column, at.depths = 1;
-    for (int w = 0; w < WAVES; ++w) {
-      float total[BN / 2];
-      const int first = 64 * (WAVES * group + w), own_row = first + t / 32 % 4 * 16 + lane() / 4;
-      for (int i = 0; i < BN / 2; ++i)
-        total[i] = sums[(own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
-      write(*job, Memory{0}, total, at, row + first, group, own);
+    Outgoing outgoing{Memory{0}.part(t / 32 - 4)};
+    for (int tile = 0; tile < count; ++tile) {
+      Tile at{};
+      at.row = places[4 * tile], at.column = places[4 * tile + 1];
+      at.group = places[4 * tile + 2], at.depths = places[4 * tile + 3];
+      if constexpr (LATE)
+        if (at.depths > 2) outgoing.send_late(job->further);  // as `multiply` does
+      for (int w = 0; w < WAVES; ++w) {
+        float total[BN / 2];
+        const int first = 64 * (WAVES * group + w), own_row = first + t / 32 % 4 * 16 + lane() / 4;
+        for (int i = 0; i < BN / 2; ++i)
+          total[i] = sums[(tile * BM + own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
+        write(*job, Memory{0}, total, at, at.row + first, group, own, outgoing);
+      }
     }
     end_of_tiles(job->further, own.most);
+    if constexpr (LATE) outgoing.send_late(job->further);
+    if constexpr (STAGED) copies_have_read();
   });
   for (auto& thread : threads) thread.join();
 }
@@ -90,7 +112,7 @@ def without_ptx(text: str) -> str:
 
 
 def library(defines: manifest.Defines, folder: Path) -> Any:
-    """A library with ``run_tile`` of a variant of ``hopper_gemm.cu``, made in ``folder``."""
+    """A library with ``run_tiles`` of a variant of ``hopper_gemm.cu``, made in ``folder``."""
     unit = manifest.unit("hopper_gemm.cu")
     left = dict(unit.headers)
 

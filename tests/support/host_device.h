@@ -8,6 +8,7 @@
 #include <vector>
 #include <memory>
 #include <algorithm>
+#include <cstdarg>
 #define __device__
 #define __forceinline__ inline
 #define __global__
@@ -27,6 +28,26 @@ using std::min; using std::max;
 static std::unique_ptr<std::barrier<>> warp_barrier[12], group_barrier[4];
 static unsigned long long slots[12][32];
 static unsigned char shared_memory[1 << 18];
+// Copies out of shared memory read it when they are waited for, as late as may be. A map is an address and what
+// tests/support/hopper.py::map_of says: kind, three sizes, two strides, the box, whose rows are swizzled.
+struct Copy {
+  const long long* map;
+  unsigned from;
+  int column, row, matrix;
+};
+static thread_local std::vector<Copy> copies;
+static inline void carry_out_copies() {
+  for (const Copy& c : copies) {
+    const long long *m = c.map, width = m[7], height = m[8];
+    if (c.from % 1024 || width != 64) std::abort();
+    for (int i = 0; i < height; ++i)
+      for (int j = 0; j < width; ++j)
+        if (c.row + i < m[3] && c.column + j < m[2] && c.matrix < m[4])
+          std::memcpy((char*)m[0] + 2 * (c.matrix * m[6] + (c.row + i) * m[5] + c.column + j),
+                      shared_memory + c.from + 128 * i + 16 * (j / 8 ^ i % 8) + 2 * (j % 8), 2);
+  }
+  copies.clear();
+}
 template <typename X> static X __shfl_sync(unsigned, X x, int from) {
   const int w = threadIdx.x / 32, l = threadIdx.x % 32;
   std::memcpy(&slots[w][l], &x, sizeof(X));

@@ -44,9 +44,7 @@ def block_quantize(
     """See ``backends.protocol``."""
     rows, columns = x.shape
     squares = ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
-    name = format_name(format)
-    if name is None:
-        raise BackendError("block_quantize", "format", format, "E4M3 or E5M2")
+    name = _name("block_quantize", format)
     args = (
         x.ptr,
         *map(address, (q, scale_inv, q_t, scale_inv_t)),
@@ -62,6 +60,48 @@ def block_quantize(
     )
     function = kernel("block.cu", "block_quantize", x, FORMAT=name)
     launch.launch(function, squares, _THREADS, args, stream)
+
+
+def block_quantize_stack(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    count, rows, columns = x.shape
+    squares = count * ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
+    name = _name("block_quantize_stack", format)
+    args = (
+        x.ptr,
+        *map(address, (q, scale_inv, q_t, scale_inv_t)),
+        rows,
+        columns,
+        0 if q is None else q.shape[1],
+        0 if q_t is None else q_t.shape[1],
+        *(0 if scales is None else scales.size // count for scales in (scale_inv, scale_inv_t)),
+        int(_SCALINGS[tile] == "block_128x128"),
+        format.max,
+        epsilon,
+        x.dtype.max,
+        int(power_2),
+    )
+    function = kernel("block.cu", "block_quantize_stack", x, FORMAT=name)
+    launch.launch(function, squares, _THREADS, args, stream)
+
+
+def _name(operation: str, format: Format) -> str:
+    """The sources' name of E4M3 or E5M2; BackendError for another format."""
+    name = format_name(format)
+    if name is None:
+        raise BackendError(operation, "format", format, "E4M3 or E5M2")
+    return name
 
 
 def block_gemm(

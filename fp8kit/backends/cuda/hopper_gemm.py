@@ -21,7 +21,7 @@ from fp8kit.lru import memoized
 CAPABILITY, LEAST_ARCH = (9, 0), 90
 SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
-PART = 128  # columns of a result that are written at once
+BOX = 64, 16, 1  # columns and rows of a result that a copy writes
 JOB_CODES = 4 * CODES + "6P13q"  # struct Job without an epilogue's part
 JOB = Packer(JOB_CODES + "40x" + CODES)  # with the map of the result, at a multiple of 64 bytes
 _SIXTEEN_BITS = {"bf16": "bfloat16", "f16": "float16"}
@@ -76,14 +76,21 @@ def want_hopper(index: int, *strides: int) -> None:
         )
 
 
-def result_map(shape: tuple[int, ...], stride: int, out: str, at: Tiling) -> bytes:
-    """The map by which the kernel writes parts of a result of 16 bits, ([groups,] m, n). That of ``NONE``
-    where rows do not begin at multiples of 16 bytes: then the kernel writes from registers."""
-    groups, m, n = (1, *shape)[-3:]
-    if out not in _SIXTEEN_BITS or stride % 8:
+def result_map(shape: tuple[int, ...], stride: int, out: str, scales: str, groups: str, at: Tiling) -> bytes:
+    """The map by which copies write a result of 16 bits, ([groups,] m, n), from shared memory: the source's
+    STAGED. That of ``NONE`` where the kernel writes from registers: other results, and those whose rows do
+    not begin at multiples of 16 bytes."""
+    matrices, m, n = (1, *shape)[-3:]
+    staged = groups == "terms" or (groups == "none" and (scales != "whole" or at.columns == 256))
+    if not staged or out not in _SIXTEEN_BITS or stride % 8:
         return NONE[1]
-    box = min(at.columns, PART), 16, 1
-    return tensor_map(_SIXTEEN_BITS[out], (n, m, groups), (stride, m * stride), box)
+    return tensor_map(_SIXTEEN_BITS[out], (n, m, matrices), (stride, m * stride), BOX, True)
+
+
+def blocks_together(groups: str, at: Tiling) -> int:
+    """How many blocks are a cluster, which is as many tiles wide: the source's CLUSTER. A grid is a multiple
+    of it."""
+    return 2 if groups == "terms" and at.rows == 256 else 1
 
 
 def band_of(blocks: int, rows: int, columns: int) -> int:
@@ -158,7 +165,7 @@ def _plan(
         tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
         *lines,
-        result_map((m, n), out_stride, out, at) if scales != "whole" else NONE[1],
+        result_map((m, n), out_stride, out, scales, "none", at),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE

@@ -23,6 +23,7 @@ from fp8kit.backends.cuda.hopper_gemm import (
     Planned,
     Tiling,
     band_of,
+    blocks_together,
     compiled,
     result_map,
     want_hopper,
@@ -87,8 +88,9 @@ def _plan(
     want_hopper(index, terms)
     multiprocessors = launch.sm_count(index)
     at = tiling(along, m, n, terms, groups, promote, multiprocessors)
-    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
-    blocks = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors)
+    together = blocks_together(along, at)  # what is counted from here on are clusters
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
+    clusters = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors // together)
     lines = [NONE[1], NONE[1]]
     for i, (tile, rows, box) in enumerate(
         zip(tiles, (a_shape[-2], b_shape[-2]), (at.rows, at.columns), strict=True)
@@ -98,10 +100,10 @@ def _plan(
     # a group's matrix of b is a further dimension
     stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
     maps = (
-        tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows), True),
+        tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows // together), True),
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
-        NONE[1] if by_rows else result_map(out_shape, out_stride, out, at),
+        result_map(out_shape, out_stride, out, scales, along, at),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, along)
     step, b_step, b_group = int(tiles[0] == (1, 0)), 0, 0
@@ -111,8 +113,8 @@ def _plan(
         b_step = ceil_div(terms, 4 * DEPTH) * 4
         b_group = ceil_div(b_shape[1], 128) * b_step
     numbers = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
-    own = band_of(blocks, at.rows, at.columns), groups, slots, b_group, terms
-    return Planned(kernel, blocks, maps, (*numbers, *own))
+    own = band_of(clusters, at.rows, at.columns * together), groups, slots, b_group, terms
+    return Planned(kernel, clusters * together, maps, (*numbers, *own))
 
 
 def grouped_fp8_gemm(

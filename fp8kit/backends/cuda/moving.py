@@ -102,7 +102,7 @@ class Moving(Replay):
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            self.on_its_device(self._do, addresses)
+            super().__call__(addresses)
         finally:
             self._lock.release()
         return True
@@ -110,7 +110,7 @@ class Moving(Replay):
     def place(self, addresses: Sequence[int | None]) -> list[int]:
         """Write the launches' pointers for arrays at ``addresses``. Returns the addresses that ``Step.work``
         is called with, one step's after the other."""
-        values = np.array([*(a or 0 for a in addresses), 0], np.uint64)[self._places] + self._shifts
+        values = np.array([*[a or 0 for a in addresses], 0], np.uint64)[self._places] + self._shifts
         count = len(self._positions)
         self._words[self._positions] = values[:count]
         return values[count:].tolist()  # type: ignore[no-any-return]

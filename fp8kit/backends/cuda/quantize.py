@@ -1,4 +1,4 @@
-"""The contract's casts: quantize, dequantize and quantize_transpose.
+"""The contract's casts: quantize, dequantize, quantize_transpose and quantize_stack.
 
 E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every
 other format and mode the exact integer path. Both give the oracle's bits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, scales
@@ -153,6 +154,28 @@ def quantize_transpose(
     launch.launch(function, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
         sum_partials(partials, ceil_div(rows, _TILE_ROWS), dbias, None, stream)
+
+
+def quantize_stack(
+    x: ArrayView,
+    q: ArrayView | None,
+    q_t: ArrayView | None,
+    amax: ArrayView,
+    scale_inv: ArrayView,
+    format: Format,
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    count, rows, columns = x.shape
+    written: Any = q_t.transpose(0, 2, 1) if q is None and q_t is not None else q
+    padded_rows, padded_columns = written.shape[1:]
+    function = kernel("quantize.cu", "quantize_stack", x, FORMAT=_FORMAT_NAMES[format.name])
+    tiles = max(ceil_div(padded_rows, _TILE_ROWS), 1) * max(ceil_div(padded_columns, _TILE_COLUMNS), 1)
+    sizes = rows, columns, padded_rows, padded_columns
+    places = (x.ptr, address(q), address(q_t), amax.ptr, scale_inv.ptr)
+    launch.launch(function, count * tiles, _THREADS, (*places, *sizes, epsilon, int(power_2)), stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

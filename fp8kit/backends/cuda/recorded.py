@@ -75,14 +75,6 @@ class Recording(Replay):
         """See ``execution.replay.Replays``."""
         return moving(self, self.steps, addresses, sizes)
 
-    def __call__(self) -> None:
-        """Do it again. BackendError where the driver or a library refuses."""
-        if not self.names:
-            if launch.here.recording is not None:
-                launch.here.recording.complete = False
-            return
-        self.on_its_device(self._do)
-
     def _do(self) -> None:
         # in this order: who makes the graph sets it first and then empties the steps
         steps, graph = self.steps, self._graph
@@ -93,13 +85,14 @@ class Recording(Replay):
             status = step.replay()
             if status:
                 self.check(i, status)
+        if not self._graphable:
+            return
         self._calls += 1
-        if not self._calls % OFTEN and self._worth() and not launch.capturing(self.stream):
-            self._capture()
-
-    def _worth(self) -> bool:
-        """Whether a graph is quicker, and can be made."""
-        return (len(self.steps) > 1 or self._slow) and self._graphable
+        if not self._calls % OFTEN:
+            if len(steps) == 1 and not self._slow:
+                self._graphable = False  # a graph would not be quicker
+            elif not launch.capturing(self.stream):
+                self._capture()
 
     def _capture(self) -> None:
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself

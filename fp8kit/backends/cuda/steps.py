@@ -60,20 +60,26 @@ class Replay:
         self.device = self.stream = -1
         self.names: list[str] = []
 
-    def on_its_device(self, work: Callable[..., None], *arguments: Any) -> None:
-        """``work(*arguments)``, with the device current. BackendError where a library refuses."""
+    def _do(self, *arguments: Any) -> None:
+        """Put the work on its stream; its device is current."""
+        raise NotImplementedError
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Do it, with its device current. BackendError where the driver or a library refuses."""
         here = launch.here
         if here.recording is not None:  # a call within a call: what it does is not told
             here.recording.complete = False
+        if not self.names:
+            return
         if here.memory is None:  # this thread has launched nothing yet, and has no context
             here.memory = launch.LaunchMemory()
         current = launch.entry_point()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
-                self.on_its_device(work, *arguments)
+                self(*arguments)
             return
         try:
-            work(*arguments)
+            self._do(*arguments)
         except BackendError:
             raise
         except RuntimeError as error:

@@ -53,6 +53,23 @@ class Blocks(Protocol):
         (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32 (Kp / 128, R); tile (128, 128): float32
         (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
 
+    @kernel(writes="q scale_inv q_t scale_inv_t", exact=True)
+    def block_quantize_stack(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        scale_inv: ArrayView | None,
+        q_t: ArrayView | None,
+        scale_inv_t: ArrayView | None,
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """``block_quantize`` of several matrices: x: h (E, M, N), none of them 0; each array that is written
+        has a first dimension E too, and there is of it what ``block_quantize`` writes for that matrix."""
+
     @kernel(writes="out", workspace=product_workspace, flops=product_flops)
     def block_gemm(
         self,

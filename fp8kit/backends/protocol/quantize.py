@@ -64,6 +64,24 @@ class Quantization(Protocol):
         """The layers' cast: x, h (M, N), to both orientations with padding (see ``Cast``); E4M3 or E5M2.
         dbias: h (N,) or None, written with the sums of x's columns."""
 
+    @kernel(writes="q q_t scale_inv", exact=True)
+    def quantize_stack(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        q_t: ArrayView | None,
+        amax: ArrayView,
+        scale_inv: ArrayView,
+        format: Format,
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """``quantize_transpose`` of several matrices, each with a scale of its own: x: h (E, M, N), E > 0; q:
+        uint8 (E, Mp, Np) and q_t: uint8 (E, Np, Mp), either may be None, zero codes beyond x; amax: float32
+        (E,), read; scale_inv: float32 (E,). A scale is what ``Rule(power_2, epsilon)`` makes of the matrix's
+        amax. E4M3 or E5M2."""
+
     @workspace_of("quantize_transpose")
     def quantize_transpose_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""

@@ -9,7 +9,7 @@ from fp8kit import arrays, packing
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Float32, f32, quiet
 from fp8kit.backends.reference.gemm import decoded, product
-from fp8kit.backends.reference.quantize import quantize, table32
+from fp8kit.backends.reference.quantize import member, quantize, table32
 from fp8kit.backends.reference.scales import amax, scale_from_amax, tiles
 from fp8kit.formats import E4M3, E8M0, Format
 
@@ -36,6 +36,26 @@ def block_quantize(
         _operand(values, q, scale_inv, *rule)
     if q_t is not None and scale_inv_t is not None:
         _operand(np.ascontiguousarray(values.T), q_t, scale_inv_t, *rule)
+
+
+def block_quantize_stack(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``Kernels.block_quantize_stack``."""
+    for e in range(x.shape[0]):
+        part, *written = (member(view, e) for view in (x, q, scale_inv, q_t, scale_inv_t))
+        assert part is not None
+        codes, scales, codes_t, scales_t = written
+        block_quantize(part, codes, scales, codes_t, scales_t, format, tile, power_2, epsilon, stream)
 
 
 def _operand(

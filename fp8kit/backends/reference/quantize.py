@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
 from fp8kit.backends.reference.philox import words
@@ -262,3 +262,28 @@ def quantize_transpose(
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)
+
+
+def member(stack: ArrayView | None, e: int) -> ArrayView | None:
+    """Array ``e`` of several, (E, ...)."""
+    return None if stack is None else stack.slice(0, e, 1).reshape(*stack.shape[1:])
+
+
+def quantize_stack(
+    x: ArrayView,
+    q: ArrayView | None,
+    q_t: ArrayView | None,
+    amax: ArrayView,
+    scale_inv: ArrayView,
+    format: Format,
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``Kernels.quantize_stack``."""
+    rule = Rule(power_2, epsilon)
+    for e in range(x.shape[0]):
+        part, codes, codes_t = (member(view, e) for view in (x, q, q_t))
+        assert part is not None
+        cast = Cast(format, codes, codes_t, None, scale_inv.slice(0, e, 1), amax.slice(0, e, 1), rule)
+        quantize_transpose(part, cast, None, None, stream)

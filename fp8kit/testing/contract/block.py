@@ -7,6 +7,7 @@ for the scales. On Hopper it is known to the bit, as there.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from fp8kit.testing.contract.gemm import fp8_slack, joined, modelled, product_re
 from fp8kit.testing.contract.rotations import narrow, put_special
 from fp8kit.testing.contract.scales import Tile, each, grid, tile_amax
 
+_WRITTEN = ("q", "scale_inv", "q_t", "scale_inv_t")
 LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
 NAMES = {LINE: "1x128", SQUARE: "128x128"}
 
@@ -119,6 +121,23 @@ def block_quantize_oracle(a: Any) -> Results:
     rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(a.x.dtype).max
     (q, scale_inv, _), (q_t, scale_inv_t, _) = operand(a.x, *rule), operand(a.x.T, *rule)
     return {"q": q, "scale_inv": scale_inv, "q_t": q_t, "scale_inv_t": scale_inv_t}
+
+
+def block_quantize_stack(s: Sampler, m: int, n: int, matrices: int = 3, **options: Any) -> Arguments:
+    """``matrices`` of them, ``options`` as ``block_quantize``'s."""
+    made = block_quantize(s, m, n, **options)
+    for name in _WRITTEN:
+        if made[name] is not None:
+            made[name] = s.output(matrices, *made[name].shape, dtype=made[name].dtype)
+    rows = matrices * m
+    x = s.put(blocks(s, rows, n, s.dtype)) if options.get("strewn", True) else s.normal(rows, n)
+    return {**made, "x": x.reshape(matrices, m, n)}
+
+
+def block_quantize_stack_oracle(a: Any) -> Results:
+    """Matrix by matrix."""
+    each = [block_quantize_oracle(SimpleNamespace(**{**vars(a), "x": x})) for x in a.x]
+    return {name: np.stack([found[name] for found in each]) for name in _WRITTEN}
 
 
 def block_gemm(
@@ -238,6 +257,11 @@ _QUANTIZE = {
     ),
     **product("{tile}-{only}-only", {"tile": _TILES, "only": ("q", "q_t")}, m=144, n=200, dtype=bfloat16),
 }
+_STACKS = {
+    **typed(product("{tile}-{case}", {"tile": _TILES, "case": sized(((1, 1), (130, 70), (256, 384)))})),
+    **product("{tile}-{only}-only", {"tile": _TILES, "only": ("q", "q_t")}, m=144, n=200, matrices=2),
+    **product("{tile}-{fmt}-float-scales", {"tile": _TILES, "fmt": (E4M3, E5M2)}, **_FLOAT),
+}
 _GEMM = {
     **product("{tiles}-{case}", {"tiles": _PAIRS, "case": _SIZES}),
     **product("{a}-{b}", {"a b": ((E5M2, E4M3), (E4M3, E5M2))}, m=48, n=160, k=256),
@@ -250,6 +274,9 @@ _OPERAND = product("{tile}-along{along}-{case}", {"tile": _CODES, "along": (1, 0
 
 TESTS = (
     KernelTest("block_quantize", block_quantize, block_quantize_oracle, _QUANTIZE, {"strewn": False}),
+    KernelTest(
+        "block_quantize_stack", block_quantize_stack, block_quantize_stack_oracle, _STACKS, {"strewn": False}
+    ),
     KernelTest("block_operand", block_operand, block_operand_oracle, _OPERAND),
     KernelTest("block_gemm", block_gemm, block_gemm_oracle, typed(_GEMM), bits=modelled),
 )

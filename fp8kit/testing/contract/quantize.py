@@ -21,7 +21,7 @@ from fp8kit.testing.contract import (
     sized,
     typed,
 )
-from fp8kit.testing.contract.casts import scaled
+from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.dropout import philox
 from fp8kit.testing.contract.scales import (
     ROW,
@@ -132,6 +132,47 @@ def quantize_transpose(
     }
 
 
+def quantize_stack(
+    s: Sampler,
+    m: int,
+    n: int,
+    matrices: int = 3,
+    fmt: Format = E4M3,
+    power_2: bool = False,
+    epsilon: float = 0.0,
+    wider: bool = False,
+    only: str = "",
+    strewn: bool = True,
+) -> Arguments:
+    """Amaxes that differ, one of them 0; ``wider``: codes have a margin. ``only``: "q" or "q_t"."""
+    more = 16 * wider
+    shape = m + more, n + 2 * more
+    amax = np.exp2(s.random.uniform(-6, 6, matrices)).astype(np.float32)
+    amax[-1:] = 0
+    rows = matrices * m
+    x = s.strewn(rows, n) if strewn else s.normal(rows, n, scale=3.0)
+    return {
+        "x": x.reshape(matrices, m, n),
+        "q": s.output(matrices, *shape, dtype=uint8) if only != "q_t" else None,
+        "q_t": s.output(matrices, *shape[::-1], dtype=uint8) if only != "q" else None,
+        "amax": s.put(amax),
+        "scale_inv": s.output(matrices, dtype=float32),
+        "format": fmt,
+        "power_2": power_2,
+        "epsilon": epsilon,
+    }
+
+
+def quantize_stack_oracle(a: Any) -> Results:
+    """The codec's bits, matrix by matrix, by the rule's text."""
+    scale = scale_of(a.amax, a.format.max, a.power_2, a.epsilon, float32.max)
+    sizes = a.q.shape[1:] if a.q is not None else a.q_t.shape[:0:-1]
+    codes = np.zeros((len(a.x), *sizes), np.uint8)
+    for x, own, to in zip(a.x, scale, codes, strict=True):
+        to[: x.shape[0], : x.shape[1]] = codec.encode(scaled(x, own), a.format)
+    return {"q": codes, "q_t": codes.transpose(0, 2, 1), "scale_inv": np.float32(1) / scale}
+
+
 def _boundaries(fmt: Format) -> Array:
     """Every value of the format, every midpoint, and the float32 next to each on both sides."""
     values = codec.table(fmt)[: 1 << fmt.bits]
@@ -193,8 +234,20 @@ def _transpose_cases() -> dict[str, Options]:
     return _both(typed(cases))
 
 
+def _stack_cases() -> dict[str, Options]:
+    sizes = ((1, 1), (16, 16), (33, 65), (128, 64), (256, 192), (0, 70))
+    cases = sized(sizes, wider=True) | {
+        "whole": {"m": 256, "n": 128},
+        "one": {"m": 70, "n": 48, "matrices": 1},
+    }
+    cases |= {f"{only}-only": {"m": 70, "n": 48, "only": only} for only in ("q", "q_t")}
+    cases["power-2"] = {"m": 48, "n": 32, "power_2": True, "epsilon": 1e-3}
+    return _both(typed(cases))
+
+
 TESTS = (
     KernelTest("quantize", quantize, quantize_oracle, _quantize_cases(), {"strewn": False}),
     KernelTest("dequantize", dequantize, dequantize_oracle, _DEQUANTIZE, {"strewn": False}),
     KernelTest("quantize_transpose", quantize_transpose, None, _transpose_cases(), {"strewn": False}),
+    KernelTest("quantize_stack", quantize_stack, quantize_stack_oracle, _stack_cases(), {"strewn": False}),
 )

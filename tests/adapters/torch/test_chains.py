@@ -77,6 +77,38 @@ def test_same_bits(options, recipe, device, counted, monkeypatch):
     assert all((got == want).all() for got, want in zip(as_one, one_by_one, strict=True))
 
 
+def test_lengths_and_operations_that_change(device, counted, monkeypatch):
+    """Sizes and the number of operations differ from call to call; each call records into the layer's state,
+    which a state loaded in between replaces."""
+
+    def run():
+        layer = layer_of(device, {"attention_dropout": 0.0})
+        saved, found = None, []
+        for length, training in [(8, True), (5, False), (8, False), (8, True), (3, True), (5, False)]:
+            layer.train(training)
+            if length == 3:
+                layer.load_state_dict(saved)
+            torch.manual_seed(length)
+            x = torch.randn(length, 3, WIDTH, device=device, requires_grad=True)
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            y.backward(torch.randn_like(y))
+            saved = saved or {name: value.clone() for name, value in layer.state_dict().items()}
+            found += [bits(y), bits(x.grad)]
+            for module in layer.modules():
+                for own in getattr(module, "fp8_meta", {}).values():
+                    found += map(bits, own.parts)
+        return found
+
+    as_one = run()
+    assert {len(names) for names in counted} == {4, 6}
+    monkeypatch.setattr(transformer, "LARGE", 0)
+    one_by_one = run()
+    assert len(counted) == 6
+    assert len(as_one) == len(one_by_one)
+    assert all((got == want).all() for got, want in zip(as_one, one_by_one, strict=True))
+
+
 TRAINED = [
     ("proj", "fc1"),
     ("layernorm_mlp.layer_norm",),

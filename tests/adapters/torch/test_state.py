@@ -16,6 +16,7 @@ from fp8kit_torch import state, torch_compat
 from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.state import _RECORDED
 
+from fp8kit.collectives import Collectives
 from fp8kit.errors import CheckpointError
 from fp8kit.recipe import DelayedScaling
 
@@ -232,6 +233,52 @@ def test_history_length_may_change(device):
             ours(torch.zeros(4, WIDTH, device=device)).sum().backward()
         assert ours.fp8_meta["scaling_fwd"].amax_history.shape == (length, 3)
     same(ours.fp8_meta["scaling_fwd"].amax_history[:2, 0], kept[:2, 0], "an unused operand does not age")
+
+
+@pytest.mark.parametrize("field", ["scale", "scale_inv", "amax_history"])
+def test_a_state_may_get_other_tensors(field, device):
+    """A step works on the tensors that a state has by then, in both directions."""
+    ours, other = trained(device, "Linear"), trained(device, "Linear")
+    other.load_state_dict(ours.state_dict())
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        wanted, own = other.fp8_meta[direction], ours.fp8_meta[direction]
+        getattr(wanted, field).mul_(0.5)
+        before = getattr(own, field)
+        setattr(own, field, before * 0.5)
+        before.fill_(1e-30)  # nobody is to look at these
+    x = torch.linspace(-3, 3, 5 * WIDTH, device=device).reshape(5, WIDTH)
+    one = torch_step(ours, ours, RECIPE, x)
+    two = torch_step(other, other, RECIPE, x, one[-1])
+    same(one[0], two[0], "y")
+    same(one[1], two[1], "dx")
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        for got, want in zip(ours.fp8_meta[direction].parts, other.fp8_meta[direction].parts, strict=True):
+            same(got, want, (direction, field))
+
+
+def test_what_is_updated_is_seen_through_tensors_that_were_kept(device):
+    """Forward states are updated when the autocast has ended, not when somebody asks a state."""
+    ours = trained(device, "Linear")
+    scale = ours.fp8_meta["scaling_fwd"].scale
+    with ft.autocast(recipe=DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")):
+        y = ours(torch.full((4, WIDTH), 7.0, device=device))
+        before = scale[0].item()
+    assert scale[0].item() == 64.0 != before
+    y.sum().backward()
+    assert scale[0].item() == 64.0
+
+
+def test_a_group_of_ranks_may_change(device):
+    """Each pass leaves the group of its autocast with the states that it records into."""
+    ours = trained(device, "Linear")
+    groups = [ours.fp8_meta[name].group for name in ("scaling_fwd", "scaling_bwd")]
+    alone = Collectives(0, 1)
+    for group in (alone, alone, None):
+        with ft.autocast(recipe=RECIPE, amax_reduction_group=group):
+            y = ours(torch.ones(4, WIDTH, device=device))
+        groups += [ours.fp8_meta[name].group for name in ("scaling_fwd", "scaling_bwd")]
+        y.sum().backward()
+    assert groups == [None, None, *[alone] * 4, None, None]
 
 
 def test_callables_run_on_the_host(device):

@@ -1,0 +1,130 @@
+"""Parameters that lie side by side in memory, so that all of them are one array without a copy.
+
+Each has a storage of its own over its part, and keeps all parts alive: saved, pickled, offloaded and counted
+it is as any other parameter. What no longer lies so, because something gave a parameter other memory or put
+another in its place, is found out at each call, by addresses and layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from fp8kit.errors import AutogradError
+from fp8kit_torch.once import once
+from fp8kit_torch.torch_compat import applier, storage_of
+
+# bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
+_ALIGNED = 256
+
+
+_address, _is_contiguous, _version = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("_version")
+_kind = attrgetter("shape", "dtype", "device")
+
+
+class _Stack(NamedTuple):
+    """Memory that was made here, weakly, where in it which parts begin, and the shape, dtype and device of
+    each."""
+
+    memory: StorageWeakRef
+    pointers: list[int]
+    kinds: list[Any]
+
+
+class Stacks:
+    """The parameters of a module that were put side by side, by the name that they share. ``anew``: that of a
+    deep copy, or what is read from a file, whose parameters have to be put so again."""
+
+    def __init__(self, anew: bool = False) -> None:
+        self.anew = anew
+        self._known: dict[str, _Stack] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stacks:
+        return Stacks(True)
+
+    def __reduce__(self) -> Any:
+        return Stacks, (True,)
+
+    def put(self, name: str, members: Sequence[Any]) -> None:
+        """Bring parameters into one memory, where they are plain ones, alike, on the CPU or a GPU and of
+        whole multiples of 256 bytes; others stay where they are."""
+        first = members[0]
+        alike = _kind(first) if type(first) is Parameter else None
+        if alike is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
+            return
+        if first.device.type not in ("cpu", "cuda") or torch.is_inference_mode_enabled():
+            return
+        if any(
+            type(p) is not Parameter
+            or type(p.data) is not Tensor
+            or _kind(p) != alike
+            or not p.is_contiguous()
+            or p.is_inference()
+            for p in members
+        ):
+            return
+        with torch.no_grad():
+            whole = torch.empty((len(members), *first.shape), dtype=first.dtype, device=first.device)
+            if type(whole) is not Tensor:
+                return
+            for part, parameter in zip(whole.unbind(0), members, strict=True):
+                part.copy_(parameter)
+                parameter.data = torch.from_dlpack(part)
+        memory, pointers = StorageWeakRef(whole.untyped_storage()), [*map(_address, members)]
+        self._known[name] = _Stack(memory, pointers, [alike] * len(members))
+
+    def find(self, name: str, members: Sequence[Any]) -> Tensor | None:
+        """Parameters as one tensor (N, ...) over their own memory, without a gradient; None where they are
+        not, or no longer, side by side."""
+        known = self._known.get(name)
+        if known is None or {*map(type, members)} != {Parameter}:
+            return None
+        if [*map(_address, members)] != known.pointers or [*map(_kind, members)] != known.kinds:
+            return None
+        memory = storage_of(known.memory)
+        if memory is None or not all(map(_is_contiguous, members)):
+            return None
+        shape, dtype, device = known.kinds[0]
+        whole = torch.empty(0, dtype=dtype, device=device)
+        return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
+
+
+class _AsOne(torch.autograd.Function):
+    """``whole``, whose gradient is that of the parameters it consists of: theirs are parts of it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *members: Tensor) -> Tensor:
+        return whole.detach()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        return None, *[g if w else None for g, w in zip(grad.unbind(0), wanted, strict=True)]
+
+
+# (what ``Stacks.find`` gave, parameters) -> the former, as a function of the latter
+as_one = applier(_AsOne)
+
+
+def want_unchanged(y: Tensor, members: Sequence[Tensor]) -> None:
+    """AutogradError in the backward pass from ``y``, whose operation reads the parameters again there, where
+    one was changed in place meanwhile: what torch says of a tensor that it has saved."""
+    if not y.requires_grad:
+        return
+    versions = [*map(_version, members)]
+
+    def look(grad: Tensor) -> None:
+        now = [*map(_version, members)]
+        if now != versions:
+            i = next(i for i, (old, new) in enumerate(zip(versions, now, strict=True)) if old != new)
+            wanted = "the one that forward had, until backward has read it"
+            raise AutogradError("GroupedLinear", f"weight{i}", "a weight changed in place", wanted)
+
+    y.register_hook(look)

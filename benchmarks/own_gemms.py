@@ -1,0 +1,168 @@
+"""Our FP8 product for Hopper alone beside cuBLASLt's, each with the algorithm that is the fastest under load:
+the layer's twelve products with scales per tensor and with scales of blocks, and one product over numbers of
+rows.
+
+    python -m benchmarks own --out DIR
+
+``of_best`` is cuBLASLt's time over the contender's. The turns keep the chip at its power limit; a product of
+few rows is a CUDA graph of many, since the host takes longer for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.moe import as_graph
+from fp8kit import arrays, codec
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.backends.protocol import block_shapes
+from fp8kit.bench import gemms, random
+from fp8kit.bench.contest import Contest, row_of, within_time
+from fp8kit.bench.report import Row, Setting, Unavailable
+from fp8kit.bench.sizes import FULL
+from fp8kit.bench.timing import Step
+from fp8kit.formats import E4M3, bfloat16
+from fp8kit.testing import relative_error
+from fp8kit.testing.contract import poisoned, put, workspace
+
+OURS, LIBRARY = "fp8kit", "cuBLASLt"
+TENSORS, BLOCKS, FEW = "tensors", "blocks", "few rows"
+ROWS = 16, 64, 256, 1024, 4096, 16384
+REPEATS = 20  # of a product of few rows in a graph
+_SCALE = 2.0**-6
+_LINE, _SQUARE = (1, 128), (128, 128)
+
+
+class Case(NamedTuple):
+    """A product and how its operands are scaled: "tensors", "blocks", or "few rows", which is "tensors" over
+    numbers of rows."""
+
+    product: gemms.Product
+    scales: str
+
+    def __str__(self) -> str:
+        p = self.product
+        return f"{self.scales}: {p.name}, {p.m} x {p.n} x {p.k}"
+
+
+def cases(full: bool, layer: Any) -> Iterator[Case]:
+    """The twelve products in both ways, then one over numbers of rows."""
+    for scales in (TENSORS, BLOCKS):
+        yield from (Case(product, scales) for product in gemms.products(layer))
+    for rows in ROWS if full else ROWS[:1]:
+        yield Case(gemms.Product("forward", rows, layer.hidden, layer.hidden, E4M3, True), FEW)
+
+
+def _kernels(device: Device, tensors: str, blocks: str) -> Any:
+    chosen: Any = {"fp8_gemm": (f"impl:cuda.{tensors}",), "block_gemm": (f"impl:cuda.{blocks}",)}
+    with policy_context(SelectionPolicy(per_op=chosen)):
+        return dispatch.kernels(device)
+
+
+def _of_blocks(product: gemms.Product, device: Device) -> tuple[Callable[[Any], Step], Callable[[], float]]:
+    """What makes a step by an engine's kernels, and the error of its result. Both operands are in E4M3."""
+    tiles = (_LINE, _LINE if "wgrad" in product.name else _SQUARE)
+    codes, inverse, exact = list[ArrayView](), list[ArrayView](), []
+    for seed, rows, tile in zip((5, 6), (product.m, product.n), tiles, strict=True):
+        shape, scales = block_shapes(rows, product.k, tile)
+        drawn = random.codes(shape, seed)
+        codes.append(put(drawn, device))
+        inverse.append(put(np.full(scales, _SCALE, np.float32), device))
+        exact.append(codec.decode(drawn[: gemms.CORNER], E4M3).astype(np.float64) * _SCALE)
+    out = poisoned((product.m, product.n), bfloat16, device)
+    wanted, stream = exact[0] @ exact[1].T, arrays.current_stream(device)
+
+    def step(kernels: Any) -> Step:
+        arrays.copy(out, poisoned(out.shape, out.dtype, device))
+        space = workspace(kernels.fp8_gemm_workspace(product.m, product.n), device)
+        call = (*codes, out, E4M3, E4M3, *inverse, *tiles, None, None, space, stream)
+        return partial(kernels.block_gemm, *call)
+
+    def error() -> float:
+        corner = out.slice(0, 0, min(gemms.CORNER, product.m)).numpy()[:, : gemms.CORNER]
+        return relative_error(corner.astype(np.float32), wanted[: len(corner), : corner.shape[1]])
+
+    return step, error
+
+
+def _repeated(given: gemms.Operands, kernels: Any) -> Step:
+    """``gemms.ours``, ``REPEATS`` times as a graph."""
+    p, (a, b), (a_inv, b_inv) = given.product, given.codes, given.inverse
+
+    def loop(stream: int) -> None:
+        for _ in range(REPEATS):
+            call = (a, b, given.out, p.a, E4M3, a_inv, b_inv, None, None, p.fast, given.workspace, stream)
+            kernels.fp8_gemm(*call)
+
+    return as_graph(loop)
+
+
+def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
+    """Ours and cuBLASLt's."""
+    contest, repeats = Contest(setting.warmed(), str(case), scales=case.scales), 1
+    if case.scales == BLOCKS:
+        step, error = _of_blocks(case.product, setting.device)
+    else:
+        given = gemms.operands(case.product, setting.device, library)
+
+        def step(kernels: Any) -> Step:
+            given.poison()
+            return gemms.ours(given, kernels)
+
+        error, repeats = given.error, REPEATS if case.scales == FEW else 1
+
+    def make(kernels: Any, row: Row) -> Step:
+        made = step(kernels)
+        for _ in range(4):  # cuBLASLt's algorithm is timed when a product comes for the third time
+            made()
+        row["error"] = error()
+        if not row["error"] < gemms.BOUND:
+            row["status"] = f"WRONG: error {row['error']:.5f}, bound {gemms.BOUND:.5f}"
+        return made if repeats == 1 else _repeated(given, kernels)
+
+    for name, kernels in ((OURS, own), (LIBRARY, library)):
+        contest.enter(name, partial(make, kernels))
+    rows = contest.time(host=False)
+    for row in rows:
+        if "gpu_ms" in row:
+            row["gpu_ms"] /= repeats
+            row["tflops"] = case.product.flops / row["gpu_ms"] * 1e-9
+    best = contest.rows[LIBRARY].get("gpu_ms")
+    for row in rows:
+        if best is not None and "gpu_ms" in row:
+            row["of_best"] = best / row["gpu_ms"]
+    return rows
+
+
+def own_part(setting: Setting) -> list[Row]:
+    """A row for each product and contender."""
+    device = setting.device
+    if device.kind != "cuda":
+        raise Unavailable("a GPU of compute capability 9.0")
+    own = _kernels(device, "hopper_fp8_gemm", "hopper_block_gemm")
+    library = _kernels(device, "timed_fp8_gemm", "timed_block_gemm")
+    return within_time(
+        setting,
+        list(cases(setting.sizes is FULL, setting.sizes.large)),
+        lambda case: measure(case, setting, own, library),
+        lambda case: row_of(str(case), OURS, scales=case.scales),
+    )
+
+
+def speed(rows: list[Row], scales: str) -> float | None:
+    """The geometric mean of our speed over cuBLASLt's; of "few rows" the least, up to 64 rows. None where a
+    product has no figure."""
+    found = [row for row in rows if row["case"] == OURS and row["scales"] == scales]
+    if scales == FEW:
+        found = [row for row in found if int(row["workload"].split(", ")[1].split(" x ")[0]) <= 64]
+    shares = [float(row["of_best"]) for row in found if row["status"] == "ok" and "of_best" in row]
+    if not found or len(shares) < len(found):
+        return None
+    return min(shares) if scales == FEW else math.prod(shares) ** (1 / len(shares))

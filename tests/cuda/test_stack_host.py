@@ -1,0 +1,109 @@
+"""Casts of several matrices at once without a GPU: what the host tells the kernels, carried out matrix by
+matrix from the addresses at which the kernels find them, keeps the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8kit.arrays import CPU, ArrayView
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import implementation, launch
+from fp8kit.backends.protocol import SPECS, Cast, Rule, map_arrays
+from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16, float32, uint8
+from fp8kit.testing.contract import Case, cases
+from tests.support.hopper import GPU
+
+TYPES = {"f32": float32, "bf16": bfloat16, "f16": float16}
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def tiles(size: int, tile: int) -> int:
+    return max(1, -(-size // tile))
+
+
+def at(address: int, matrix: int, shape: tuple[int, ...], dtype: DType) -> ArrayView | None:
+    """Matrix number ``matrix`` of those of this shape that lie from the address on; None where that is 0."""
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    return ArrayView(address + matrix * size, shape, dtype, CPU, None) if address else None
+
+
+def tensors(how: dict[str, str], grid: int, *args: Any) -> int:
+    """``quantize_stack``, by the scales of tensors; how many matrices the grid has."""
+    x, q, q_t, amax, scale_inv, rows, columns, high, wide, epsilon, power_2 = args
+    count, rest = divmod(grid, tiles(high, 128) * tiles(wide, 64))
+    assert not rest
+    for e in range(count):
+        scales: Any = at(scale_inv, e, (1,), float32)
+        to = at(q, e, (high, wide), uint8), at(q_t, e, (wide, high), uint8)
+        rule = Rule(bool(power_2), epsilon)
+        cast = Cast(FORMATS[how["FORMAT"]], *to, None, scales, at(amax, e, (1,), float32), rule)
+        source: Any = at(x, e, (rows, columns), TYPES[how["T"]])
+        dispatch.kernels(CPU).quantize_transpose(source, cast, None, None, 0)
+    return count
+
+
+def blocks(how: dict[str, str], grid: int, *args: Any) -> int:
+    """``block_quantize_stack``, likewise."""
+    x, q, scale_inv, q_t, scale_inv_t, rows, columns, high, high_t, scales, scales_t, square, *rule = args
+    fmt, dtype = FORMATS[how["FORMAT"]], TYPES[how["T"]]
+    across, down = tiles(columns, 128), tiles(rows, 128)
+    count, rest = divmod(grid, across * down)
+    assert not rest
+    assert rule[0] == fmt.max
+    assert rule[2] == dtype.max
+
+    def grid_of(lines: int, along: int, size: int) -> tuple[int, int]:
+        shape = (tiles(lines, 128), -(-along // 4) * 4) if square else (along, lines)
+        assert not lines or shape[0] * shape[1] == size
+        return shape
+
+    for e in range(count):
+        to = (
+            at(q, e, (high, across * 128), uint8),
+            at(scale_inv, e, grid_of(high, across, scales), float32),
+            at(q_t, e, (high_t, down * 128), uint8),
+            at(scale_inv_t, e, grid_of(high_t, down, scales_t), float32),
+        )
+        source: Any = at(x, e, (rows, columns), dtype)
+        tile = (128, 128) if square else (1, 128)
+        dispatch.kernels(CPU).block_quantize(source, *to, fmt, tile, bool(rule[3]), rule[1], 0)
+    return count
+
+
+KERNELS = {"quantize_stack": tensors, "block_quantize_stack": blocks}
+
+
+class Emulated:
+    """The CPU engine, but for the stacks, which the CUDA engine's host code launches."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in KERNELS:
+            return getattr(dispatch.kernels(CPU), name)
+
+        def there(view: ArrayView) -> ArrayView:
+            return ArrayView(view.ptr, view.shape, view.dtype, GPU, view, view._strides)
+
+        def run(kernel: launch.Kernel, grid: int, threads: int, args: Any, *rest: Any) -> None:
+            assert (kernel.name, threads) == (name, 256)
+            self.counts.append(KERNELS[name](dict(kernel.defines), grid, *args))
+
+        def call(*args: Any, **named: Any) -> None:
+            given = {key: map_arrays(value, there) for key, value in SPECS[name].bind(*args, **named).items()}
+            with launch.launching_by(run):
+                implementation(name)(**given)
+
+        return call
+
+
+@pytest.mark.parametrize("case", [case for name in KERNELS for case in cases(name)], ids=str)
+def test_kernels_of_stacks_are_told_where_things_are(case: Case) -> None:
+    kernels = Emulated()
+    case.run(kernels, CPU)  # type: ignore[arg-type]
+    assert set(kernels.counts) == {case.options.get("matrices", 3)}
