@@ -165,7 +165,11 @@ def test_calls_of_a_group(monkeypatch):
 
     def memory(size, device, name):
         space = machine.make(log.rank)(size)
-        barrier = lambda channel, limit: (log.said.append(("meet", channel, limit)), space.barrier())  # noqa: E731
+
+        def barrier(channel, limit):
+            log.said.append(("meet", channel, limit))
+            space.barrier()
+
         return None, SimpleNamespace(get_buffer=lambda rank, *_: space.buffers[rank], barrier=barrier)
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
