@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ import fp8kit_torch as ft
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -76,6 +78,8 @@ MODELS = {
     ),
     "small": (Model(Layer(32, 64, 2, 16, 2), 2, (EAGER, *_RECIPES)),),
 }
+SYMMETRIC = "symmetric memory"
+_BLOCK = "fp8kit_torch FP8 block"
 RECORDED = 20  # steps after which calls that come again have been recorded, and are graphs
 
 
@@ -164,7 +168,7 @@ def _part(tensor: Tensor, dim: int) -> Tensor:
 
 def tensor_rows(setting: Setting) -> list[Row]:
     """The largest layer, forward and backward: torch's plan of ``parallelize_module`` over the plain layer,
-    and ``TransformerLayer`` with ``tp_group`` and ``sequence_parallel``."""
+    and ``TransformerLayer`` with ``tp_group`` and ``sequence_parallel``, also by symmetric memory."""
     name, layer = next(iter(setting.sizes.layers.items()))
     problem = layer_problem(layer, setting)
     contest = Together(setting, f"{TENSOR} {RANKS}, {name}")
@@ -173,6 +177,8 @@ def tensor_rows(setting: Setting) -> list[Row]:
     cases: dict[str, Callable[[Problem], Callable[[], Any]]] = {EAGER: _torch_layer}
     for recipe in RECIPES:
         cases[f"fp8kit_torch {recipe}"] = partial(_own_layer, recipe=RECIPES[recipe])
+    if setting.device.kind == "cuda":
+        cases |= {f"{case}, {SYMMETRIC}": partial(cases[case], group=_symmetric) for case in (TORCH, _BLOCK)}
 
     def make(case: str, row: Row) -> Step:
         step = cases[case](problem)
@@ -261,14 +267,29 @@ def _torch_layer(problem: Problem) -> Callable[[], Any]:
     return sequence_first
 
 
-def _own_layer(problem: Problem, recipe: Recipe | None) -> Callable[[], Any]:
+def _everyone() -> Any:
+    return dist.group.WORLD
+
+
+def _symmetric() -> Any:
+    """A group of all ranks with torch's symmetric memory."""
+    group: Any = dist.new_group(range(RANKS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # later versions of torch need no switch themselves
+        enable_symm_mem_for_group(group.group_name)
+    return group
+
+
+def _own_layer(
+    problem: Problem, recipe: Recipe | None, group: Callable[[], Any] = _everyone
+) -> Callable[[], Any]:
     """``TransformerLayer`` with this rank's part of the weights."""
     place = _place(problem.device)
     module = ft.TransformerLayer(
         *problem.sizes,
         params_dtype=torch.bfloat16,
         device=place,
-        tp_group=dist.group.WORLD,
+        tp_group=group(),
         set_parallel_mode=True,
         sequence_parallel=True,
         **problem.options,

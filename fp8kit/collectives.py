@@ -48,6 +48,12 @@ class Collectives:
     # where the ranks' tensors are, where the backend says it
     device: Device = CPU
 
+    @property
+    def by_parts(self) -> bool:
+        """Whether parts of a call that was started arrive, or leave, one by one, so that it is worth to
+        multiply each by itself. Parts may be waited for, and started, either way."""
+        return False
+
     def __init__(self, rank: int, size: int) -> None:
         integer("Collectives", "size", size, 1, 2**31 - 1)
         integer("Collectives", "rank", rank, 0, size - 1)
@@ -102,6 +108,21 @@ class Collectives:
 
         self._do(operation, label, begin, stream, source, target)
 
+    def start_part(
+        self, source: ArrayView, target: ArrayView, rank: int, stream: int, label: str = ""
+    ) -> None:
+        """``start("reduce_scatter", ...)`` by parts: rank ``rank``'s part of ``source`` is there. Called once
+        for each rank, this one last, with no other call between."""
+        self._want_parts("reduce_scatter", source, target)
+        if rank == self.rank:
+            self.start("reduce_scatter", source, target, stream, label)
+        elif self.by_parts:
+
+            def send(source: ArrayView, on: int) -> None:
+                self._send(source, rank, on)
+
+            self._do("part of a reduce_scatter", label, send, stream, source)
+
     def wait(self, target: ArrayView, stream: int) -> None:
         """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
 
@@ -112,6 +133,18 @@ class Collectives:
 
         if target.ptr in self._started:
             _put(target.device, "wait", arrive, (target.ptr,), stream)
+
+    def wait_part(self, target: ArrayView, rank: int, stream: int) -> None:
+        """Let ``stream`` wait for rank ``rank``'s part of what is gathered into ``target``, or for more of
+        it. ``wait`` comes after the last one."""
+
+        def arrive(address: int, on: int) -> None:
+            started = self._started[address]
+            with self._waiting(started.what):
+                started.wait(on, rank)
+
+        if target.ptr in self._started:
+            _put(target.device, "wait for a part", arrive, (target.ptr,), stream)
 
     def all_to_all(self, source: ArrayView, target: ArrayView, stream: int, label: str = "") -> None:
         """``target``'s part i of ``size`` equal ones = part ``rank`` of rank i's ``source``."""
@@ -185,10 +218,14 @@ class Collectives:
 
     def _start(
         self, operation: str, source: ArrayView, target: ArrayView, stream: int
-    ) -> Callable[[int], object]:
-        """Begin a call; returns what lets a stream wait for it. Here it is done at once."""
+    ) -> Callable[..., object]:
+        """Begin a call; returns what lets a stream wait for it, or for what a rank gives (stream, rank). Here
+        it is done at once."""
         getattr(self, f"_{operation}")(source, target, stream)
-        return lambda stream: None
+        return lambda stream, rank=None: None
+
+    def _send(self, source: ArrayView, rank: int, stream: int) -> None:
+        """Begin to move a rank's part of ``source``, which will be started as a reduce_scatter."""
 
     def _all_reduce(self, x: ArrayView, op: Reduction, stream: int) -> None:
         raise NotImplementedError
@@ -213,10 +250,10 @@ class Collectives:
 
 
 class _Started(NamedTuple):
-    """A call that was started: ``wait`` lets a stream wait for it; the call in words; the thread that made
-    it."""
+    """A call that was started: ``wait`` lets a stream wait for it, or for a rank's part; the call in words;
+    the thread that made it."""
 
-    wait: Callable[[int], object]
+    wait: Callable[..., object]
     what: str
     thread: int
 

@@ -28,6 +28,7 @@ from fp8kit.collectives import Collectives, Reduction, call_failed, described, d
 from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.lru import LRU
 from fp8kit_torch import torch_compat
+from fp8kit_torch.symmetric import Beside
 from fp8kit_torch.views import dtype_of
 
 _GRACE = 5.0  # seconds that processes which failed wait for what the others have to say
@@ -49,6 +50,7 @@ class TorchCollectives(Collectives):
         self._run = _RUNS[group.group_name] = _RUNS[group.group_name] + 1
         # how many failures outside of calls were diagnosed: each has a place of its own in the store
         self._outside = 0
+        self._beside: Any = None  # once a call has been started by symmetric memory
 
     @property
     def group(self) -> Any:
@@ -101,10 +103,33 @@ class TorchCollectives(Collectives):
 
     def _start(
         self, operation: str, source: ArrayView, target: ArrayView, stream: int
-    ) -> Callable[[int], object]:
+    ) -> Callable[..., object]:
+        given, made = tensor_of(source), tensor_of(target)
+        if given.is_cuda and self._copies(given.device):
+            return self._beside.start(operation, given, made)
         call: Any = getattr(torch_compat, f"{operation}_single")
-        work = call(tensor_of(target), tensor_of(source), group=self.group, async_op=True)
-        return lambda stream: work.wait()
+        work = call(made, given, group=self.group, async_op=True)
+        return lambda stream, rank=None: work.wait()
+
+    @property
+    def by_parts(self) -> bool:
+        """See ``Collectives``: where torch's switch is on for the group."""
+        on = torch_compat.has_symmetric_memory(self.group.group_name)
+        return on and not (torch.cuda.is_initialized() and torch_compat.is_capturing())
+
+    def _send(self, source: ArrayView, rank: int, stream: int) -> None:
+        given = tensor_of(source)
+        if given.is_cuda and self._copies(given.device):
+            self._beside.send(given, rank)
+
+    def _copies(self, device: torch.device) -> bool:
+        """Whether calls that are started go by symmetric memory. Not into a CUDA graph, for which a workspace
+        may not grow."""
+        if not self.by_parts:
+            return False
+        if self._beside is None:
+            self._beside = Beside(self.group, device)
+        return True
 
     def outside(self, own: str, error: RuntimeError) -> BackendError:
         """The error of all processes for what failed outside of this group's calls. Each process's n-th one

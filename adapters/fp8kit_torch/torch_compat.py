@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -279,3 +280,26 @@ def store_of(group: Any) -> Any:
     """The key-value store that a group's processes met by."""
     known = torch.distributed.distributed_c10d
     return known._world.pg_map[group][1]
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a group's ranks wait for each other on that kind of device; ten minutes, as NCCL's groups by
+    default, where torch has not the names that say so."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
+    return found
+
+
+def has_symmetric_memory(name: str) -> bool:
+    """Whether somebody has called ``enable_symm_mem_for_group`` for the group of that name."""
+    memory = sys.modules.get("torch.distributed._symmetric_memory")
+    return memory is not None and bool(memory.is_symm_mem_enabled_for_group(name))
+
+
+def symmetric_memory(size: int, device: torch.device, name: str) -> tuple[torch.Tensor, Any]:
+    """So many bytes that every rank of the group of that name can reach, and torch's handle of all ranks'.
+    The ranks meet here."""
+    kind = torch._C._distributed_c10d._SymmetricMemory
+    memory = kind.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    torch.cuda.synchronize(device)  # its signals are zero before another rank sets one
+    return memory, kind.rendezvous(memory)

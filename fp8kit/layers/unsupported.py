@@ -24,7 +24,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "TransformerLayer": _GROUP,
 }
 
-_OVERLAP = "ranks communicate between the products, not beside them"
+_OVERLAP = "no argument chooses what runs beside products"
 _ONE = "one process has the whole of each tensor"
 # arguments of constructors that change nothing where one process works -> why; their rules are in
 # ``fp8kit.layers.arguments``

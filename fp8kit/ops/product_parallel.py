@@ -26,10 +26,14 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.errors import ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.product import Product, ProductSpec
-from fp8kit.ops.product_quantized import ALIGN, QuantizedProduct
+from fp8kit.ops.product_quantized import ALIGN, GEMMS, Operand, QuantizedProduct
 from fp8kit.spec import Meta, Metas, WorkingSet
 
 Arrays = dict[str, Meta]
+# A product of a rank's rows with fewer operations is not made by itself: 2^36 take an H100 some 60 us. All
+# that there is to win is the time of a transfer over NVLink, some 1500 / N of that; a further launch and a
+# last wave of blocks that is not full take 5 us or so.
+LEAST_OPERATIONS = 2**36
 
 
 class ParallelProduct(Product):
@@ -219,21 +223,35 @@ class ParallelProduct(Product):
         comm: Any = self.collectives
         if self.gathers_x and self.part is not None:
             inner: Any = self.inner
-            inner.fprop(ws, None, y, addend, partial(self._arrive, ws, "x_q"))
+            if self._by_parts("fprop"):
+                inner.fprop(ws, None, y, addend, by=partial(self._as_it_arrives, "fprop"))
+            else:
+                inner.fprop(ws, None, y, addend, partial(self._arrive, ws, "x_q"))
             return
         if self.gathers_x:
             x = ws.scratch[self._own("x")]
         if self.column:
             self.inner.fprop(ws, x, y, addend)
             return
-        out = ws.scratch[self._own("sums")] if self.gathers_g else y
-        self.inner.fprop(ws, x, out)
         if self.gathers_g:
-            comm.reduce_scatter(out, y, ws.stream, self.spec.label)
-        elif self.spec.sums:
-            comm.all_reduce(y, "sum", ws.stream, self.spec.label)
+            self._summed(ws, x, ws.scratch[self._own("sums")], y)
+        else:
+            self.inner.fprop(ws, x, y)
+            if self.spec.sums:
+                comm.all_reduce(y, "sum", ws.stream, self.spec.label)
         if addend is not None:
             ws.kernels.add(y, addend, y, ws.stream)
+
+    def _summed(self, ws: WorkingSet, x: ArrayView | None, sums: ArrayView, y: ArrayView) -> None:
+        """A row's product in ``sums``, and in y this rank's rows of the ranks' sum."""
+        inner: Any = self.inner
+        comm: Any = self.collectives
+        if self._by_parts("fprop"):
+            inner.fprop(ws, x, sums, by=partial(self._and_send, y))
+            comm.wait(y, ws.stream)
+        else:
+            inner.fprop(ws, x, sums)
+            comm.reduce_scatter(sums, y, ws.stream, self.spec.label)
 
     def save_weight(self, ws: WorkingSet) -> None:
         self.inner.save_weight(ws)
@@ -262,12 +280,16 @@ class ParallelProduct(Product):
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
         comm: Any = self.collectives
+        inner: Any = self.inner
         out = ws.scratch[self._own("sums")] if self.gathers_x else dx
         if self.needs_w:
             self._start_x(ws)
-        if self.gathers_g and self.part is not None:
-            self._arrive(ws, "g_q")
-        self.inner.dgrad(ws, self._whole_g(ws, g), out)
+        if self.gathers_g and self.part is not None and self._by_parts("dgrad"):
+            inner.dgrad(ws, None, out, by=partial(self._as_it_arrives, "dgrad"))
+        else:
+            if self.gathers_g and self.part is not None:
+                self._arrive(ws, "g_q")
+            inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
             comm.start("reduce_scatter", out, dx, ws.stream, self.spec.label)
         elif self.column and self.spec.sums:
@@ -293,6 +315,67 @@ class ParallelProduct(Product):
 
     def _whole_g(self, ws: WorkingSet, g: ArrayView | None) -> ArrayView | None:
         return ws.scratch[self._own("g")] if self.gathers_g and self.part is None else g
+
+    # --- by parts -------------------------------------------------------------------------------------------
+
+    def _by_parts(self, gemm: str) -> bool:
+        """Whether the rows of each rank are multiplied by themselves, as they arrive or before they are sent:
+        where scales are of whole tensors."""
+        comm: Any = self.collectives
+        if self.part is None or not comm.by_parts or 2 * self.part_rows * self.n * self.k < LEAST_OPERATIONS:
+            return False
+        left = self.inner.operands.get(GEMMS[gemm][0])  # type: ignore[attr-defined]
+        return left is not None and left[2].tile == (0, 0)
+
+    def _rows(self, rank: int, *arrays: ArrayView | None) -> list[Any]:
+        """A rank's rows of these."""
+        start = rank * self.part_rows
+        return [None if array is None else array.slice(0, start, self.part_rows) for array in arrays]
+
+    def _as_it_arrives(
+        self,
+        gemm: str,
+        ws: WorkingSet,
+        left: Operand,
+        right: Operand,
+        out: ArrayView,
+        how: Any,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """A product of rows that the ranks have: first of this one's."""
+        comm, inner, (codes, *scale) = self.collectives, self.inner, left
+        assert comm is not None and isinstance(inner, QuantizedProduct)
+        for step in range(comm.size):
+            rank = (comm.rank + step) % comm.size
+            if step:
+                comm.wait_part(codes, rank, ws.stream)
+                (part,) = self._rows(rank, codes)
+            else:
+                part = ws.scratch[self._own(inner.names[GEMMS[gemm][0]][0])]
+            to, plus = self._rows(rank, out, addend)
+            inner.multipliers[gemm](ws, (part, *scale), right, to, how, bias, plus)
+        comm.wait(codes, ws.stream)
+
+    def _and_send(
+        self,
+        y: ArrayView,
+        ws: WorkingSet,
+        left: Operand,
+        right: Operand,
+        out: ArrayView,
+        how: Any,
+        bias: ArrayView | None = None,
+        addend: ArrayView | None = None,
+    ) -> None:
+        """fprop whose rows are sent to their ranks, where they are summed into ``y``: last this one's."""
+        comm, inner, (codes, *scale) = self.collectives, self.inner, left
+        assert comm is not None and isinstance(inner, QuantizedProduct)
+        for step in range(1, comm.size + 1):
+            rank = (comm.rank + step) % comm.size
+            part, to, plus = self._rows(rank, codes, out, addend)
+            inner.multipliers["fprop"](ws, (part, *scale), right, to, how, bias, plus)
+            comm.start_part(out, y, rank, ws.stream, self.spec.label)
 
     # --- gathering ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from fp8kit.autograd import apply
 from fp8kit.autograd.call import scratch
 from fp8kit.collectives import Collectives, FakeCollectives
 from fp8kit.errors import ArgumentError, BackendError, ShapeError
+from fp8kit.ops import product_parallel
 from fp8kit.ops.linear import LinearSpec, linear, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_parallel import ParallelProduct
@@ -229,6 +230,78 @@ def test_a_rank_that_hangs_is_named():
         FakeCollectives(2, timeout=0.2).run(rank)
 
 
+class Late:
+    """Threads whose parts come late: one that is gathered is there once it was waited for; and one of a sum
+    must not change after it was sent."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        threads, gather = collectives._Thread, collectives._Thread._start
+
+        def start(ranks, operation, source, target, stream):
+            gather(ranks, operation, source, target, stream)
+            if operation == "reduce_scatter":
+                for rank, value in vars(ranks).pop("sent", {}).items():
+                    assert_same_bits("sent", source.numpy().reshape(ranks.size, -1)[rank], value)
+                return lambda stream: None
+            parts = target.numpy().reshape(ranks.size, -1)
+            came = parts.copy()
+            parts.view(np.uint8)[...] = 0x7F
+
+            def wait(stream, rank=None):
+                self.calls.append(("wait", rank))
+                rows = slice(None) if rank is None else rank
+                parts[rows] = came[rows]
+
+            return wait
+
+        def send(ranks, source, rank, stream):
+            self.calls.append(("send", rank))
+            sent = vars(ranks).setdefault("sent", {})
+            sent[rank] = source.numpy().reshape(ranks.size, -1)[rank].copy()
+
+        monkeypatch.setattr(threads, "_start", start)
+        monkeypatch.setattr(threads, "_send", send)
+        monkeypatch.setattr(threads, "by_parts", True)
+        monkeypatch.setattr(product_parallel, "LEAST_OPERATIONS", 0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("recipe", ["current", "block", None])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_products_by_parts_have_the_bits_of_the_whole(recipe, mode, size, monkeypatch):
+    """Of whole numbers, whose sums are exact in any order. Each rank's rows are multiplied by themselves as
+    they arrive, or before they are sent; with scales of blocks all at once."""
+    own, draw = Operands(64 * size, 64 * size, 64 * size), np.random.default_rng(1)
+    if recipe == "block":
+        own = Operands(128 * size, 128 * size, 128 * size)
+    for name in "xwg":
+        values = draw.integers(-3, 4, getattr(own, name).shape).astype(np.float32)
+        values[0, 0] = 448 if name != "g" or recipe == "block" else 57344
+        setattr(own, name, values)
+    own.b[:] = np.round(own.b)
+    fp8 = None if recipe is None else STATELESS[recipe]
+    wanted = together(fp8, own, size, mode, True)
+    late = Late(monkeypatch)
+    for got, value in zip(together(fp8, own, size, mode, True), wanted, strict=True):
+        assert_same_bits(f"{recipe} {mode}", got, value)
+    of_ranks = [(kind, rank) for kind, rank in late.calls if rank is not None]
+    each = size * (size - 1) if recipe == "current" else 0
+    kinds = [kind for kind, _ in of_ranks]
+    assert kinds.count("wait") == each
+    assert kinds.count("send") == (each if mode == "row" else 0)
+
+
+def test_small_products_are_made_at_once(monkeypatch):
+    least = product_parallel.LEAST_OPERATIONS
+    late = Late(monkeypatch)
+    monkeypatch.setattr(product_parallel, "LEAST_OPERATIONS", least)
+    for mode in ("column", "row"):
+        together(STATELESS["current"], OWN, 2, mode, True)
+    assert late.calls
+    assert all(rank is None for _, rank in late.calls)
+
+
 def test_what_is_started_is_waited_for():
     def rank(ranks):
         own, whole, part_ = (fk.arrays.as_view(np.zeros(n, np.float32)) for n in (3, 6, 3))
@@ -240,6 +313,18 @@ def test_what_is_started_is_waited_for():
         ranks.wait(part_, 0)
         ranks.wait(part_, 0)  # nothing any more
         assert part_.numpy().tolist() == [2.0 * (ranks.rank + 1)] * 3
+        ranks.start("all_gather", own, whole, 0)
+        for rank in range(ranks.size):  # all is there, where parts do not come by themselves
+            ranks.wait_part(whole, rank, 0)
+        assert whole.numpy().tolist() == [1, 1, 1, 2, 2, 2]
+        ranks.wait(whole, 0)
+        ranks.wait_part(whole, 0, 0)  # nothing any more
+        for rank in (1 - ranks.rank, ranks.rank):
+            ranks.start_part(whole, part_, rank, 0)
+        ranks.wait(part_, 0)
+        assert part_.numpy().tolist() == [2.0 * (ranks.rank + 1)] * 3
+        with pytest.raises(ArgumentError, match="reduce_scatter: source, target"):
+            ranks.start_part(own, whole, ranks.rank, 0)
         with pytest.raises(ArgumentError, match="operation: got 'all_reduce'"):
             ranks.start("all_reduce", own, own, 0)
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 import torch
 
-_OVERLAP = "there are no userbuffers: ranks communicate between the GEMMs, not beside them"
+_OVERLAP = "there are no userbuffers: no call chooses what runs beside GEMMs"
 _QUANTIZER = (
     "recipes say how tensors are cast; QuantizedTensor.dequantize gives values, fp8kit.quantize casts"
 )

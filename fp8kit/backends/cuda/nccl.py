@@ -347,7 +347,7 @@ class NcclCollectives(Collectives):
 
     def _start(
         self, operation: str, source: ArrayView, target: ArrayView, stream: int
-    ) -> Callable[[int], object]:
+    ) -> Callable[..., object]:
         calls, index = launch.runtime(), self.device.index
         with launch.current_device(index):
             if self._side is None:
@@ -358,7 +358,7 @@ class NcclCollectives(Collectives):
             getattr(self, f"_{operation}")(source, target, side)
             calls.eventRecord(after.ptr, side)
 
-        def wait(stream: int) -> None:
+        def wait(stream: int, rank: int | None = None) -> None:
             with launch.current_device(index):
                 calls.streamWaitEvent(stream, after.ptr)
 
