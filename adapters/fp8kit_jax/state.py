@@ -24,7 +24,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
-from fp8kit.quantization import AmaxHistory
+from fp8kit.quantization import AmaxHistory, DelayedRule
 from fp8kit.recipe import DELAYED_SCALES, UNFILLED
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
@@ -113,15 +113,13 @@ def next_state(
     """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
     made = {}
     for key, slot in state.items():
-        backward = key.endswith("g")
-        fp8_max = history.max_backward if backward else history.max_forward
-        step = _summable(fp8_max, history.rules[not backward], axes)
+        step = _summable(history.rules[not key.endswith("g")], axes)
         made[key] = step(slot, amaxes[key] if key in amaxes else slot.scale * 0)
     return made
 
 
 @functools.lru_cache(maxsize=256)
-def _summable(fp8_max: float, rule: tuple[int, bool, bool, float | None, bool], axes: tuple[str, ...]) -> Any:
+def _summable(rule: DelayedRule, axes: tuple[str, ...]) -> Any:
     """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next
     slot."""
 
@@ -129,7 +127,7 @@ def _summable(fp8_max: float, rule: tuple[int, bool, bool, float | None, bool], 
     def step(slot: Slot, amax: Any) -> Slot:
         if axes:
             amax = jax.lax.pmax(amax, axes)
-        new = updated(slot, amax, fp8_max, *rule)
+        new = updated(slot, amax, *rule)
         if axes:
             own = manual.first(axes)
             new = jax.tree.map(lambda leaf: jnp.where(own, leaf, jnp.zeros_like(leaf)), new)
