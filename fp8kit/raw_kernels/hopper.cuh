@@ -47,6 +47,10 @@ template <int N, int THREADS> DEVICE void arrive_of_threads() {
   asm volatile("bar.arrive %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
 }
 
+// The word of both, each expanded first.
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
 // --- clusters ----------------------------------------------------------------------------------------------
 // Blocks of a cluster run at once, and reach each other's shared memory; what lies there lies at the same
 // address in each.

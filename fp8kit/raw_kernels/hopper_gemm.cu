@@ -84,23 +84,25 @@ constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without wh
 // which copies bring them to `out` while the next tile is multiplied. LATE: columns from PART on wait for it
 // in registers. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while the
 // other multiplies. CLUSTER: two blocks make tiles beside each other, and either copies half of a's to both.
-constexpr bool STAGED =
-    sizeof(T) == 2 && !FUSED && !BY_ROWS && (BY_TERMS || SCALES != whole || BN == 256);
+constexpr bool STAGED = sizeof(T) == 2 && !FUSED && !BY_ROWS && (BY_TERMS || SCALES != whole || BN == 256);
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
 constexpr bool LATE = STAGED && BN > PART;
 constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
+#define IS_terms 1
+#if JOIN(IS_, GROUPS) && BM == 256
+#define __in_clusters__() __cluster_dims__(2, 1, 1)
+#else
+#define __in_clusters__()  // clusters of one block would cost up to a third of the speed
+#endif
 constexpr int CLUSTER = BY_TERMS && WAVES == 2 ? 2 : 1;
 constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
 constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
-static_assert(BM % 128 == 0 && BN % 32 == 0, "");
-static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "sums fit into registers");
+static_assert(BM % 128 == 0 && BN % 32 == 0 && (EPILOGUE != lines || BN % 128 == 0), "");
+static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums fit");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
-static_assert(PROMOTE <= DEPTH || WAVES == 1, "one partial sum");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
-static_assert(!GROUPED || !FUSED, "groups have no epilogues");
-static_assert(!STAGED || PART % 64 == 0, "copies write 64 columns");
-static_assert(EPILOGUE != lines || BN % 128 == 0, "");
+static_assert((!GROUPED || !FUSED) && (!STAGED || PART % 64 == 0), "no epilogues; copies of 64 columns");
 
 typedef RingPlace<STAGES> Place;
 
@@ -228,10 +230,8 @@ DEVICE void load(const Job& job, const Memory& memory) {
       }
       barrier_expect(full, STAGE_BYTES);
       const i32 half = BM / 2 * (blockIdx.x % CLUSTER);
-      if constexpr (CLUSTER == 2)
-        copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full);
-      else
-        copy_tile(memory.a(stage), job.a, term, at.row, full);
+      CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
+                   : copy_tile(memory.a(stage), job.a, term, at.row, full);
       if constexpr (BY_ROWS)  // a matrix for each group
         copy_tile(memory.b(stage), job.b, term, at.column, at.group, full);
       else
@@ -606,7 +606,7 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
+extern "C" __global__ void __in_clusters__() __launch_bounds__(384, 1)
 hopper_gemm(const __grid_constant__ Job job) {
   start_early();
   extern __shared__ u8 dynamic[];

@@ -489,7 +489,10 @@ def pipelines_give_one_process(rank, ranks):
         for cached in (False, True):
             pipeline(rank, ranks, Schedule1F1B, 1, recipe, cached)
             pipeline(rank, ranks, ScheduleInterleaved1F1B, 2, recipe, cached)
-    # its backward passes are two each, of x and of weights, and delayed scaling's states change after each
+    # its backward passes are two each, of x and of weights, and delayed scaling's states change after each;
+    # torch 2.11 does not divide the backward pass of a torch.autograd.Function so, 2.13 does
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        return
     for recipe in (te.Float8CurrentScaling(), te.Float8BlockScaling()):
         pipeline(rank, ranks, ScheduleInterleavedZeroBubble, 2, recipe)
 
