@@ -99,7 +99,7 @@ def recorded():
 
 def test_verdicts_by_hand():
     found = {r["what"]: r for r in targets.evaluate(recorded())}
-    assert len(found) == 29
+    assert len(found) == 32
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
@@ -178,7 +178,7 @@ def test_a_run_in_small(tmp_path, capsys):
     assert list(made.parts) == ["gemm", "memory", "error"]
     assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
     assert len(made.rows("error")) == 4
-    assert len(made.targets) == 29
+    assert len(made.targets) == 32
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said
