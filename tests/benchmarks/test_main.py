@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks
 from benchmarks import __main__ as command
-from benchmarks import error, parts, table, targets, train
+from benchmarks import error, own_gemms, parts, table, targets, train
 from fp8kit.arrays import CPU
 from fp8kit.bench import report as reports
 from fp8kit.bench.report import Part, Report, Setting
@@ -67,8 +67,13 @@ def recorded():
                     f"{targets.OWN_KERNEL}, {direction}", size, gpu_ms=own if direction == "backward" else 1.0
                 ),
             ]
+    own = [
+        row(own_gemms.OURS, f"{scales}: forward, 16 x 64 x 64", scales=scales, of_best=share)
+        for scales, share in ((own_gemms.TENSORS, 0.98), (own_gemms.FEW, 1.1), (own_gemms.BLOCKS, 1.2))
+    ]
     found = {
         "layer": layer,
+        "own": own,
         "inspect": [row("frequency 100", ratio=1.01), row("frequency 1", ratio=1.2)],
         "host": [
             row(targets.NATIVE, host_us=150.0),
@@ -119,7 +124,12 @@ def test_verdicts_by_hand():
         found["peak memory of the hidden 4096 FP8 layer, both frontends / torch eager bf16"]["verdict"]
         == "must"
     )
-    for part, values in (("shapes", (8.4, 1.1)), ("attention", (1 / 1.2,)), ("model", (0.62, 50 / 62))):
+    for part, values in (
+        ("shapes", (8.4, 1.1)),
+        ("attention", (1 / 1.2,)),
+        ("model", (0.62, 50 / 62)),
+        ("own", (0.98, 1.1, 1.2)),
+    ):
         got = [r["value"] for r in found.values() if r["part"] == part]
         assert got == pytest.approx(values), part
     missing = found["FP8 layer where cuDNN is missing / where it is there, every size"]

@@ -149,7 +149,7 @@ PARTS = {
         ft.as_transformer_engine()
         import transformer_engine.pytorch as te
         for module, name, word in (
-            ("transformer_engine.pytorch", "initialize_ub", "between the GEMMs"),
+            ("transformer_engine.pytorch", "initialize_ub", "runs beside GEMMs"),
             ("transformer_engine.pytorch.ep", "ep_prepare", "all_to_all"),
             ("transformer_engine.pytorch.ops.fused", "ForwardLinearBiasAdd", "as they are written"),
             ("transformer_engine.pytorch.optimizers", "multi_tensor_adam_fp8", "master_weights=True"),
