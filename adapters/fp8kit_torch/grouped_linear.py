@@ -358,7 +358,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
         y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer)
-        if inputs["weight"] is weight and read:
+        if inputs["weight"] is weight and read and x.requires_grad:  # else backward reads no weight
             want_unchanged(y, read)
         return (y, biases) if self.return_bias else y
 

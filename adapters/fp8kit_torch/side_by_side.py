@@ -52,8 +52,8 @@ class Stacks:
         return Stacks, (True,)
 
     def put(self, name: str, members: Sequence[Any]) -> None:
-        """Bring parameters into one memory, where they are plain ones, alike, on the CPU or a GPU and of
-        whole multiples of 256 bytes; others stay where they are."""
+        """Bring parameters into one memory, where they are plain ones, alike, each another one with memory of
+        its own, on the CPU or a GPU and of whole multiples of 256 bytes; others stay where they are."""
         first = members[0]
         alike = _kind(first) if type(first) is Parameter else None
         if alike is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
@@ -66,8 +66,9 @@ class Stacks:
             or _kind(p) != alike
             or not p.is_contiguous()
             or p.is_inference()
+            or p.untyped_storage().nbytes() != p.nbytes  # a part of somebody's memory stays there
             for p in members
-        ):
+        ) or len({*map(id, members)}) < len(members):
             return
         with torch.no_grad():
             whole = torch.empty((len(members), *first.shape), dtype=first.dtype, device=first.device)

@@ -4,7 +4,9 @@ is not moved."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -264,3 +266,27 @@ def test_a_refusal_names_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(launch.BackendError, match=r"^launch of fake: error 700$"):
         calls(lambda x, y: None, [(9, X + 256, Y)], known)
     assert not next(iter(known._moving.values()))._lock.locked()  # type: ignore[union-attr]
+
+
+def test_a_call_on_another_device_than_the_current_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, ran = [0], []
+
+    @contextmanager
+    def on(device: int) -> Iterator[None]:
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    class Own(moving.Moving):
+        def __init__(self) -> None:
+            self.device, self.stream, self.names, self._lock = 1, 0, ["kernel"], threading.Lock()
+
+        def _do(self, *arguments: Any) -> None:
+            ran.append((current[0], *arguments))
+
+    monkeypatch.setattr(launch, "entry_point", lambda: (None, lambda: current[0]))
+    monkeypatch.setattr(launch, "current_device", on)
+    monkeypatch.setattr(launch, "LaunchMemory", object)
+    assert Own()([5])
+    assert ran == [(1, [5])]
+    assert current == [0]

@@ -76,7 +76,7 @@ class Replay:
         current = launch.entry_point()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
-                self(*arguments)
+                Replay.__call__(self, *arguments)  # not a subclass's, which holds its lock
             return
         try:
             self._do(*arguments)

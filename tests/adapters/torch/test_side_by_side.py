@@ -250,6 +250,29 @@ def test_gradients_add_up_and_frozen_members_have_none(place):
     assert_same(*made)
 
 
+def test_a_weight_that_backward_does_not_read_may_change():
+    layer = module("cpu")
+    y = layer(torch.randn(8, K), torch.tensor([2, 2, 2, 2]))
+    with torch.no_grad():
+        layer.weight3.add_(1)
+    y.sum().backward()
+    assert layer.weight3.grad is not None
+
+
+def test_tied_members_and_parts_of_a_buffer_stay_where_they_are():
+    tied = module("cpu")
+    tied.weight1 = tied.weight0
+    tied = tied.to(torch.bfloat16)
+    assert joined(tied) is None
+    flat = torch.zeros(E, N, K)
+    parts = module("cpu")
+    for weight, part in zip(named(parts, "weight"), flat, strict=True):
+        weight.data = part
+    flat, parts = _saved((flat, parts))
+    flat.fill_(2)
+    assert all((weight == 2).all() for weight in named(parts, "weight"))
+
+
 def test_a_weight_changed_between_the_passes_is_refused():
     layer = module("cpu")
     x = torch.randn(8, K, requires_grad=True)
