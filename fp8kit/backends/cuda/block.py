@@ -42,24 +42,8 @@ def block_quantize(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    rows, columns = x.shape
-    squares = ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
-    name = _name("block_quantize", format)
-    args = (
-        x.ptr,
-        *map(address, (q, scale_inv, q_t, scale_inv_t)),
-        rows,
-        columns,
-        0 if q is None else q.shape[0],
-        0 if q_t is None else q_t.shape[0],
-        int(_SCALINGS[tile] == "block_128x128"),
-        format.max,
-        epsilon,
-        x.dtype.max,
-        int(power_2),
-    )
-    function = kernel("block.cu", "block_quantize", x, FORMAT=name)
-    launch.launch(function, squares, _THREADS, args, stream)
+    how = format, tile, power_2, epsilon
+    _cast("block_quantize", x, (q, scale_inv, q_t, scale_inv_t), 1, (), how, stream)
 
 
 def block_quantize_stack(
@@ -75,33 +59,43 @@ def block_quantize_stack(
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
-    count, rows, columns = x.shape
-    squares = count * ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK)
-    name = _name("block_quantize_stack", format)
+    count, how = x.shape[0], (format, tile, power_2, epsilon)
+    scales = tuple(0 if view is None else view.size // count for view in (scale_inv, scale_inv_t))
+    _cast("block_quantize_stack", x, (q, scale_inv, q_t, scale_inv_t), count, scales, how, stream)
+
+
+def _cast(
+    operation: str,
+    x: ArrayView,
+    made: tuple[ArrayView | None, ...],
+    count: int,
+    scales: tuple[int, ...],
+    how: tuple[Format, tuple[int, int], bool, float],
+    stream: int,
+) -> None:
+    """Launch the kernel of ``operation`` for ``count`` matrices, of which each has so many ``scales``.
+    ``made``: what is written, in the operation's order; ``how``: its format, tile, power_2 and epsilon."""
+    (rows, columns), (format, tile, power_2, epsilon) = x.shape[-2:], how
+    name = format_name(format)
+    if name is None:
+        raise BackendError(operation, "format", format, "E4M3 or E5M2")
     args = (
         x.ptr,
-        *map(address, (q, scale_inv, q_t, scale_inv_t)),
+        *map(address, made),
         rows,
         columns,
-        0 if q is None else q.shape[1],
-        0 if q_t is None else q_t.shape[1],
-        *(0 if scales is None else scales.size // count for scales in (scale_inv, scale_inv_t)),
+        *(0 if codes is None else codes.shape[-2] for codes in (made[0], made[2])),
+        *scales,
         int(_SCALINGS[tile] == "block_128x128"),
         format.max,
         epsilon,
         x.dtype.max,
         int(power_2),
     )
-    function = kernel("block.cu", "block_quantize_stack", x, FORMAT=name)
-    launch.launch(function, squares, _THREADS, args, stream)
-
-
-def _name(operation: str, format: Format) -> str:
-    """The sources' name of E4M3 or E5M2; BackendError for another format."""
-    name = format_name(format)
-    if name is None:
-        raise BackendError(operation, "format", format, "E4M3 or E5M2")
-    return name
+    function = kernel("block.cu", operation, x, FORMAT=name)
+    launch.launch(
+        function, count * ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS, args, stream
+    )
 
 
 def block_gemm(
