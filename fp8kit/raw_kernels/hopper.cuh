@@ -79,6 +79,11 @@ template <u32 STAGES> struct RingPlace {
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+  // The place n further on.
+  __device__ __forceinline__ void skip(u32 n) {
+    const u32 rounds = (stage + n) / STAGES;
+    stage += n - rounds * STAGES, parity ^= rounds & 1;
+  }
 };
 
 // --- copies ------------------------------------------------------------------------------------------------
@@ -156,6 +161,9 @@ DEVICE float2 load_shared_pair(u32 address) {
 DEVICE void store_shared(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
+DEVICE void store_shared_pair(u32 address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 DEVICE void store_words_shared(u32 to, const u32 (&words)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
@@ -166,6 +174,13 @@ DEVICE void store_words_shared(u32 to, const u32 (&words)[4]) {
 DEVICE void store_matrices(u32 to, const u32 (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+// What `store_matrices` with the same addresses stored.
+DEVICE void load_matrices(u32 from, u32 (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(from)
                : "memory");
 }
 DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
@@ -319,16 +334,57 @@ template <typename X> DEVICE void pack_columns(const float (&values)[8], u32 (&w
     words[q] = (u32)from_float<X>(values[2 * q]).bits | (u32)from_float<X>(values[2 * q + 1]).bits << 16;
 }
 
-// Sixteen rows of 64 such elements in shared memory, at a multiple of 1024 bytes, as a swizzled map's copies
-// read and write them: BOX_BYTES. Of 32 columns, number `k` of several boxes, a lane of a warp has two rows,
-// eight apart, in words as `pack_columns` makes them.
+// Boxes of shared memory, at a multiple of 1024 bytes: sixteen rows of 128 bytes, as a swizzled map's copies
+// read and write them. They hold 32 columns, number `k`, of which a lane of a warp has two rows, eight apart.
 constexpr int BOX_BYTES = 16 * 128;
-DEVICE void put_columns(u32 boxes, int k, const u32 (&words)[2][4]) {
+
+// Of elements of 16 bits: what `store_matrices` wants, for columns 8 q ... 8 q + 15 of the 32.
+DEVICE u32 matrices_at(u32 boxes, int k, u32 q) {
   const u32 row = boxes + k / 2 * BOX_BYTES + 128 * (lane() % 16);
+  return row + 16 * ((4 * (k % 2) + q + lane() / 16) ^ lane() % 8);
+}
+// Of float32: where columns 8 q + 2 (lane % 4) and + 1 of row lane / 4 + 8 h are.
+DEVICE u32 pair_at(u32 boxes, int k, int h, u32 q) {
+  const u32 row = boxes + k * BOX_BYTES + 128 * (lane() / 4 + 8 * h);
+  return row + 16 * ((2 * q + lane() % 4 / 2) ^ lane() / 4) + 8 * (lane() % 2);
+}
+
+// Words as `pack_columns` makes them, to their boxes.
+DEVICE void put_words(u32 boxes, int k, const u32 (&words)[2][4]) {
 #pragma unroll
   for (u32 q = 0; q < 4; q += 2)
-    store_matrices(row + 16 * ((4 * (k % 2) + q + lane() / 16) ^ lane() % 8),
-                   {words[0][q], words[1][q], words[0][q + 1], words[1][q + 1]});
+    store_matrices(matrices_at(boxes, k, q), {words[0][q], words[1][q], words[0][q + 1], words[1][q + 1]});
+}
+// values[h][2 q + c]: column 8 q + 2 (lane % 4) + c of the lane's row h; as elements of type X.
+template <typename X> DEVICE void put_columns(u32 boxes, int k, const float (&values)[2][8]) {
+  if constexpr (sizeof(X) == 2) {
+    u32 words[2][4];
+    pack_columns<X>(values[0], words[0]), pack_columns<X>(values[1], words[1]);
+    put_words(boxes, k, words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      store_shared_pair(pair_at(boxes, k, i / 4, i % 4), values[i / 4][i % 4 * 2], values[i / 4][i % 4 * 2 + 1]);
+  }
+}
+// What `put_columns` has put there, once all lanes are past it.
+template <typename X> DEVICE void get_columns(u32 boxes, int k, float (&values)[2][8]) {
+  if constexpr (sizeof(X) == 2) {
+#pragma unroll
+    for (int q = 0; q < 4; q += 2) {
+      u32 words[4];
+      load_matrices(matrices_at(boxes, k, q), words);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        values[i / 2 % 2][2 * (q + i / 4) + i % 2] = to_float(X{(u16)(words[i / 2] >> 16 * (i % 2))});
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 pair = load_shared_pair(pair_at(boxes, k, i / 4, i % 4));
+      values[i / 4][i % 4 * 2] = pair.x, values[i / 4][i % 4 * 2 + 1] = pair.y;
+    }
+  }
 }
 
 // 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and

@@ -39,7 +39,7 @@ template <Epilogue> struct Further {
   i64 features;  // F
   f64 limit, alpha, offset;
 };
-template <> struct Further<bare> { TensorMap out; };  // of the result, where parts of it are written
+template <> struct Further<bare> {};
 
 // What a multiplier's thread keeps from tile to tile: the cast's scale, the largest |y| so far, which half of
 // the shared sums is next.
@@ -54,7 +54,6 @@ template <Epilogue E> DEVICE bool further_aligned(const Further<E>& to) {
   return rows_aligned<16>(to.x, halves) && rows_aligned<16>(to.y, RESULTS * to.features) &&
          rows_aligned<16>(to.x, to.features) && rows_aligned<2 * sizeof(T)>(to.bias, to.features);
 }
-DEVICE bool further_aligned(const Further<bare>&) { return true; }
 
 // --- codes -------------------------------------------------------------------------------------------------
 
@@ -142,8 +141,8 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
   return {ACT::gradient(a, g * ACT::factor(second, p), p), of_second};
 }
 
-// `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values.
-// `rows`: M. INSIDE: the columns exist, and rows are aligned.
+// `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values. `rows`:
+// M. INSIDE: rows and columns exist, and are aligned.
 template <bool INSIDE, Epilogue E>
 DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8], i64 rows,
                            i64 row, i64 column, u32 shared, int group) {
@@ -156,7 +155,7 @@ DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&pro
     load_columns<INSIDE>(to.bias + p * to.features + column, to.bias == nullptr ? 0 : left, bias[p]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool exists = row + 8 * h < rows;
+    const bool exists = INSIDE || row + 8 * h < rows;
     float x[PARTS][8];
 #pragma unroll
     for (int p = 0; p < PARTS && EPILOGUE == backward; ++p)
@@ -169,7 +168,7 @@ DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&pro
         both.x = activated(product[0][h][i] + bias[0][i], product[HALVES - 1][h][i] + bias[LAST][i], params);
       else
         both = gradients(product[0][h][i], x[0][i] + bias[0][i], x[LAST][i] + bias[LAST][i], params);
-      const bool there = exists && (INSIDE || 8 * (i / 2) + t + i % 2 < left);
+      const bool there = INSIDE || (exists && 8 * (i / 2) + t + i % 2 < left);
 #pragma unroll
       for (int p = 0; p < RESULTS; ++p) {
         made[p][h][i] = there ? rounded<T>(p ? both.y : both.x) : 0.0f;
@@ -204,36 +203,53 @@ template <typename X> struct Largest { static constexpr float value = FLT_MAX; }
 template <> struct Largest<bf16> { static constexpr float value = 3.38953139e38f; };
 template <> struct Largest<f16> { static constexpr float value = 65504.0f; };
 
-// `lines`: 16 rows by COLUMNS / 128 lines, from `column` on. `total`: as `multiply_tiles` leaves it, the
-// product as T's values, 0 where it ends. `rows`: M.
-template <int COLUMNS, Epilogue E>
-DEVICE void finish_lines(const Further<E>& to, const float (&total)[COLUMNS / 2], i64 rows, i64 row,
-                         i64 column) {
+// `lines`: 16 rows of 128 columns, from `column` on, which are in `boxes` as T's values, 0 where the product
+// ends. `rows`: M.
+template <Epilogue E>
+DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 column) {
+  const Cast& cast = to.cast;
+  float v[2][8], scale[2], top[2] = {0.0f, 0.0f};
+#pragma unroll 1
+  for (int k = 0; k < 4; ++k) {
+    get_columns<T>(boxes, k, v);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) top[i / 8] = amax_of(top[i / 8], v[i / 8][i % 8]);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const i64 i = row + 8 * h;
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], step));
+    scale[h] = scale_of(top[h], cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, (float)cast.epsilon, Largest<T>::value,
+                        cast.power_2);
+    if (lane() % 4 == 0 && i < cast.q_rows && column < cast.q_columns)
+      cast.scale_inv[column / 128 * cast.q_rows + i] = i < rows ? __fdiv_rn(1.0f, scale[h]) : 1.0f;
+  }
+#pragma unroll 1
+  for (int k = 0; k < 4; ++k) {
+    get_columns<T>(boxes, k, v);
+    write_codes(cast, v, scale, row, column + 32 * k, cast.q_columns, 0);
+  }
+}
+
+// What is made of a warp's 16 rows of the product by 128 columns, which are in `boxes`, 0 where it ends: from
+// `column` of F on, and with two halves half of them each. `there`: of F's columns and of rows all exist.
+template <Epilogue E>
+DEVICE void finish_part(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column, bool there,
+                        u32 shared, int group) {
   if constexpr (E == lines) {
-    const Cast& cast = to.cast;
+    finish_line(to, boxes, rows, row, column);
+  } else if constexpr (E != bare) {
+    const bool inside = there && further_aligned(to);
+#pragma unroll 1
+    for (int k = 0; k < 4 / HALVES; ++k) {
+      float product[HALVES][2][8];
 #pragma unroll
-    for (int line = 0; line < COLUMNS / 128; ++line) {
-      float scale[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const i64 i = row + 8 * h, j = column + 128 * line;
-        float top = 0.0f;
-#pragma unroll
-        for (int k = 0; k < 32; ++k) top = amax_of(top, total[64 * line + 4 * (k / 2) + 2 * h + k % 2]);
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        scale[h] = scale_of(top, cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, (float)cast.epsilon, Largest<T>::value,
-                            cast.power_2);
-        if (lane() % 4 == 0 && i < cast.q_rows && j < cast.q_columns)
-          cast.scale_inv[j / 128 * cast.q_rows + i] = i < rows ? __fdiv_rn(1.0f, scale[h]) : 1.0f;
-      }
-#pragma unroll
-      for (int k = 4 * line; k < 4 * line + 4; ++k) {
-        float v[2][8];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i / 8][i % 8] = total[16 * k + i % 8 / 2 * 4 + i / 8 * 2 + i % 2];
-        write_codes(cast, v, scale, row, column + 32 * k, cast.q_columns, 0);
-      }
+      for (int p = 0; p < HALVES; ++p) get_columns<T>(boxes, k + 2 * p, product[p]);
+      if (inside)
+        finish_columns<true>(to, own, product, rows, row, column + 32 * k, shared, group);
+      else
+        finish_columns<false>(to, own, product, rows, row, column + 32 * k, shared, group);
     }
   }
 }

@@ -3,21 +3,21 @@
 // functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
 //   fp8_gemm_cast, fp8_gemm_lines)
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=bare;
-//   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,256 128 128 whole,
-//   256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,128 128 128 whole,
-//   128 128 128 lines_squares,128 64 128 whole,128 64 128 lines_squares
+//   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,64 32 0 whole,
+//   256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,
+//   128 128 128 whole,128 128 128 lines_squares,128 64 128 whole,128 64 128 lines_squares,64 32 128 whole,
+//   64 32 128 lines_squares
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
 //   GROUPS SCALES=rows whole,terms whole; BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
 //   GROUPS SCALES=rows lines_squares,terms lines_lines; BM BN PROMOTE=256 128 128,128 128 128
 // variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
-//   BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128; EPILOGUE=forward;
-//   ACT=identity,gelu,relu,swiglu
+//   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
 // variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
-//   BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
+//   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
 // variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=lines; ACT=identity;
-//   BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,256 128 128 whole,128 128 128 whole,
-//   256 128 128 lines_squares,128 128 128 lines_squares
+//   BM BN PROMOTE SCALES=128 128 0 whole,256 128 128 whole,128 128 128 whole,256 128 128 lines_squares,
+//   128 128 128 lines_squares
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
 // multiprocessors). Its 12 warps have two roles:
@@ -29,6 +29,7 @@
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
 //   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and in the
 //   end each warp writes its rows: from registers (`write_columns`), or by shared memory (`write_part`).
+//   TURNS: each makes whole tiles, in turn, so that one writes while the other multiplies.
 //
 // The loader gives its registers to the multipliers, whose sums fill them.
 //
@@ -52,7 +53,7 @@
 // many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
 // the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
 struct alignas(64) Job {
-  TensorMap a, b, a_lines, b_lines;
+  TensorMap a, b, a_lines, b_lines, parts;  // the last: of the result, where it is written by parts
   const float *a_scale, *b_scale;
   const T *bias, *addend;
   T* out;
@@ -67,7 +68,6 @@ extern "C" __global__ void hopper_gemm(const __grid_constant__ Job job) { __trap
 
 constexpr int DEPTH = 128;               // codes of a row in a tile: 128 bytes, the width of the swizzle
 constexpr int STEPS = DEPTH / 32;        // wgmma instructions along it
-constexpr int WAVES = BM / 128;          // 64 rows at a time, of a multiplier
 constexpr int MULTIPLIERS = 256;         // threads
 // a scale for a tensor or for each row; for lines of 1 x 128 codes, squares of 128 x 128
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
@@ -75,30 +75,36 @@ constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 enum Groups { none, rows, terms };
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
+constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED;
+constexpr int WAVES = TURNS ? BM / 64 : BM > 128 ? BM / 128 : 1;  // 64 rows at a time, of a multiplier
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
-// STAGED: results of 16 bits go by shared memory, where each warp has a part of 16 rows by PART columns, from
-// which copies bring them to `out` while the next tile is multiplied. LATE: columns from PART on wait for it
-// in registers. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while the
-// other multiplies. CLUSTER: two blocks make tiles beside each other, and either copies half of a's to both.
-constexpr bool STAGED = sizeof(T) == 2 && !FUSED && !BY_ROWS && (BY_TERMS || SCALES != whole || BN == 256);
+// STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which copies
+// bring them to `out` while the next tile is multiplied, and epilogues read them. LATE: columns from PART on
+// wait for it in registers. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds
+// while the other multiplies. CLUSTER: two blocks make tiles beside each other, and either copies half of a's
+// to both. BM 64: a few rows of a, which the first multiplier has alone; no more of them are copied than exist.
+constexpr bool STAGED =
+    FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
 constexpr bool LATE = STAGED && BN > PART;
 constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
-#define IS_terms 1
-#if JOIN(IS_, GROUPS) && BM == 256
+#define IS_none 1
+#define IS_terms 2
+#if (JOIN(IS_, GROUPS) == 1 && !PROMOTE && BM == 128 && BN == 128) || (JOIN(IS_, GROUPS) == 2 && BM == 256)
 #define __in_clusters__() __cluster_dims__(2, 1, 1)
 #else
 #define __in_clusters__()  // clusters of one block would cost up to a third of the speed
 #endif
-constexpr int CLUSTER = BY_TERMS && WAVES == 2 ? 2 : 1;
+constexpr int CLUSTER = TURNS || (BY_TERMS && WAVES == 2) ? 2 : 1;
 constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
-constexpr int STAGES = (SHARED - PARTS_BYTES) / STAGE_BYTES < 8 ? (SHARED - PARTS_BYTES) / STAGE_BYTES : 8;
-static_assert(BM % 128 == 0 && BN % 32 == 0 && (EPILOGUE != lines || BN % 128 == 0), "");
+constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / STAGE_BYTES;
+constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
+static_assert(BM % 64 == 0 && BN % 32 == 0 && (!FUSED || BN == 128), "");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums fit");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
@@ -228,7 +234,8 @@ DEVICE void load(const Job& job, const Memory& memory) {
         store_words_shared(memory.note(mixed.stage), {stage, (u32)begin, (u32)stop, 0});
         full = memory.landed(mixed.stage), mixed.next();
       }
-      barrier_expect(full, STAGE_BYTES);
+      const i32 missing = BM == 64 ? max(BM - (i32)(job.m + 7) / 8 * 8, 0) : 0;  // of the map's rows
+      barrier_expect(full, STAGE_BYTES - missing * DEPTH);
       const i32 half = BM / 2 * (blockIdx.x % CLUSTER);
       CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
                    : copy_tile(memory.a(stage), job.a, term, at.row, full);
@@ -308,6 +315,11 @@ DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const f
   }
 }
 
+// How far a column of the tile is from its first in the result: with two halves the second lies elsewhere.
+DEVICE i32 column_of(const Job& job, i32 column) {
+  return column + (HALVES == 2 && column >= BN / 2 ? (i32)job.n / 2 - BN / 2 : 0);
+}
+
 // What a warp's 16 rows have yet to write: its part of shared memory, and columns from PART on of the last
 // tile, which wait in registers, from (row, column) of a matrix on; row is -1 where there are none.
 struct Outgoing {
@@ -315,30 +327,41 @@ struct Outgoing {
   i32 row = -1, column, matrix;
 
   // The part, filled, to the result.
-  template <Epilogue E>
-  __device__ __forceinline__ void send(const Further<E>& to, i32 row, i32 column, i32 matrix) const {
+  __device__ __forceinline__ void send(const Job& job, i32 row, i32 column, i32 matrix) const {
+    constexpr int WIDE = 128 / sizeof(T);  // a box's columns
     writes_before_products();
     __syncwarp();
+    if (lane() || (FUSED && job.out == nullptr)) return;
 #pragma unroll
-    for (int box = 0; box < PART / 64; ++box)
-      if (lane() == 0) copy_tile_out(to.out, part + box * BOX_BYTES, column + 64 * box, row, matrix);
+    for (int box = 0; box < PART / WIDE; ++box)
+      copy_tile_out(job.parts, part + box * BOX_BYTES, column + column_of(job, WIDE * box), row, matrix);
   }
   // What waits, once copies have read the part.
-  template <Epilogue E> __device__ __forceinline__ void send_late(const Further<E>& to) {
+  __device__ __forceinline__ void send_late(const Job& job) {
     if (!LATE || row < 0) return;
     copies_have_read();
 #pragma unroll
-    for (int k = 0; k < (BN - PART) / 32; ++k) put_columns(part, k, words[k]);
-    send(to, row, column, matrix);
+    for (int k = 0; k < (BN - PART) / 32; ++k) put_words(part, k, words[k]);
+    send(job, row, column, matrix);
     row = -1;
   }
 };
 
-// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows.
+// With TURNS a multiplier begins a tile when the other one is two tiles of terms before the end of its own, so
+// that the ring's places come to each in order.
+DEVICE void wait_for_turn(int group) {
+  group ? wait_for_threads<6, MULTIPLIERS>() : wait_for_threads<5, MULTIPLIERS>();
+}
+DEVICE void end_turn(int group) {
+  group ? arrive_of_threads<5, MULTIPLIERS>() : arrive_of_threads<6, MULTIPLIERS>();
+}
+
+// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows. `more`:
+// with TURNS, whether the other one has a tile after this.
 template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
-                     float (&total)[WAVES][BN / 2], Outgoing& outgoing) {
-  const i32 depths = at.depths, first = group * 64 * WAVES;  // of the tile's rows
+                     float (&total)[WAVES][BN / 2], Outgoing& outgoing, bool more) {
+  const i32 depths = at.depths, first = TURNS ? 0 : group * 64 * WAVES;  // of the tile's rows
   if constexpr (ACTIVE == 0) {
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
       barrier_wait(memory.full(place.stage), place.parity);
@@ -363,7 +386,8 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
       products_commit();
       hold<ACTIVE>(total);
       if constexpr (LATE)
-        if (depth == 2) outgoing.send_late(job.further);
+        if (depth == 2) outgoing.send_late(job);
+      if (TURNS && more && depth == max(depths - 2, 0)) end_turn(group);
       products_wait<1>();  // those before these
       if (depth) release(memory, before);
       before = place.stage;
@@ -481,72 +505,44 @@ DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[B
         if (biased) value = __fadd_rn(value, bias[q][c]);
         if (added) value = __fadd_rn(value, addend[c]);
         if (GROUPED && at.zero[h]) value = 0.0f;
+        if (FUSED && HOW == EDGE && !(at.exists[h] && 8 * q + t + c < left)) value = 0.0f;
         values[h][2 * q + c] = value;
       }
     }
   }
 }
 
-// The same to the result from registers. Where `out` is null an epilogue alone wants `values`.
+// The same to the result from registers.
 template <How HOW>
-DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
-                          float (&values)[2][8]) {
+DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first) {
+  float values[2][8];
   asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
   finish_sums<HOW>(job, at, total, k, first, values);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (!FUSED || job.out != nullptr)
-      store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
-                                 at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
+    store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
+                               at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
 }
 
-// All columns of a warp's 16 rows, which the matrix has: PART by shared memory now, the others late.
-template <How HOW, Epilogue E>
-DEVICE void write_part(const Job& job, const Further<E>& further, const Corner& at,
-                       const float (&total)[BN / 2], i32 row, i32 first, i32 matrix, Outgoing& outgoing) {
-  outgoing.send_late(further);  // of a tile that was followed by one of few depths
+// All columns of a warp's 16 rows: PART by shared memory now, the others late. With HOW EDGE not all exist.
+template <How HOW>
+DEVICE void write_part(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
+                       i32 matrix, Outgoing& outgoing) {
+  outgoing.send_late(job);  // of a tile that was followed by one of few depths
   copies_have_read();
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     float values[2][8];
-    u32 words[2][4];
     asm volatile("" ::: "memory");
-    finish_sums<HOW>(job, at, total, k, first, values);
-    pack_columns<T>(values[0], words[0]), pack_columns<T>(values[1], words[1]);
-    if (k < PART / 32) put_columns(outgoing.part, k, words);
-    if (k == PART / 32 - 1) outgoing.send(further, row, first, matrix);
-#pragma unroll
-    for (int i = 0; i < 8 && k >= PART / 32; ++i)
-      outgoing.words[k - PART / 32][i / 4][i % 4] = words[i / 4][i % 4];
+    finish_sums<HOW>(job, at, total, k, first + column_of(job, 32 * k) - 32 * k, values);
+    if (k < PART / 32) put_columns<T>(outgoing.part, k, values);
+    if (k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
+    if constexpr (LATE)
+      if (k >= PART / 32)
+        pack_columns<T>(values[0], outgoing.words[k - PART / 32][0]),
+            pack_columns<T>(values[1], outgoing.words[k - PART / 32][1]);
   }
   if (LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
-}
-
-// The same of 32 columns of each half of the tile, and what the epilogue makes of them. `total` changes to
-// T's values, 0 outside the matrix, for `lines`.
-template <How HOW>
-DEVICE void fuse_columns(const Job& job, const Memory& memory, const Corner& at, float (&total)[BN / 2],
-                         int k, i32 first, i64 row, int group, Running& own) {
-  float product[HALVES][2][8];
-#pragma unroll
-  for (int p = 0; p < HALVES; ++p) {  // the second half's columns lie elsewhere than behind the first's
-    const i32 further = p * ((i32)job.n / 2 - BN / 2);
-    Corner half = at;
-    half.out += further;
-    write_columns<HOW>(job, half, total, k + p * (BN / 64), first + further, product[p]);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) product[p][i / 8][i % 8] = rounded<T>(product[p][i / 8][i % 8]);
-  }
-  if constexpr (EPILOGUE == lines) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int h = i / 8, q = i % 8 / 2, c = i % 2;
-      const bool there = at.exists[h] && first + 32 * k + 8 * q + 2 * (lane() % 4) + c < (i32)job.n;
-      total[16 * k + 4 * q + 2 * h + c] = there ? product[0][h][i % 8] : 0.0f;
-    }
-  } else if constexpr (FUSED) {
-    finish_columns<HOW != EDGE>(job.further, own, product, job.m, row, first + 32 * k, memory.sums(), group);
-  }
 }
 
 // Sixty-four rows of the result: by parts or from registers, 32 columns at a time. `multiplier`: 0 or 1.
@@ -569,38 +565,32 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
   const bool aligned = rows_aligned<16>(job.out, job.out_stride) &&
                        rows_aligned<16>(job.addend, job.out_stride) &&
                        rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n);
-  if constexpr (FUSED) {
-#pragma unroll
-    for (int k = 0; k < BN / 32 / HALVES; ++k)
-      if (!aligned || !further_aligned(job.further) || first_column + 32 * k + 32 > (i32)job.n / HALVES)
-        fuse_columns<EDGE>(job, memory, to, total, k, first_column, top, multiplier, own);
-      else
-        fuse_columns<ANY>(job, memory, to, total, k, first_column, top, multiplier, own);
-    finish_lines<BN>(job.further, total, job.m, top, first_column);
-  } else {
-    if constexpr (STAGED) {
-      if (aligned && first_column + BN <= (i32)job.n) {
-        const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
-        if (by_row || job.addend != nullptr)
-          write_part<ANY>(job, job.further, to, total, row, first_column, matrix, outgoing);
-        else if (to.bias != nullptr)
-          write_part<BIASED>(job, job.further, to, total, row, first_column, matrix, outgoing);
-        else
-          write_part<SCALED>(job, job.further, to, total, row, first_column, matrix, outgoing);
-        return;
-      }
-    }
-    float values[2][8];
+  const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
+  const bool inside = aligned && first_column + BN / HALVES <= (i32)job.n / HALVES;
+  if constexpr (STAGED) {
+    const bool there = inside && (!FUSED || first_row + 64 <= (i32)job.m);
+    if (FUSED && !there)
+      write_part<EDGE>(job, to, total, row, first_column, matrix, outgoing);
+    else if (there && (by_row || job.addend != nullptr))
+      write_part<ANY>(job, to, total, row, first_column, matrix, outgoing);
+    else if (there && to.bias != nullptr)
+      write_part<BIASED>(job, to, total, row, first_column, matrix, outgoing);
+    else if (there)
+      write_part<SCALED>(job, to, total, row, first_column, matrix, outgoing);
+    finish_part(job.further, own, outgoing.part, job.m, top, first_column, there, memory.sums(), multiplier);
+    if (FUSED || there) return;
+  }
+  if constexpr (!FUSED) {
 #pragma unroll
     for (int k = 0; k < BN / 32; ++k)
       if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
-        write_columns<EDGE>(job, to, total, k, first_column, values);
+        write_columns<EDGE>(job, to, total, k, first_column);
       else if (by_row || job.addend != nullptr)
-        write_columns<ANY>(job, to, total, k, first_column, values);
+        write_columns<ANY>(job, to, total, k, first_column);
       else if (to.bias != nullptr)
-        write_columns<BIASED>(job, to, total, k, first_column, values);
+        write_columns<BIASED>(job, to, total, k, first_column);
       else
-        write_columns<SCALED>(job, to, total, k, first_column, values);
+        write_columns<SCALED>(job, to, total, k, first_column);
   }
 }
 
@@ -616,7 +606,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     prefetch_map(job.a), prefetch_map(job.b);
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
-      barrier_init(memory.empty(stage), CLUSTER * MULTIPLIERS / 32);  // of every warp that multiplies it
+      barrier_init(memory.empty(stage), CLUSTER * MULTIPLIERS / (TURNS ? 64 : 32));  // of warps that multiply it
       if constexpr (BY_TERMS) barrier_init(memory.landed(stage), 1);
     }
     barriers_are_set();
@@ -637,22 +627,28 @@ hopper_gemm(const __grid_constant__ Job job) {
     Running own{scale};
     Outgoing outgoing{memory.part(threadIdx.x / 32 - 4)};
     float total[WAVES][BN / 2];
-    for (i32 tile = blockIdx.x / CLUSTER; first_lane(walk.at(job, tile, at)); tile += gridDim.x / CLUSTER) {
+    const i32 step = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER, tiles = (i32)(job.tall * job.wide);
+    if (TURNS && group) place.skip((i32)job.depths);
+    for (i32 tile = start + (TURNS ? group * step : 0); first_lane(walk.at(job, tile, at));
+         tile += TURNS ? 2 * step : step) {
       at.make_uniform();
-      const i32 first = at.row + 64 * WAVES * group, left = BY_ROWS ? at.end - first : BM;
+      const i32 first = at.row + (TURNS ? 0 : 64 * WAVES * group);
+      const i32 left = BY_ROWS ? at.end - first : BM > 64 || group == 0 ? BM : 0;
+      if (TURNS && tile != start) wait_for_turn(group);
       if (left > 64 * (WAVES - 1))
-        multiply<WAVES>(job, memory, place, at, group, total, outgoing);
+        multiply<WAVES>(job, memory, place, at, group, total, outgoing, tile + step < tiles);
       else if (WAVES == 1 || left <= 0)
-        multiply<0>(job, memory, place, at, group, total, outgoing);
+        multiply<0>(job, memory, place, at, group, total, outgoing, false);
       else
-        multiply<1>(job, memory, place, at, group, total, outgoing);
+        multiply<1>(job, memory, place, at, group, total, outgoing, false);
+      if (TURNS) place.skip((i32)job.depths);
 #pragma unroll
       for (int w = 0; w < WAVES; ++w)
-        if (!BY_ROWS || first + 64 * w < at.cover)
+        if (BY_ROWS ? first + 64 * w < at.cover : left > 0)
           write(job, memory, total[w], at, first + 64 * w, group, own, outgoing);
     }
     end_of_tiles(job.further, own.most);
-    if constexpr (LATE) outgoing.send_late(job.further);
+    if constexpr (LATE) outgoing.send_late(job);
     if constexpr (STAGED) copies_have_read();  // shared memory is the block's until then
   }
   if constexpr (CLUSTER == 2) wait_for_cluster();  // the other block may still copy to this one's memory

@@ -36,8 +36,8 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     """``hopper_gemm.cu`` with groups, tile by tile."""
     how = dict(kernel.defines)
     high, wide, by_rows, kind = int(how["BM"]), int(how["BN"]), how["GROUPS"] == "rows", how["SCALES"]
-    fields = struct.unpack("=" + "Q120s" * 4 + "6Q13q40xQ120s", job)
-    maps, pointers, numbers, out_map = fields[:8], fields[8:14], fields[14:27], fields[27:]
+    fields = struct.unpack("=" + "Q120s" * 5 + "6Q13q40x", job)
+    maps, out_map, pointers, numbers = fields[:8], fields[8:10], fields[10:16], fields[16:]
     (a, a_map, b, b_map, a_lines, a_lines_map, b_lines, b_lines_map) = maps
     a_scale, b_scale, bias, addend, out_at, sizes_at = pointers
     m, n, stride, depths, a_step, b_step, _, _, _, groups, slots, b_group, terms = numbers

@@ -255,11 +255,14 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
         found = plan(planned, m, n, 1024, scales, promote)
         defines = dict(found.kernel)
         assert found.kernel in manifest.source("hopper_gemm.cu").variants
-        rows, columns = (int(defines[name]) for name in ("BM", "BN"))
+        at = hopper_gemm.Tiling(*(int(defines[name]) for name in ("BM", "BN")))
+        together = hopper_gemm.blocks_together(promote, "none", at)
         tall, wide, band = found.sizes[6:9]
-        assert (tall - 1) * rows < m <= tall * rows
+        columns = at.columns * together
+        assert (tall - 1) * at.rows < m <= tall * at.rows
         assert (wide - 1) * columns < n <= wide * columns
-        assert 0 < found.blocks <= min(132, tall * wide)
+        assert 0 < found.blocks <= min(132, tall * wide * together)
+        assert found.blocks % together == 0
         assert 1 <= band <= tall
 
 
@@ -278,8 +281,9 @@ def test_which_results_are_written_by_copies(
     scales: str, promote: int, out: str, stride: int, by_copies: bool, planned: Any
 ) -> None:
     """Of 16 bits, in rows of whole chunks of 16 bytes, by scales of blocks or without promotion."""
+    k = 8192  # so many that the largest tile is chosen
     a_map, b_map, *_, out_map = planned(
-        0, 4096, 4096, 512, 512, 512, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
+        0, 4096, 4096, k, k, k, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
     ).maps
     rows, columns = (128, 256) if not promote else (256, 128)
     assert (f"(128, {rows})" in a_map.decode(), f"(128, {columns})" in b_map.decode()) == (True, True)
@@ -290,6 +294,21 @@ def test_which_results_are_written_by_copies(
 
 def test_small_tiles_without_promotion_write_from_registers(planned: Any) -> None:
     assert not any(plan(planned, 64, 128, 512).maps[-1])
+
+
+@pytest.mark.parametrize(("m", "rows"), [(1, 8), (17, 24), (64, 64)])
+def test_of_a_few_rows_no_more_are_copied_than_there_are(m: int, rows: int, planned: Any) -> None:
+    found = plan(planned, m, 4096, 4096)
+    assert dict(found.kernel)["BM"] == "64"
+    assert f"(128, {rows})" in found.maps[0].decode()
+
+
+@pytest.mark.parametrize(("n", "k", "turns"), [(16384, 4096, True), (4096, 12288, False)])
+def test_turns_pay_where_sums_are_short(n: int, k: int, turns: bool, planned: Any) -> None:
+    """Two blocks are a cluster, and each copies half of the rows of a tile of a."""
+    found = plan(planned, 8192, n, k)
+    assert (dict(found.kernel)["BN"] == "128") == turns
+    assert f"(128, {64 if turns else 128})" in found.maps[0].decode()
 
 
 def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.testing.contract import cases
 from tests.support import host_compiled
 from tests.support.hopper import Emulated
-from tests.support.hopper_fused import JOB, NAMES, as_hopper, parts_of, sum_partials, tile_sums
+from tests.support.hopper_fused import JOB, NAMES, as_hopper, parts_of, sum_partials, tile_sums, together
 
 # every epilogue, activation and dtype; whole tiles and parts; codes of either format, paddings, maxima, sums
 CASES = (
@@ -47,7 +47,8 @@ def test_the_source_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: p
         place = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
         ctypes.memmove(place, bytes(job), len(job))
         halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
-        for down, across in np.ndindex(*fields[20:22]):
+        tall, wide = fields[22:24]
+        for down, across in np.ndindex(tall, wide * together(how)):
             row, column = down * int(how["BM"]), across * int(how["BN"]) // halves
             sums = np.ascontiguousarray(tile_sums(how, fields, row, column)[0], np.float32)
             made.run_tiles(ctypes.c_void_p(place), ctypes.c_void_p(sums.ctypes.data), 1, row, column, 0, 1)

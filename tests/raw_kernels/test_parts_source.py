@@ -77,8 +77,11 @@ def written(call: Any, sums: Any, tiling: Tiling, folder: Path) -> None:
         (Tiling(256, 128), (LINE, SQUARE), bfloat16, N + 8),
         (Tiling(256, 128), (LINE, LINE), float16, N),
         (Tiling(128, 64), (LINE, SQUARE), bfloat16, N),
+        (Tiling(128, 128), None, bfloat16, N),
+        (Tiling(64, 32), (LINE, SQUARE), float16, N),
+        (Tiling(64, 32), None, float32, N + 1),
     ],
-    ids=["late", "late-odd", "late-f32", "blocks", "lines", "narrow"],
+    ids=["late", "late-odd", "late-f32", "blocks", "lines", "narrow", "turns", "few", "few-f32"],
 )
 def test_each_element_is_written_once_and_is_its_sum(
     tiling: Tiling,

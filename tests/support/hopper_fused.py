@@ -18,7 +18,7 @@ from fp8kit.backends.cuda import hopper_fused, hopper_gemm, launch
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.contract.casts import scale_of
-from tests.support.hopper import FORMATS, TYPES, box, map_of, memory
+from tests.support.hopper import FORMATS, TYPES, box, described, map_of, memory
 
 NAMES = ("fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines")
 Array = Any
@@ -155,15 +155,23 @@ def parts_of(act: str) -> int:
     return ACTIVATIONS[act].parts if act in ACTIVATIONS else 1
 
 
+def together(how: dict[str, str]) -> int:
+    """Blocks of a cluster."""
+    at = hopper_gemm.Tiling(int(how["BM"]), int(how["BN"]))
+    return hopper_gemm.blocks_together(int(how["PROMOTE"]), how["GROUPS"], at)
+
+
 def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[Array, list[int]]:
     """The sums of a tile, in float64, before scales of tensors or rows; the first columns of its halves."""
     a, a_map, b, b_map, a_lines, a_lines_map, *_ = fields[:8]
-    (n, _, depths), b_step, squares = fields[15:18], fields[19], fields[9]
+    (n, _, depths), b_step, squares = fields[17:20], fields[21], fields[11]
     high, wide = int(how["BM"]), int(how["BN"])
     halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
     firsts, total = [column + half * (n // 2) for half in range(halves)], np.zeros((high, wide))
     for term in range(0, 128 * depths, 128):
-        left = codec.decode(box(a, a_map, term, row), FORMATS[how["LEFT"]]).astype(np.float64)
+        share = described(a_map)[3][1]  # rows that a block of a cluster copies
+        boxes = [box(a, a_map, term, row + first) for first in range(0, high, share)]
+        left = codec.decode(np.concatenate(boxes), FORMATS[how["LEFT"]]).astype(np.float64)
         right = np.concatenate([box(b, b_map, term, first) for first in firsts])
         assert right.shape == (wide, 128)
         part = left @ codec.decode(right, FORMATS[how["RIGHT"]]).astype(np.float64).T
@@ -174,7 +182,7 @@ def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[
     return total, firsts
 
 
-JOB = "=" + "Q120s" * 4 + "6Q13q" + "5Q7qQdq" + "4Qq3d48x"
+JOB = "=" + "Q120s" * 5 + "6Q13q" + "5Q7qQdq" + "4Qq3d48x"
 
 
 def hopper(kernel: launch.Kernel, job: bytes) -> None:
@@ -184,9 +192,11 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     assert len(job) % 64 == 0
     high, wide, epilogue, act = int(how["BM"]), int(how["BN"]), how["EPILOGUE"], how["ACT"]
     fields = struct.unpack(JOB, job)
-    a_scale, b_scale, bias_at, addend, out, sizes_at = fields[8:14]
-    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[14:27]
-    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[27:42]), fields[42:]
+    a_scale, b_scale, bias_at, addend, out, sizes_at = fields[10:16]
+    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[16:29]
+    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[29:44]), fields[44:]
+    across *= together(how)
+    assert not out or described(fields[9])[1:3] == ((n, m, 1), (stride, m * stride))
     assert not sizes_at
     assert groups == [0] * 4
     assert 1 <= band <= tall
@@ -209,6 +219,8 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     most = np.zeros(32, np.float32)
     for row, column in np.ndindex(tall, across):
         row, column = row * high, column * (wide // halves)
+        if column >= features:  # the second of a cluster's tiles
+            continue
         total, of_halves = tile_sums(how, fields, row, column)
         # the product as T, zeros outside
         count = min(high, m - row)
@@ -296,5 +308,6 @@ def as_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made as on a Hopper."""
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(hopper_fused, "tensor_map", map_of)
+    for module in (hopper_fused, hopper_gemm):
+        monkeypatch.setattr(module, "tensor_map", map_of)
     monkeypatch.setattr(hopper_fused, "_plan", hopper_fused._plan.__wrapped__)

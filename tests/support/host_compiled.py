@@ -25,6 +25,14 @@ _BODIES = {
         "for (int i = 0; i < 4; ++i) "
         "*(u32*)(shared_memory + __shfl_sync(~0u, to, 8 * i + lane() / 4) + 4 * (lane() % 4)) = words[i];"
     ),
+    "void load_matrices(u32 from, u32 (&words)[4])": (
+        "for (int i = 0; i < 4; ++i) words[i] = "
+        "*(u32*)(shared_memory + __shfl_sync(~0u, from, 8 * i + lane() / 4) + 4 * (lane() % 4));"
+    ),
+    "void store_shared_pair(u32 address, float x, float y)": (
+        "((float*)(shared_memory + address))[0] = x, ((float*)(shared_memory + address))[1] = y;"
+    ),
+    "float2 load_shared_pair(u32 address)": "return *(float2*)(shared_memory + address);",
     "float exp2_fast(float x)": "return exp2f(x);",
     "float reciprocal_fast(float x)": "return 1.0f / x;",
     "float max_nan(float x, float y)": "return fmaxf(x, y);",
@@ -61,17 +69,19 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
       at.row = places[4 * tile], at.column = places[4 * tile + 1];
       at.group = places[4 * tile + 2], at.depths = places[4 * tile + 3];
       if constexpr (LATE)
-        if (at.depths > 2) outgoing.send_late(job->further);  // as `multiply` does
+        if (at.depths > 2) outgoing.send_late(*job);  // as `multiply` does
+      if (TURNS ? tile % 2 != group : BM == 64 && group) continue;
       for (int w = 0; w < WAVES; ++w) {
         float total[BN / 2];
-        const int first = 64 * (WAVES * group + w), own_row = first + t / 32 % 4 * 16 + lane() / 4;
+        const int first = 64 * ((TURNS ? 0 : WAVES * group) + w);
+        const int own_row = first + t / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < BN / 2; ++i)
           total[i] = sums[(tile * BM + own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
         write(*job, Memory{0}, total, at, at.row + first, group, own, outgoing);
       }
     }
     end_of_tiles(job->further, own.most);
-    if constexpr (LATE) outgoing.send_late(job->further);
+    if constexpr (LATE) outgoing.send_late(*job);
     if constexpr (STAGED) copies_have_read();
   });
   for (auto& thread : threads) thread.join();

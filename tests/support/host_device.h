@@ -38,13 +38,13 @@ struct Copy {
 static thread_local std::vector<Copy> copies;
 static inline void carry_out_copies() {
   for (const Copy& c : copies) {
-    const long long *m = c.map, width = m[7], height = m[8];
-    if (c.from % 1024 || width != 64) std::abort();
+    const long long *m = c.map, width = m[7], height = m[8], bytes = m[1] == 1 ? 4 : 2, row = 16 / bytes;
+    if (c.from % 1024 || width * bytes != 128) std::abort();
     for (int i = 0; i < height; ++i)
       for (int j = 0; j < width; ++j)
         if (c.row + i < m[3] && c.column + j < m[2] && c.matrix < m[4])
-          std::memcpy((char*)m[0] + 2 * (c.matrix * m[6] + (c.row + i) * m[5] + c.column + j),
-                      shared_memory + c.from + 128 * i + 16 * (j / 8 ^ i % 8) + 2 * (j % 8), 2);
+          std::memcpy((char*)m[0] + bytes * (c.matrix * m[6] + (c.row + i) * m[5] + c.column + j),
+                      shared_memory + c.from + 128 * i + 16 * (j / row ^ i % 8) + bytes * (j % row), bytes);
   }
   copies.clear();
 }

@@ -16,9 +16,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
 from fp8kit.backends.cuda.fused_gemm import SUM_ROWS
 from fp8kit.backends.cuda.hopper_gemm import (
-    COSTS,
     DEPTH,
-    JOB_CODES,
     LEAST_ARCH,
     SHARED,
     SOURCE,
@@ -26,7 +24,12 @@ from fp8kit.backends.cuda.hopper_gemm import (
     Planned,
     Tiling,
     band_of,
+    blocks_together,
     compiled,
+    cost,
+    packed,
+    result_map,
+    rows_map,
     want_hopper,
 )
 from fp8kit.backends.cuda.own_gemm import PROMOTE, SCALES
@@ -42,7 +45,7 @@ from fp8kit.raw_kernels import manifest
 
 __all__ = ["LEAST_ARCH", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
 
-_JOB, _FURTHER = Packer(JOB_CODES), Packer("4Pq3d48x")  # struct Job, and Further behind its cast
+_FURTHER = Packer("4Pq3d48x")  # struct Further behind its cast
 _NO_PARAMS = (0.0, 0.0, 0.0)
 _HALF = 128  # a gated activation's halves are multiples of so many columns, so that tiles end where they do
 _SCALES = {((0, 0), (0, 0)): "whole", **SCALES}
@@ -58,15 +61,13 @@ def _variants() -> frozenset[frozenset[tuple[str, str]]]:
 
 
 def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``, of two."""
-    large = Tiling(256, 128) if promote else Tiling(128, 256)
+    """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``."""
 
-    def cost(one: Tiling) -> float:
-        first, each = COSTS[one.rows * one.columns]
+    def of(one: Tiling) -> float:
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, DEPTH) * each)
+        return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
 
-    return min((large, Tiling(128, 128)), key=cost)
+    return min((Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),), key=of)
 
 
 @memoized("Hopper products with epilogues by call")
@@ -86,8 +87,10 @@ def _plan(
     epilogue: str,
     act: str,
     halves: int,
+    wants_product: bool,
 ) -> Planned:
-    """``n``: columns of the product; ``halves``: in which a tile has some of each."""
+    """``n``: columns of the product; ``halves``: in which a tile has some of each; ``wants_product``: whether
+    it is written too."""
     want_hopper(index, a_stride, b_stride, k)
     left, right, out = types
     wanted = {"ACT": act, "EPILOGUE": epilogue, "LEFT": left, "PROMOTE": str(promote), "RIGHT": right}
@@ -95,21 +98,23 @@ def _plan(
         what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
         raise CannotTake(_OUTSIDE, "epilogue", what, f"one that {SOURCE} lists")
     at = tiling(m, n, k, promote, launch.sm_count(index))
-    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
-    blocks = min(tall * wide, launch.sm_count(index))
+    together = blocks_together(promote, "none", at)  # what is counted from here on are clusters
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
+    clusters = min(tall * wide, launch.sm_count(index) // together)
     lines = NONE[1]
     if scales == "lines_squares":
         lines = tensor_map("float32", (a_rows, ceil_div(k, DEPTH)), (a_rows,), (at.rows, 1))
     maps = (
-        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
+        rows_map(m, k, a_stride, at, together),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
         lines,
         NONE[1],
+        result_map((m, n), out_stride, out, scales, "none", at, True) if wants_product else NONE[1],
     )
     kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
-    band = min(tall, band_of(blocks, at.rows, at.columns))
+    band = min(tall, band_of(clusters, at.rows, at.columns * together))
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, 0
-    return Planned(kernel, blocks, maps, sizes)
+    return Planned(kernel, clusters * together, maps, sizes)
 
 
 def _run(
@@ -159,27 +164,14 @@ def _run(
         epilogue,
         act,
         ACTIVATIONS[act].parts if epilogue == "forward" and act in ACTIVATIONS else 1,
+        out is not None,
     )
     if (a.ptr | b.ptr | scale_invs[0].ptr | scale_invs[1].ptr) % 16:
         raise CannotTake(_OUTSIDE, "a, b, scales", "addresses", "multiples of 16")
-    a_map, b_map, a_lines, b_lines = plan.maps
-    job = _JOB.pack(
-        a.ptr,
-        a_map,
-        b.ptr,
-        b_map,
-        scale_invs[0].ptr if any(a_lines) else 0,
-        a_lines,
-        0,
-        b_lines,
-        *(scale.ptr for scale in scale_invs),
-        address(bias),
-        address(addend),
-        address(out),
-        0,
-        *plan.sizes,
-    )
-    launch.launch(plan.kernel, plan.blocks, THREADS, (job + further,), stream, SHARED)
+    if out is not None and (out.ptr | launch.row_stride(out) * dtype.itemsize) % 16:
+        raise CannotTake(_OUTSIDE, "out", "rows", "at multiples of 16 bytes")
+    job = packed(plan, a, b, scale_invs, out, bias, addend, further=further)
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 
 def _want_codes(cast: Cast | None, m: int, columns: int) -> None:

@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from fp8kit.accumulation import Accumulation, on_chip
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.own_gemm import Product, contract
@@ -21,10 +22,9 @@ from fp8kit.lru import memoized
 CAPABILITY, LEAST_ARCH = (9, 0), 90
 SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
-BOX = 64, 16, 1  # columns and rows of a result that a copy writes
-JOB_CODES = 4 * CODES + "6P13q"  # struct Job without an epilogue's part
-JOB = Packer(JOB_CODES + "40x" + CODES)  # with the map of the result, at a multiple of 64 bytes
-_SIXTEEN_BITS = {"bf16": "bfloat16", "f16": "float16"}
+_JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
+_NO_EPILOGUE = bytes(40)  # up to a multiple of 64
+_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
@@ -44,24 +44,40 @@ class Planned(NamedTuple):
     sizes: tuple[int, ...]
 
 
-# What a tile costs, by its elements: to write it, and for each 128 codes of the contraction. Microseconds of
-# an H200, of which only the ratios count (benchmarks/NOTES.md).
-COSTS = {32768: (0.9, 0.72), 16384: (0.5, 0.38), 8192: (0.3, 0.27)}
-_SMALL = {"whole": (128, 64), "lines_squares": (128, 64)}  # columns of the other tiles that are compiled
+# What a tile costs: to write it, and for each 128 codes of the contraction; the last where multipliers take
+# turns. Microseconds, of which only the ratios count (benchmarks/NOTES.md).
+_COSTS = {
+    Tiling(128, 256): (0.9, 0.72),
+    Tiling(256, 128): (0.9, 0.72),
+    Tiling(128, 128): (0.5, 0.38),
+    Tiling(128, 64): (0.3, 0.27),
+    Tiling(64, 32): (0.3, 0.13),
+}
+_COSTS_IN_TURN = (0.1, 0.367)
+_SMALL = Tiling(128, 128), Tiling(128, 64), Tiling(64, 32)
+
+
+def in_turn(promote: int, groups: str, at: Tiling) -> bool:
+    """Whether a block's two multipliers make tiles in turn: the source's TURNS."""
+    return not promote and groups == "none" and at == Tiling(128, 128)
+
+
+def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multiprocessors: int) -> float:
+    """What so many ``tiles`` of ``depths`` times 128 terms cost, by rounds of all multiprocessors."""
+    first, each = _COSTS_IN_TURN if in_turn(promote, groups, at) else _COSTS[at]
+    return ceil_div(tiles, multiprocessors) * (first + depths * each)
 
 
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling that a product of m x n elements, k terms each, is made by: the one whose tiles' costs, by
-    rounds of all multiprocessors, are the least."""
+    """The tiling that a product of m x n elements, k terms each, is made by: the one that costs the least."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
-    tilings = [large, *(Tiling(128, columns) for columns in _SMALL.get(scales, ()))]
 
-    def cost(one: Tiling) -> float:
-        first, each = COSTS[one.rows * one.columns]
+    def of(one: Tiling) -> float:
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return ceil_div(tiles, multiprocessors) * (first + ceil_div(k, DEPTH) * each)
+        return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
 
-    return min(tilings, key=cost)
+    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
+    return min((large, *smaller), key=of)
 
 
 def want_hopper(index: int, *strides: int) -> None:
@@ -76,21 +92,34 @@ def want_hopper(index: int, *strides: int) -> None:
         )
 
 
-def result_map(shape: tuple[int, ...], stride: int, out: str, scales: str, groups: str, at: Tiling) -> bytes:
-    """The map by which copies write a result of 16 bits, ([groups,] m, n), from shared memory: the source's
-    STAGED. That of ``NONE`` where the kernel writes from registers: other results, and those whose rows do
-    not begin at multiples of 16 bytes."""
+def result_map(
+    shape: tuple[int, ...], stride: int, out: str, scales: str, groups: str, at: Tiling, fused: bool = False
+) -> bytes:
+    """The map by which copies write a result, ([groups,] m, n), from shared memory: the source's STAGED. That
+    of ``NONE`` where the kernel writes from registers: others, and those whose rows do not begin at multiples
+    of 16 bytes."""
     matrices, m, n = (1, *shape)[-3:]
-    staged = groups == "terms" or (groups == "none" and (scales != "whole" or at.columns == 256))
-    if not staged or out not in _SIXTEEN_BITS or stride % 8:
+    plain = groups == "none" and (at.columns == 256 or (scales != "whole" and at.columns > 32))
+    itemsize = 4 if out == "f32" else 2
+    if not fused and (itemsize == 4 or not (groups == "terms" or plain)):
         return NONE[1]
-    return tensor_map(_SIXTEEN_BITS[out], (n, m, matrices), (stride, m * stride), BOX, True)
+    if stride * itemsize % 16:
+        return NONE[1]
+    box = 128 // itemsize, 16, 1
+    return tensor_map(_KINDS[out], (n, m, matrices), (stride, m * stride), box, True)
 
 
-def blocks_together(groups: str, at: Tiling) -> int:
+def blocks_together(promote: int, groups: str, at: Tiling) -> int:
     """How many blocks are a cluster, which is as many tiles wide: the source's CLUSTER. A grid is a multiple
     of it."""
-    return 2 if groups == "terms" and at.rows == 256 else 1
+    return 2 if in_turn(promote, groups, at) or (groups == "terms" and at.rows == 256) else 1
+
+
+def rows_map(m: int, k: int, stride: int, at: Tiling, together: int) -> bytes:
+    """The map of a's codes: of a tile's rows each block of a cluster copies its share, and where the tile is
+    for a few rows, no more than there are (by eights)."""
+    rows = at.rows // together if at.rows > 64 else min(64, ceil_div(m, 8) * 8)
+    return tensor_map("uint8", (k, m), (stride,), (DEPTH, rows), True)
 
 
 def band_of(blocks: int, rows: int, columns: int) -> int:
@@ -151,9 +180,10 @@ def _plan(
     names of their types; ``steps``: strides of scales of rows and squares."""
     want_hopper(index, a_stride, b_stride, k)
     at = tiling(m, n, k, scales, promote, launch.sm_count(index))
-    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
-    blocks = min(tall * wide, launch.sm_count(index))
-    band = min(tall, band_of(blocks, *at))
+    together = blocks_together(promote, "none", at)  # what is counted from here on are clusters
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
+    clusters = min(tall * wide, launch.sm_count(index) // together)
+    band = min(tall, band_of(clusters, at.rows, at.columns * together))
     lines = [NONE[1], NONE[1]]
     if scales != "whole":
         for i, (kind, rows, box) in enumerate(
@@ -162,14 +192,34 @@ def _plan(
             if kind == "lines":
                 lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
     maps = (
-        tensor_map("uint8", (k, m), (a_stride,), (DEPTH, at.rows), True),
+        rows_map(m, k, a_stride, at, together),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
         *lines,
         result_map((m, n), out_stride, out, scales, "none", at),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
-    return Planned(kernel, blocks, maps, sizes)
+    return Planned(kernel, clusters * together, maps, sizes)
+
+
+def packed(
+    plan: Planned,
+    a: ArrayView,
+    b: ArrayView,
+    scale_invs: tuple[ArrayView, ArrayView],
+    out: ArrayView | None,
+    bias: ArrayView | None = None,
+    addend: ArrayView | None = None,
+    sizes: ArrayView | None = None,
+    further: bytes = _NO_EPILOGUE,
+) -> bytes:
+    """Struct Job, with an epilogue's part. A map that describes nothing has no address."""
+    described: list[Any] = []
+    for view, one in zip((a, b, *scale_invs, out), plan.maps, strict=True):
+        described += [address(view) if any(one) else 0, one]
+    first, second = scale_invs
+    pointers = first.ptr, second.ptr, address(bias), address(addend), address(out), address(sizes)
+    return _JOB.pack(*described, *pointers, *plan.sizes) + further
 
 
 def _run(product: Product, stream: int) -> None:
@@ -194,26 +244,7 @@ def _run(product: Product, stream: int) -> None:
         product.steps,
         product.promote,
     )
-    a_map, b_map, *lines, out_map = plan.maps
-    described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
-    job = JOB.pack(
-        a.ptr,
-        a_map,
-        b.ptr,
-        b_map,
-        described[0],
-        lines[0],
-        described[1],
-        lines[1],
-        *(scale.ptr for scale in scale_invs),
-        address(product.bias),
-        address(product.addend),
-        out.ptr,
-        0,
-        *plan.sizes,
-        out.ptr,
-        out_map,
-    )
+    job = packed(plan, a, b, scale_invs, out, product.bias, product.addend)
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 

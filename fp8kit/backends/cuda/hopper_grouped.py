@@ -12,11 +12,9 @@ from typing import Any
 from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, ceil_div
+from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
-    COSTS,
     DEPTH,
-    JOB,
     LEAST_ARCH,
     SHARED,
     THREADS,
@@ -25,7 +23,10 @@ from fp8kit.backends.cuda.hopper_gemm import (
     band_of,
     blocks_together,
     compiled,
+    cost,
+    packed,
     result_map,
+    rows_map,
     want_hopper,
 )
 from fp8kit.backends.cuda.own_gemm import PROMOTE
@@ -55,14 +56,13 @@ def tiling(
     is taken to be evenly, and a group's last tile to be half full."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
 
-    def cost(one: Tiling) -> float:
-        first, each = COSTS[one.rows * one.columns]
+    def of(one: Tiling) -> float:
         down, depths = ceil_div(m, one.rows) * groups, k / groups / DEPTH + 0.5
         if along == "rows":
             down, depths = max(groups, round(m / one.rows + groups / 2)), ceil_div(k, DEPTH)
-        return ceil_div(down * ceil_div(n, one.columns), multiprocessors) * (first + depths * each)
+        return cost(one, down * ceil_div(n, one.columns), depths, promote, along, multiprocessors)
 
-    return min((large, Tiling(128, 128)), key=cost)
+    return min((large, Tiling(128, 128)), key=of)
 
 
 @memoized("Hopper products of groups by call")
@@ -88,7 +88,7 @@ def _plan(
     want_hopper(index, terms)
     multiprocessors = launch.sm_count(index)
     at = tiling(along, m, n, terms, groups, promote, multiprocessors)
-    together = blocks_together(along, at)  # what is counted from here on are clusters
+    together = blocks_together(promote, along, at)  # what is counted from here on are clusters
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
     clusters = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors // together)
     lines = [NONE[1], NONE[1]]
@@ -100,7 +100,7 @@ def _plan(
     # a group's matrix of b is a further dimension
     stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
     maps = (
-        tensor_map("uint8", (terms, a_shape[0]), (terms,), (DEPTH, at.rows // together), True),
+        rows_map(a_shape[0], terms, terms, at, together),
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
         result_map(out_shape, out_stride, out, scales, along, at),
@@ -159,33 +159,14 @@ def grouped_fp8_gemm(
         tiles,
         promote,
     )
-    a_map, b_map, *lines, out_map = plan.maps
-    scale_invs = a_scale_inv, b_scale_inv
-    described = [scale.ptr if any(line) else 0 for scale, line in zip(scale_invs, lines, strict=True)]
-    if (a.ptr | b.ptr | described[0] | described[1]) % 16:
-        raise CannotTake("hopper_grouped", "a, b, scales", "addresses", "multiples of 16")
     apart = 4 * b.shape[-2] if along == "rows" else 0  # bytes, of groups' scales of rows
+    scale_invs = a_scale_inv, b_scale_inv
+    lined = [scale.ptr for scale, tile in zip(scale_invs, tiles, strict=True) if tile == _LINE]
+    if any(pointer % 16 for pointer in (a.ptr, b.ptr, *lined)):
+        raise CannotTake("hopper_grouped", "a, b, scales", "addresses", "multiples of 16")
     if b_tile == (1, 0) and (b_scale_inv.ptr | apart) % 8:  # those of two columns are read at once
         raise CannotTake("hopper_grouped", "b_scale_inv", "addresses of groups", "multiples of 8")
-    job = JOB.pack(
-        a.ptr,
-        a_map,
-        b.ptr,
-        b_map,
-        described[0],
-        lines[0],
-        described[1],
-        lines[1],
-        a_scale_inv.ptr,
-        b_scale_inv.ptr,
-        address(bias),
-        0,
-        out.ptr,
-        sizes.ptr,
-        *plan.sizes,
-        out.ptr,
-        out_map,
-    )
+    job = packed(plan, a, b, scale_invs, out, bias, sizes=sizes)
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 
