@@ -30,7 +30,7 @@
 //   terms warps 1 to 3 clear what a place holds of other groups (`clear`).
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
 //   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and in the
-//   end each warp writes its rows: from registers (`write_columns`), or by shared memory (`write_part`).
+//   end each warp writes its rows: from registers or by shared memory (`write_rows`).
 //   The loader gives its registers to them, whose sums fill them. TURNS: each makes whole tiles, in turn, so
 //   that one writes while the other multiplies.
 //
@@ -473,11 +473,6 @@ struct Corner {
 // What is to be done to a part of the result: its scale alone, a bias, anything; or anything at the matrix's
 // edge, or where rows are not aligned. Every instruction counts here: tensor cores stand still meanwhile.
 enum How { SCALED, BIASED, ANY, EDGE };
-template <How HOW> struct Is { static constexpr How how = HOW; };
-template <typename F> DEVICE void choose(How how, F f) {
-  if (how < ANY) how == SCALED ? f(Is<SCALED>{}) : f(Is<BIASED>{});
-  if (how >= ANY) how == ANY ? f(Is<ANY>{}) : f(Is<EDGE>{});
-}
 
 // Columns 32 k ... 32 k + 31 of the tile's, from `first` on: scaled, with bias and addend, not rounded.
 template <How HOW>
@@ -517,39 +512,29 @@ DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[B
   }
 }
 
-// A warp's 16 rows to the result, from registers.
+// A warp's 16 rows to the result: from registers, or PART columns by shared memory now and the others late.
 template <How HOW>
-DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 first) {
+DEVICE void write_rows(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
+                       i32 matrix, Outgoing& outgoing) {
+  constexpr bool BY_PARTS = STAGED && (FUSED || HOW != EDGE);
+  if constexpr (BY_PARTS) outgoing.send_late(job), copies_have_read();
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     float values[2][8];
     asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
-    finish_sums<HOW>(job, at, total, k, first, values);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
-                                 at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
-  }
-}
-
-// The same: PART columns by shared memory now, the others late.
-template <How HOW>
-DEVICE void write_part(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
-                       i32 matrix, Outgoing& outgoing) {
-  outgoing.send_late(job);  // of a tile that was followed by one of few depths
-  copies_have_read();
-#pragma unroll
-  for (int k = 0; k < BN / 32; ++k) {
-    float values[2][8];
-    asm volatile("" ::: "memory");
     finish_sums<HOW>(job, at, total, k, first + column_of(job, 32 * k) - 32 * k, values);
-    if (k < PART / 32) put_columns<T>(outgoing.part, k, values);
-    if (k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
+    if (BY_PARTS && k < PART / 32) put_columns<T>(outgoing.part, k, values);
+    if (BY_PARTS && k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
 #pragma unroll
-    for (int h = 0; h < 2 && k >= PART / 32; ++h)
-      pack_columns<T>(values[h], outgoing.words[(k - PART / 32) * LATE][h]);
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (!BY_PARTS)
+        store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
+                                   at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
+      else if constexpr (LATE)
+        if (k >= PART / 32) pack_columns<T>(values[h], outgoing.words[k - PART / 32][h]);
+    }
   }
-  if (LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
+  if (BY_PARTS && LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
 }
 
 // Sixty-four rows of the result. `multiplier`: 0 or 1.
@@ -572,14 +557,16 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
       rows_aligned<16>(job.out, job.out_stride) && rows_aligned<16>(job.addend, job.out_stride) &&
       rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n) &&
       at.column + BN / HALVES <= (i32)job.n / HALVES && (!FUSED || first_row + 64 <= (i32)job.m);
-  const How how = !inside ? EDGE : by_row || job.addend ? ANY : to.bias ? BIASED : SCALED;
-  if (STAGED && (FUSED || inside)) {
-    const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
-    choose(how, [&](auto is) { write_part<is.how>(job, to, total, row, at.column, matrix, outgoing); });
-    finish_part(job.further, own, outgoing.part, job.m, top, at.column, inside, memory.sums(), multiplier);
-  } else if constexpr (!FUSED) {
-    choose(STAGED ? EDGE : how, [&](auto is) { write_columns<is.how>(job, to, total, at.column); });
-  }
+  const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
+  if (!inside)
+    write_rows<EDGE>(job, to, total, row, at.column, matrix, outgoing);
+  else if (by_row || job.addend != nullptr)
+    write_rows<ANY>(job, to, total, row, at.column, matrix, outgoing);
+  else if (to.bias != nullptr)
+    write_rows<BIASED>(job, to, total, row, at.column, matrix, outgoing);
+  else
+    write_rows<SCALED>(job, to, total, row, at.column, matrix, outgoing);
+  finish_part(job.further, own, outgoing.part, job.m, top, at.column, inside, memory.sums(), multiplier);
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------
