@@ -183,7 +183,8 @@ def _repeated(given: gemms.Operands, kernels: Any) -> Step:
 
 def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
     """Ours and cuBLASLt's."""
-    contest, repeats = Contest(_long(setting, case.product.flops), str(case), scales=case.scales), 1
+    turns = setting.warmed() if case.scales == FEW else _long(setting, case.product.flops)
+    contest, repeats = Contest(turns, str(case), scales=case.scales), 1
     if case.scales == BLOCKS:
         step, error = _of_blocks(case.product, setting.device)
     else:
