@@ -82,8 +82,9 @@ def expected(recipe, device=CPU):
         value[at] = a @ b + more
         slack[at] = sums(size + np.abs(more), a.shape[1] + 1) + 2.0**-21 * size
 
-    x, g = cast(X, rules["fprop"][0], 1), cast(G, rules["dgrad"][0], 1)
-    gt, xt = cast(G, rules["wgrad"][0], 0), cast(X, rules["wgrad"][1], 0)
+    own, grad = (np.where(np.arange(M)[:, None] < SIZES.sum(), v, np.float32(0)) for v in (X, G))
+    x, g = cast(own, rules["fprop"][0], 1), cast(grad, rules["dgrad"][0], 1)
+    gt, xt = cast(grad, rules["wgrad"][0], 0), cast(own, rules["wgrad"][1], 0)
     for e, rows in enumerate(GROUPS):
         put("y", rows, x[rows], cast(W[e], rules["fprop"][1], 1).T, B[e])
         put("x", rows, g[rows], cast(W[e], rules["dgrad"][1], 0))
@@ -118,6 +119,30 @@ def test_products_of_what_the_casts_give(recipe):
     assert not made["y"][rest].any()
     assert not made["x"][rest].any()
     assert not made["weight"][1].any()
+
+
+@pytest.mark.parametrize("slots", [0, 10], ids=["one after another", "slots"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_no_group_change_nothing(recipe, slots):
+    """Large numbers, Inf and NaN there, of x and of the gradient: the bits are those of zeros."""
+    quantization = None if RECIPES[recipe] is None else RECIPES[recipe].quantization
+    starts = np.arange(E) * slots if slots else np.cumsum(SIZES) - SIZES
+    sizes = np.minimum(SIZES, slots or M)
+    dead = np.ones(M, bool)
+    for start, size in zip(starts, sizes, strict=True):
+        dead[start : start + size] = False
+    made = []
+    for junk in (0.0, 1e4, np.inf, np.nan):
+        x, g = (np.where(dead[:, None], np.float32(junk), given) for given in (X, G))
+        given = {"x": x, "weight": W, "bias": B}
+        leaves = {name: fk.tensor(value, requires_grad=True, device="cpu") for name, value in given.items()}
+        spec = ExpertLinearSpec(E, K, N, "oi", quantization, slots)
+        y = apply(expert_linear, spec, leaves | {"group_sizes": fk.tensor(sizes, device="cpu")})["y"]
+        y.backward(g)
+        made.append({"y": y.numpy()} | {name: leaf.grad.numpy() for name, leaf in leaves.items()})
+    for other in made[1:]:
+        for name, want in made[0].items():
+            assert_same_bits(name, other[name], want)
 
 
 @pytest.mark.parametrize("recipe", ["current", "row", "block"])
