@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8kit.arguments import flag, integer
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, on_behalf_of
 from fp8kit.ops import router as ops
 from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec, dispatch_rows, expert_rows, permute
 from fp8kit.ops.permute import unpermute as unpermute_operation
+from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation, want_row_probs
 from fp8kit_jax.arguments import as_array, as_number, as_rows
 from fp8kit_jax.rules import apply
 
@@ -108,6 +109,18 @@ def token_dispatch(
     inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
     out = apply(permute, PermuteSpec(probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def scaled_swiglu(inp: Any, probs: Any) -> Any:
+    """SwiGLU whose rows are multiplied by probabilities (Transformer Engine's ScaledSwiGLU): silu(gate) up of
+    ``inp`` h (..., 2 F), the gate's half first, rounded to its dtype, times ``probs``, h of any type, of
+    inp's shape without the last dimension. Returns h (..., F). Differentiable in both. Raises ShapeError and
+    FormatError when it is traced."""
+    op = "scaled_swiglu"
+    inp, probs = as_array(op, "inp", inp), as_array(op, "probs", probs)
+    spec = ScaledActivationSpec("swiglu", want_row_probs(op, inp.shape, probs.shape))
+    with on_behalf_of(op, x="inp"):
+        return apply(scaled_activation, spec, {"x": inp, "probs": probs.reshape(-1)})["y"]
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, num_tokens: int | None = None) -> Any:

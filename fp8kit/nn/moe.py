@@ -20,12 +20,14 @@ from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
 from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute
+from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "grouped_dense",
+    "scaled_swiglu",
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",
@@ -170,6 +172,19 @@ def grouped_dense(
     with on_behalf_of(op, weight="kernel"):
         spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
         return apply(expert_linear, spec, inputs)["y"]
+
+
+def scaled_swiglu(inp: Any, probs: Any) -> Tensor:
+    """SwiGLU whose rows are multiplied by probabilities (Transformer Engine's ScaledSwiGLU): silu(gate) up of
+    ``inp`` h (..., 2 F), the gate's half first, rounded to its dtype, times ``probs``, h of any type, of
+    inp's shape without the last dimension. Returns h (..., F). Differentiable in both. Raises ShapeError and
+    FormatError."""
+    op = "scaled_swiglu"
+    x, weights = as_tensor(op, "inp", inp), as_tensor(op, "probs", probs)
+    features = want_row_probs(op, x.shape, weights.shape)
+    spec = spec_object("ScaledActivationSpec", "swiglu", features)
+    with on_behalf_of(op, x="inp"):
+        return apply(scaled_activation, spec, {"x": x, "probs": weights.reshape(-1)})["y"]
 
 
 def token_combine(

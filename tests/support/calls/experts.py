@@ -97,6 +97,9 @@ CALLS: dict[str, Call] = {
         layout=always("io"),
         name=always("n"),
     ),
+    "nn.moe.scaled_swiglu": plain(
+        moe.scaled_swiglu, inp=view, probs=lambda: view(np.ones(3, np.float32))
+    ),
     "nn.moe.token_combine": plain(
         moe.token_combine,
         inp=lambda: view(np.ones((6, 4), np.float32)),
