@@ -20,6 +20,7 @@ from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import recipe_in_force
 
+_RAGGED = {"x": "lhs", "kernel": "rhs", "x and kernel": "lhs and rhs"}  # what ragged_dot calls arguments
 _LAYOUTS = {((1,), (1,)): "io", ((1,), (2,)): "oi"}
 
 
@@ -50,7 +51,7 @@ def grouped_dense(
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer; None is as
       ``quantizer_set`` says.
-    * ``precision``, ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
+    * ``precision``: DEFAULT, "default" or None. ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
 
     Sums are in float32. Differentiable in x, kernel and bias. Returns h (M, N). Raises ShapeError,
     FormatError, and UnsupportedError when it is traced.
@@ -59,7 +60,8 @@ def grouped_dense(
     if preferred_element_type is not None:
         dtype(op, "preferred_element_type", preferred_element_type)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
-    if precision is not None and precision is not jax.lax.Precision.DEFAULT:
+    known = None, jax.lax.Precision.DEFAULT, "default"
+    if not isinstance(precision, str | jax.lax.Precision | None) or precision not in known:
         raise UnsupportedError(op, "precision", shown(precision), "DEFAULT: sums are in float32")
     if group_offset is not None or not isinstance(kernel_fsdp_info, tuple) or kernel_fsdp_info != (None, -1):
         raise UnsupportedError(op, "group_offset, kernel_fsdp_info", "others", "None and (None, -1)")
@@ -103,11 +105,12 @@ def ragged_dot(
 ) -> Any:
     """``grouped_dense`` with the arguments of ``jax.lax.ragged_dot``: lhs h (M, K), rhs h (E, K, N),
     group_sizes (E,). The autocast in force says how both are quantised."""
-    return grouped_dense(
-        lhs,
-        rhs,
-        group_sizes,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
-    )
+    with on_behalf_of("ragged_dot", **_RAGGED):
+        return grouped_dense(
+            lhs,
+            rhs,
+            group_sizes,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )

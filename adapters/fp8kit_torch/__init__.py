@@ -57,6 +57,7 @@ from fp8kit_torch.moe import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+    token_dispatch,
 )
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
@@ -146,6 +147,7 @@ __all__ = [
     "recipe",
     "revert",
     "te_translation_table",
+    "token_dispatch",
 ]
 
 

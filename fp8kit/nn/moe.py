@@ -19,7 +19,7 @@ from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
 from fp8kit.ops.expert_linear import expert_linear
-from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute
+from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
 
 __all__ = [
@@ -83,19 +83,19 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
-    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: h (1,) like probs (Switch
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype (Switch
     Transformer, Fedus et al. 2021).
 
-    ``probs``: h (tokens, E); ``tokens_per_expert``: int32, int64 or float32 (E,); ``total_num_tokens``: T.
+    ``probs``: h (tokens, E), with E = ``num_experts``; ``tokens_per_expert``: int32, int64 or float32 (E,); ``total_num_tokens``: T.
     Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
     x, counts = (
         as_tensor("moe_aux_loss", "probs", probs),
         as_tensor("moe_aux_loss", "tokens_per_expert", tokens_per_expert),
     )
-    factor = ops.aux_loss_factor("moe_aux_loss", total_num_tokens, num_experts, topk, coeff)
+    factor = ops.aux_loss_factor("moe_aux_loss", x.shape, total_num_tokens, num_experts, topk, coeff)
     spec = spec_object("AuxLossSpec", factor)
-    return apply(ops.moe_aux_loss, spec, {"probs": x, "counts": counts})["loss"]
+    return apply(ops.moe_aux_loss, spec, {"probs": x, "counts": counts})["loss"].reshape(())
 
 
 def token_dispatch(
@@ -123,7 +123,7 @@ def token_dispatch(
         as_tensor("token_dispatch", "inp", inp),
         as_tensor("token_dispatch", "routing_map", routing_map),
     )
-    experts, rows, align = dispatch_rows(routing, num_out_tokens, align_size, num_experts)
+    experts, rows, align = dispatch_rows(x, routing, num_out_tokens, align_size, num_experts)
     made = apply(expert_rows, spec_object("ExpertRowsSpec", experts, rows, align), {"routing": routing})
     inputs = {"x": x, "row_map": made["row_map"]}
     if probs is not None:
@@ -220,10 +220,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> Ten
         [integer(op, name, n, 0, 2**31 - 1) for n in listed(op, name, values, "a list of ints")]
         for name, values in named.items()
     )
-    if sum(sizes) != x.shape[0]:
-        raise ShapeError(op, "split_sizes", f"{sum(sizes)} rows together", f"{x.shape[0]}, the rows of inp")
-    if sorted(order) != list(range(len(sizes))):
-        raise ShapeError(op, "sorted_indices", order, f"a permutation of {len(sizes)} chunks")
+    want_chunks(op, ("split_sizes", "sorted_indices"), sizes, order, x.shape[0])
     chunks = np.split(np.arange(x.shape[0], dtype=np.int32), np.cumsum(sizes)[:-1])
     rows = np.concatenate([chunks[i] for i in order]) if sizes else np.zeros(0, np.int32)
     row_map = tensor(np.stack((rows, np.zeros_like(rows)), 1), device=x.device)

@@ -277,6 +277,13 @@ def test_no_rows_and_refusals():
         fj.grouped_dense(X, kernel[0], sizes)
     with pytest.raises(ShapeError, match="group_sizes"):
         fj.grouped_dense(X, kernel, sizes[1:])
+    with pytest.raises(ShapeError, match="ragged_dot: lhs and rhs"):
+        fj.ragged_dot(X, kernel[0], sizes)
+    with pytest.raises(ShapeError, match="ragged_dot: rhs"):
+        fj.ragged_dot(X, kernel[:, :7], sizes)
+    with pytest.raises(UnsupportedError, match="ragged_dot: precision: got 'highest'"):
+        fj.ragged_dot(X, kernel, sizes, precision="highest")
+    assert fj.ragged_dot(X, kernel, sizes, precision="default").shape == (M, N)
     with pytest.raises(FormatError, match="group_sizes"):
         fj.grouped_dense(X, kernel, sizes.astype(jnp.float32))
     with pytest.raises(ShapeError, match="contracting_dims"):
