@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import inspection
-from fp8kit.arguments import shown
+from fp8kit.arguments import integer, shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
-from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, ExpertLinearSpec, expert_linear
 from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of
 from fp8kit_jax.checks import dtype
@@ -37,6 +37,7 @@ def grouped_dense(
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
     *,
     name: str | None = None,
+    slots: int = 0,
 ) -> Any:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
     0.
@@ -51,7 +52,10 @@ def grouped_dense(
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer; None is as
       ``quantizer_set`` says.
-    * ``precision``: DEFAULT, "default" or None. ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
+    * ``precision``: DEFAULT, "default" or None. ``group_offset``, ``kernel_fsdp_info``: at their defaults
+      only.
 
     Sums are in float32. Differentiable in x, kernel and bias. Returns h (M, N). Raises ShapeError,
     FormatError, and UnsupportedError when it is traced.
@@ -89,8 +93,9 @@ def grouped_dense(
     fp8 = fp8_of(found)
     inspection.unseen(found.layer or op)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
-    with on_behalf_of(op, weight="kernel"):
-        spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        rows = integer(op, "slots", slots, 0, 2**31 - 1)
+        spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8, rows)
         y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 

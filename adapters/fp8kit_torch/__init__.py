@@ -51,6 +51,7 @@ from fp8kit_torch.layer import TorchLayer as _TorchLayer
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.moe import (
+    grouped_dense,
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
@@ -124,6 +125,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "grouped_dense",
     "inspect",
     "is_bf16_available",
     "is_fp8_available",

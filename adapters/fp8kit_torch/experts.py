@@ -33,10 +33,12 @@ def expert_product(
     layer: tuple[str, str],
     layout: str = "oi",
     said: str = "",
+    slots: int = 0,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
-    it; ``said``: what errors call it instead. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
+    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. UnsupportedError for
+    recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
@@ -46,16 +48,16 @@ def expert_product(
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
     if state is None or not state.enabled:
-        spec = spec_for("ExpertLinearSpec", *fields)
+        spec = spec_for("ExpertLinearSpec", *fields, None, slots)
     elif torch.compiler.is_compiling():
-        spec = expert_text(fields, recipe_parts(state.recipe), layer)
+        spec = expert_text(fields, recipe_parts(state.recipe), layer, slots)
     else:
         own = state.recipe.for_layer(*layer)
         said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
         with on_behalf_of(said):
-            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
+            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization, slots)
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     return apply(expert_linear, spec, inputs)["y"]
 

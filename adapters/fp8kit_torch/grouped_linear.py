@@ -458,13 +458,14 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         return (rows - (ends - sizes)[group] < counts[group]).to(x.dtype)
 
 
-_FURTHER = """    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
+# behind the shared layer's text: what this frontend has further
+_FURTHER = """
+    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
       both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients of both.
-"""
-_INTO = """        ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
+    """
+_INTO = """
+        ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
         (rows, H); see ``GroupedLinear``.
-
-"""
-_DOC, _FORWARD = layers.GroupedMLP.__doc__ or "", layers.GroupedMLP.forward.__doc__ or ""
-GroupedMLP.__doc__ = _DOC.replace("\n    Parts ", f"{_FURTHER}\n    Parts ")
-GroupedMLP.forward.__doc__ = _FORWARD.replace("        Returns ", f"{_INTO}        Returns ")
+        """
+GroupedMLP.__doc__ = f"{layers.GroupedMLP.__doc__}{_FURTHER}"
+GroupedMLP.forward.__doc__ = f"{layers.GroupedMLP.forward.__doc__}{_INTO}"

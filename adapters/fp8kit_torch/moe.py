@@ -14,14 +14,24 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
+from fp8kit.layers.arguments import extent, text
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS
 from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CALLED, check, is_integer, optional, shown, tensor
+from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
+from fp8kit_torch.experts import expert_product
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
 _DISPATCHED = CALLED | {"probs": optional(tensor), "align_size": optional(CALLED["align_size"])}
+_GROUPED = {
+    **named(tensor, "x kernel group_sizes"),
+    "bias": optional(tensor),
+    "layout": one("io", "oi"),
+    "slots": extent,
+    "name": optional(text),
+}
 _UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
 
 
@@ -133,6 +143,44 @@ def token_dispatch(
     inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
     out = apply(permute, spec_for("PermuteSpec", probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def grouped_dense(
+    x: Tensor,
+    kernel: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    layout: str = "io",
+    slots: int = 0,
+    *,
+    name: str | None = None,
+) -> Tensor:
+    """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
+    0. The product of ``GroupedLinear`` with sizes on the device, of one parameter; the same as natively.
+
+    * ``x``: float32, bfloat16 or float16 (M, K), rows of group 0 first; ``kernel``: (E, K, N), or with
+      ``layout`` "oi" (E, N, K); ``bias``: (E, N) or None; all of one dtype.
+    * ``group_sizes``: integer (E,), not looked at. What they claim beyond M does not count.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
+    * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
+
+    FP8 under ``autocast``, with recipes whose scales follow from the data. Differentiable in x, kernel and
+    bias. Returns (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
+    """
+    op = "grouped_dense"
+    if not torch.compiler.is_compiling():
+        check(op, _GROUPED, locals())
+    if kernel.ndim != 3:
+        raise ShapeError(op, "kernel", shown(kernel), "(experts, in, out), or as layout says")
+    if group_sizes.shape != kernel.shape[:1] or group_sizes.is_floating_point() or group_sizes.is_complex():
+        raise ShapeError(op, "group_sizes", shown(group_sizes), f"integers of shape ({kernel.shape[0]},)")
+    sizes, layer = group_sizes.to(x.device, torch.int32), ("GroupedLinear", name or "")
+    arguments = x, sizes, kernel, bias, layer, layout, op, slots
+    if torch.compiler.is_compiling():
+        return expert_product(*arguments)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        return expert_product(*arguments)
 
 
 def moe_unpermute(

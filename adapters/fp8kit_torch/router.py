@@ -105,9 +105,9 @@ def fused_moe_aux_loss(
 ) -> Tensor:
     """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype.
 
-    ``probs``: float32, bfloat16 or float16 (tokens, E), with E = ``num_experts``; ``tokens_per_expert``: int32, int64 or floating (E,);
-    ``total_num_tokens``: T, an int, or an int64 tensor of one element, which is read on the device.
-    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    ``probs``: float32, bfloat16 or float16 (tokens, E), with E = ``num_experts``; ``tokens_per_expert``:
+    int32, int64 or floating (E,); ``total_num_tokens``: T, an int, or an int64 tensor of one element, which
+    is read on the device. Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
     op = "moe_aux_loss"
     if not torch.compiler.is_compiling():

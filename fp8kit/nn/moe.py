@@ -18,7 +18,7 @@ from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
-from fp8kit.ops.expert_linear import expert_linear
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear
 from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
 
@@ -83,11 +83,11 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
-    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype (Switch
-    Transformer, Fedus et al. 2021).
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype
+    (Switch Transformer, Fedus et al. 2021).
 
-    ``probs``: h (tokens, E), with E = ``num_experts``; ``tokens_per_expert``: int32, int64 or float32 (E,); ``total_num_tokens``: T.
-    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    ``probs``: h (tokens, E), with E = ``num_experts``; ``tokens_per_expert``: int32, int64 or float32 (E,);
+    ``total_num_tokens``: T. Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
     x, counts = (
         as_tensor("moe_aux_loss", "probs", probs),
@@ -133,7 +133,14 @@ def token_dispatch(
 
 
 def grouped_dense(
-    x: Any, kernel: Any, group_sizes: Any, bias: Any = None, layout: str = "io", *, name: str | None = None
+    x: Any,
+    kernel: Any,
+    group_sizes: Any,
+    bias: Any = None,
+    layout: str = "io",
+    slots: int = 0,
+    *,
+    name: str | None = None,
 ) -> Tensor:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
     0.
@@ -142,6 +149,8 @@ def grouped_dense(
       weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
       count.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
 
     The autocast in force says how operands are quantised: recipes whose scales follow from the data, per
@@ -152,6 +161,7 @@ def grouped_dense(
     if inspection.inspector is not None:
         inspection.inspector.unseen(name or "GroupedLinear")
     choice(op, "layout", layout, ("io", "oi"))
+    slots = integer(op, "slots", slots, 0, 2**31 - 1)
     if not (name is None or isinstance(name, str)):
         raise ArgumentError(op, "name", shown(name), "a text or None")
     weight = as_tensor(op, "kernel", kernel)
@@ -169,8 +179,8 @@ def grouped_dense(
         fp8 = None if own is None else own.quantization
     sides = shape[1:] if layout == "io" else shape[:0:-1]
     inspection.unseen(name or op)
-    with on_behalf_of(op, weight="kernel"):
-        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8, slots)
         return apply(expert_linear, spec, inputs)["y"]
 
 

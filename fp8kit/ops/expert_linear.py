@@ -21,6 +21,8 @@ from fp8kit.ops.product_quantized import pad
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
+# what functions that have arguments of their own call those of the operation, for ``errors.on_behalf_of``
+EXPERT_ARGUMENTS = {"weight": "kernel", "inp": "x", "m_splits": "group_sizes"}
 _TILES = ("tensor", "row", "block_1x128", "block_128x128")
 
 

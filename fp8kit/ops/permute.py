@@ -80,9 +80,7 @@ def want_chunks(operation: str, names: tuple[str, str], sizes: Any, order: Any, 
     if any(n < 0 for n in counts):
         raise ShapeError(operation, names[0], shown(counts), "numbers of rows, at least 0")
     if sum(counts) != rows:
-        raise ShapeError(
-            operation, names[0], f"{sum(counts)} rows together", f"{rows}, the rows of inp"
-        )
+        raise ShapeError(operation, names[0], f"{sum(counts)} rows together", f"{rows}, the rows of inp")
     if sorted(places) != list(range(len(counts))):
         raise ShapeError(operation, names[1], shown(places), f"a permutation of {len(counts)} chunks")
 

@@ -227,6 +227,62 @@ def test_slots_for_decoding():
         assert not y[10 * e + size : 10 * e + 10].any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_slots_in_three_frontends(recipe):
+    """The same bits, compiled too, and those of the rows of groups one after another where rows have scales
+    of their own."""
+    sizes, kernel = np.array([3, 0, 10, 7], np.int32), np.ascontiguousarray(W.transpose(0, 2, 1))
+    kind = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
+    with fk.autocast(**kind):
+        want = fk.nn.moe.grouped_dense(X, kernel, sizes, B, slots=10).numpy()
+    given = [torch.from_numpy(v) for v in (X, kernel, sizes, B)]
+    with ft.autocast(**kind):
+        for call in (ft.grouped_dense, torch.compile(ft.grouped_dense, fullgraph=True, backend="aot_eager")):
+            assert_same_bits("torch", call(*given, slots=10).numpy(), want)
+
+    @jax.jit
+    def step(x, kernel, sizes, bias):
+        with fj.autocast(**kind):
+            return fj.grouped_dense(x, kernel, sizes, bias=bias, slots=10)
+
+    assert_same_bits("jax", np.asarray(step(X, kernel, sizes, B)), want)
+    live = np.concatenate([np.arange(10 * e, 10 * e + size) for e, size in enumerate(sizes)])
+    assert not np.delete(want, live, 0).any()
+    with fk.autocast(**kind):
+        dense = fk.nn.moe.grouped_dense(X[live], kernel, sizes, B).numpy()
+    slack = sum_slack(np.abs(X[live]).max() * np.abs(W).max() * K, K)  # of products of other shapes
+    assert_close("dense", want[live], dense.astype(np.float64), "float32", slack)
+
+
+def test_grouped_dense_of_torch():
+    """The bits of the native function, with gradients, and its refusals."""
+    kernel = np.ascontiguousarray(W.transpose(0, 2, 1))
+    leaves = [torch.from_numpy(v.copy()).requires_grad_() for v in (X, kernel, B)]
+    sizes = torch.from_numpy(SIZES)
+    with ft.autocast(recipe=RECIPES["current"]):
+        y = ft.grouped_dense(leaves[0], leaves[1], sizes.long(), leaves[2], name="experts")
+    y.backward(torch.from_numpy(G))
+    made = {"y": y.detach()} | dict(zip(("x", "weight", "bias"), (v.grad for v in leaves), strict=True))
+    made["weight"] = made["weight"].transpose(1, 2)
+    for name, want in native(RECIPES["current"], "io").items():
+        assert_same_bits(name, made[name].numpy(), want)
+    x, kernel, _ = (leaf.detach() for leaf in leaves)
+    for error, given, more in (
+        (ShapeError, (x, kernel[0], sizes), {}),
+        (ShapeError, (x, kernel, sizes[1:]), {}),
+        (ShapeError, (x, kernel, sizes.float()), {}),
+        (ShapeError, (x, kernel, sizes), {"slots": 9}),
+        (ArgumentError, (x, kernel, sizes), {"slots": -1}),
+        (ArgumentError, (x, kernel, sizes), {"layout": "nt"}),
+        (FormatError, (x, kernel.half(), sizes), {}),
+    ):
+        with pytest.raises(error, match="grouped_dense: "):
+            ft.grouped_dense(*given, **more)
+    for call in (fk.nn.moe.grouped_dense, fj.grouped_dense):
+        with pytest.raises(ArgumentError, match="grouped_dense: slots"):
+            call(X, W.transpose(0, 2, 1).copy(), SIZES, slots=-1)
+
+
 @pytest.mark.parametrize("recipe", ["plain", "current"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_modules_of_flax(kind, recipe):

@@ -228,7 +228,37 @@ def test_refusals():
             kind(2, 8, 4, activation="xielu")
         with pytest.raises(ShapeError, match=r"tokens_per_expert: got \[2, 0\], expected at most m_splits"):
             kind(2, 8, 4, device="cpu")(as_given(kind, x), [1, 2], tokens_per_expert=[2, 0])
-        with pytest.raises(ArgumentError, match="tokens_per_expert: got .* expected None with probs"):
+        with pytest.raises(ArgumentError, match=r"tokens_per_expert: got .* expected None with probs"):
             kind(2, 8, 4, device="cpu")(as_given(kind, x), [1, 2], as_given(kind, x[:, 0]), None, [1, 0])
     with pytest.raises(ArgumentError, match="num_gemms"):
         ft.GroupedMLP(0, 8, 4)
+
+
+@pytest.mark.parametrize("place", ["compiled", pytest.param("captured", marks=pytest.mark.gpu)])
+def test_a_padded_step_needs_nothing_of_the_host(place):
+    """Router, dispatch, experts and the way back: compiled whole, or in a CUDA graph, which follows other
+    tokens."""
+    device = "cuda" if place == "captured" else "cpu"
+    layer = ft.GroupedMLP(4, H, F, device=device, use_grouped_tensor=True)
+    rule = 2, False, None, None, None, "softmax", None
+
+    def call(x, logits):
+        probs, chosen = ft.router.fused_topk_with_score_function(logits, *rule)
+        rows, weights, row_map, _, sizes = ft.token_dispatch(x, chosen, 2 * len(x), probs, 16)
+        return ft.moe_unpermute(layer(rows, sizes, weights), row_map, restore_shape=x.shape)
+
+    first, other = ((torch.randn(32, H, device=device), torch.randn(32, 4, device=device)) for _ in range(2))
+    with ft.autocast(recipe=RECIPES["current"]), torch.no_grad():
+        if place == "compiled":
+            made = torch.compile(call, fullgraph=True, backend="aot_eager")(*other)
+        else:
+            static = [t.clone() for t in first]
+            call(*static)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = call(*static)
+            for to, value in zip(static, other, strict=True):
+                to.copy_(value)
+            graph.replay()
+        assert_same_bits("y", made.cpu().numpy(), call(*other).cpu().numpy())

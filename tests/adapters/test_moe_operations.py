@@ -125,19 +125,26 @@ def test_scaled_swiglu(dtype):
     made = {"native": [y.numpy(), *(leaf.grad.numpy() for leaf in own)]}
     y, pull = jax.vjp(jax.jit(fj.scaled_swiglu), x, p)
     made["jax"] = [np.asarray(v) for v in (y, *pull(jax.numpy.asarray(g)))]
-    given = [torch.from_numpy(v.astype(np.float32)).to(getattr(torch, name)) for v, name in ((x, dtype), (p, "float32"))]
+    given = [
+        torch.from_numpy(v.astype(np.float32)).to(getattr(torch, name))
+        for v, name in ((x, dtype), (p, "float32"))
+    ]
     for leaf in given:
         leaf.requires_grad_()
     y = ft.ops.ScaledSwiGLU()(*given)
     y.backward(torch.from_numpy(g.astype(np.float32)).to(y.dtype))
     made["torch"] = [v.detach().float().numpy() for v in (y, *(leaf.grad for leaf in given))]
-    # the activation, its product and each gradient are rounded once each; factors are below 8, sums have 8 terms
+    # activation, product and each gradient are rounded once each; factors are below 8, sums have 8 terms
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-22
     for name, values in made.items():
         for what, got, exact in zip(("y", "dx", "dprobs"), values, want, strict=True):
             size = 4 * 8 * unit * (np.abs(exact) + np.abs(exact).max())
             assert_close(f"{name}: {what}", np.asarray(got, np.float64), exact, "float32", size)
-            assert_same_bits(what, np.asarray(got, np.float32), np.asarray(made["native"][("y", "dx", "dprobs").index(what)], np.float32))
+            assert_same_bits(
+                what,
+                np.asarray(got, np.float32),
+                np.asarray(made["native"][("y", "dx", "dprobs").index(what)], np.float32),
+            )
 
 
 def test_refusals_of_scaled_swiglu():

@@ -304,7 +304,9 @@ def test_refusals_of_numbers_that_do_not_agree():
         lambda: moe.fused_moe_aux_loss(logits, counts, 4, 7, 2, 0.1),
         lambda: te_router.fused_moe_aux_loss(*given, 4, 7, 2, 0.1),
     ):
-        with pytest.raises(ArgumentError, match="num_experts: got 7, expected 8, the last dimension of probs"):
+        with pytest.raises(
+            ArgumentError, match="num_experts: got 7, expected 8, the last dimension of probs"
+        ):
             call()
     assert moe.fused_moe_aux_loss(logits, counts, 4, 8, 2, 0.1).shape == ()
     for call in (
@@ -312,7 +314,7 @@ def test_refusals_of_numbers_that_do_not_agree():
         lambda: fj.fused_topk_with_score_function(logits, 2, num_groups=4),
         lambda: te_router.fused_topk_with_score_function(given[0], 2, False, 4, None, None, "softmax", None),
     ):
-        with pytest.raises(ArgumentError, match="group_topk: .*how many groups are kept, with num_groups 4"):
+        with pytest.raises(ArgumentError, match=r"group_topk: .*how many groups are kept, with num_groups 4"):
             call()
     short = np.ones((3, 8), bool)
     for call in (

@@ -85,13 +85,7 @@ class GroupedProducts(Protocol):
 
     @kernel(updates="amax", exact=True)
     def group_amax(
-        self,
-        x: ArrayView,
-        amax: ArrayView,
-        sizes: ArrayView,
-        tile: tuple[int, int],
-        slots: int,
-        stream: int,
+        self, x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
     ) -> None:
         """``amax`` over the rows of groups alone. x: h (M, N); tile: (M, N) for all of them, amax float32 of
         one element, or (M, 1) for each column, of N."""

@@ -349,6 +349,10 @@ TESTS = (
     KernelTest("grouped_fp8_gemm", grouped_fp8_gemm, grouped_fp8_gemm_oracle, _FP8, bits=modelled_groups),
     KernelTest("group_amax", group_amax, group_amax_oracle, _AMAX, {"strewn": False}),
     KernelTest(
-        "block_quantize_groups", block_quantize_groups, block_quantize_groups_oracle, _BLOCKS, {"strewn": False}
+        "block_quantize_groups",
+        block_quantize_groups,
+        block_quantize_groups_oracle,
+        _BLOCKS,
+        {"strewn": False},
     ),
 )
