@@ -401,7 +401,20 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
 
 
+# behind the shared layer's text: what this frontend has further
+_FURTHER = """
+    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
+      both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients of both.
+    """
+_INTO = """
+        ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
+        (rows, H); see ``GroupedLinear``.
+        """
+
+
 class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
+    __doc__ = f"{layers.GroupedMLP.__doc__}{_FURTHER}"
+
     def __init__(
         self,
         num_gemms: int,
@@ -441,6 +454,8 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         y: Tensor = self.compute(inp, m_splits, probs, is_first_microbatch, tokens_per_expert, into)
         return y
 
+    forward.__doc__ = f"{layers.GroupedMLP.forward.__doc__}{_INTO}"
+
     def token_rows(self, x: Tensor, m_splits: Any, tokens_per_expert: Any) -> Tensor:
         given = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
         if not torch.compiler.is_compiling():
@@ -456,16 +471,3 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         rows, ends = torch.arange(x.shape[:-1].numel(), device=x.device), sizes.cumsum(0)
         group = torch.searchsorted(ends, rows, right=True).clamp(max=self.num_gemms - 1)
         return (rows - (ends - sizes)[group] < counts[group]).to(x.dtype)
-
-
-# behind the shared layer's text: what this frontend has further
-_FURTHER = """
-    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
-      both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients of both.
-    """
-_INTO = """
-        ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
-        (rows, H); see ``GroupedLinear``.
-        """
-GroupedMLP.__doc__ = f"{layers.GroupedMLP.__doc__}{_FURTHER}"
-GroupedMLP.forward.__doc__ = f"{layers.GroupedMLP.forward.__doc__}{_INTO}"

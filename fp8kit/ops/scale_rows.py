@@ -106,7 +106,7 @@ class ScaledActivation(ScaleRows):
 
     name = "scaled_activation"
 
-    def infer(self, spec: ScaledActivationSpec, metas: Metas, needs: Needs) -> Signature:  # type: ignore[override]
+    def infer(self, spec: Any, metas: Metas, needs: Needs) -> Signature:
         inputs = {"x": want_rows(self.name, "x", metas, spec.features)}
         inputs["probs"] = want(self.name, "probs", metas, (row_count(inputs["x"]),), *HIGH_PRECISION)
         grads = {name: meta for name, meta in inputs.items() if name in needs}
@@ -114,7 +114,7 @@ class ScaledActivation(ScaleRows):
         y = Meta((*inputs["x"].shape[:-1], spec.features // ALL[spec.activation].parts), inputs["x"].dtype)
         return Signature({"y": y}, {}, kept, grads)
 
-    def plan(self, spec: ScaledActivationSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:  # type: ignore[override]
+    def plan(self, spec: Any, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         x, signature = want(self.name, "x", metas), self.infer(spec, metas, needs)
         rows = row_count(x)
         hidden = Meta((rows, signature.outputs["y"].shape[-1]), x.dtype)

@@ -142,8 +142,8 @@ block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
                i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
                i64 power_2) {
   __shared__ Shared shared;
-  cast_square(shared, blockIdx.x, Live{rows}, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows, square,
-              fp8_max, epsilon, value_for_inf, power_2);
+  cast_square(shared, blockIdx.x, Live{rows}, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows,
+              qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
 }
 
 // Matrices one after the other, in x and in all that is written: a matrix has `scales` scales for q and
@@ -157,8 +157,8 @@ block_quantize_stack(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_
   const u32 squares = (u32)(across * down), matrix = blockIdx.x / squares;
   if (q != nullptr) q += matrix * q_rows * across * B, scale_inv += matrix * scales;
   if (q_t != nullptr) q_t += matrix * qt_rows * down * B, scale_inv_t += matrix * scales_t;
-  cast_square(shared, blockIdx.x % squares, Live{rows}, x + matrix * rows * columns, q, scale_inv, q_t, scale_inv_t, rows,
-              columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
+  cast_square(shared, blockIdx.x % squares, Live{rows}, x + matrix * rows * columns, q, scale_inv, q_t,
+              scale_inv_t, rows, columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
 }
 
 // `block_quantize`, in which rows of no group count as zeros.
