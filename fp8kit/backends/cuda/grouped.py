@@ -119,7 +119,7 @@ def group_amax(
     across = 1
     while across < 256 and across * 8 < columns:
         across *= 2
-    chunk = 32 * 256 // across  # rows of a block, of which each thread takes 32
+    chunk = 16 * 256 // across  # rows of a block, of which each thread takes 16
     grid = ceil_div(rows, chunk) * ceil_div(columns, 8 * across)
     by_column = int(tile[1] == 1 < columns)
     numbers = sizes.size, rows, columns, slots, across, chunk, by_column
