@@ -40,7 +40,7 @@ def grouped_dense(
     slots: int = 0,
 ) -> Any:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
-    0.
+    0, and what lies there in x, and in y's gradient, counts in no scale.
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or, with ``contracting_dims`` ((1,),
       (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16; parameters of another h

@@ -282,12 +282,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         of ``inp`` is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within
         ``torch.compile``.
 
-        ``m_splits`` may be an integer tensor. One on a GPU is not looked at (``use_grouped_tensor``), so that
-        nothing waits and a CUDA graph can hold the call: the groups are multiplied by one kernel that reads
-        the sizes; rows behind the last group's give 0. Recipes are then those whose scales follow from the
-        data (per tensor, the weights each by itself, the input as a whole; per row; by blocks of 128), and
-        weights are cast at each call. Other tensors are read on the host, and so is one on a GPU with delayed
-        scaling and with options that want to know the sizes, unless ``use_grouped_tensor`` is True.
+        ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
+        (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
+        multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
+        scale. Recipes are then those whose scales follow from the data (per tensor, the weights each by
+        itself, the input as a whole; per row; by blocks of 128), and weights are cast at each call. Other
+        tensors are read on the host, and so is one on a GPU with delayed scaling and with options that want
+        to know the sizes, unless ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.

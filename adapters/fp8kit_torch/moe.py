@@ -156,7 +156,8 @@ def grouped_dense(
     name: str | None = None,
 ) -> Tensor:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
-    0. The product of ``GroupedLinear`` with sizes on the device, of one parameter; the same as natively.
+    0, and what lies there in x, and in y's gradient, counts in no scale. The product of ``GroupedLinear``
+    with sizes on the device, of one parameter.
 
     * ``x``: float32, bfloat16 or float16 (M, K), rows of group 0 first; ``kernel``: (E, K, N), or with
       ``layout`` "oi" (E, N, K); ``bias``: (E, N) or None; all of one dtype.

@@ -143,7 +143,7 @@ def grouped_dense(
     name: str | None = None,
 ) -> Tensor:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
-    0.
+    0, and what lies there in x, and in y's gradient, counts in no scale.
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or with ``layout`` "oi" (E, N, K), as
       weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.

@@ -218,7 +218,8 @@ class _Gemm(NamedTuple):
 
 
 class ExpertLinear(Operation):
-    """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too.
+    """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too, and
+    which count in no scale of x's and of y's gradient.
 
     Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None.
     Output: y h (..., N). Gradients of x, weight and bias. x and the weight are kept as they are, and backward
