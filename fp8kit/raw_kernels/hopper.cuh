@@ -40,6 +40,10 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // What this thread wrote to shared memory is what its warpgroup's products read, once all threads are here.
 DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What this thread read from shared memory it has got: a copy that is begun behind a barrier may write there.
+// Without it the arrival overtakes loads that are under way.
+DEVICE void reads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Waits until THREADS threads of the block are at a barrier of the hardware, number 1 to 15.
 template <int THREADS> DEVICE void wait_for_threads(u32 number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");

@@ -301,6 +301,7 @@ DEVICE void clear(const Memory& memory) {
 
 // This warp needs a place no more; in a cluster both loaders wait for that.
 DEVICE void release(const Memory& memory, u32 stage) {
+  if constexpr (A_LINES || B_LINES) reads_before_copies();  // of lines' scales
   __syncwarp();
   if (lane() < CLUSTER)
     CLUSTER == 2 ? barrier_arrive_at(memory.empty(stage), lane()) : barrier_arrive(memory.empty(stage));
