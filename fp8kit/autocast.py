@@ -230,19 +230,15 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
     found = _INNERMOST.get()
     if found is not None and found.ended:
         found = _innermost()
-    root = None if found is None else found.root
-    if found is not None and root is not None and root.ended:
-        root = found.live_root()
-    if found is None or root is None:
+    if found is None or (root := found.root) is None or (root.ended and (root := found.live_root()) is None):
         raise Fp8kitError(
             "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
     if training or found.value.calibrating:
         key = type(state), id(recipe)
-        known = root.touched.get(key)
-        if known is None:
-            known = root.touched[key] = type(state), recipe, {}
-        known[2][id(state)] = state
+        if key not in root.touched:
+            root.touched[key] = type(state), recipe, {}
+        root.touched[key][2][id(state)] = state
     return found.stack[-1][0]
 
 
@@ -319,7 +315,7 @@ class autocast(_Named):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        if (type(enabled), type(calibrating), type(checking)) != (bool, bool, bool):
+        if not (type(enabled) is type(calibrating) is type(checking) is bool):
             _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
@@ -352,22 +348,19 @@ class autocast(_Named):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._open:
-            raise Fp8kitError(
-                "autocast", "exit", "an autocast that is not entered", "one exit for each entry"
-            )
         own = _INNERMOST.get()
         usual = own is not None and not own.ended and own.stack[-1][0] is self
         if own is None or not usual:
             own = self._entry()
         del self._open[own]
-        own.ended = True
+        own.ended, own.root = True, None  # which may be itself, and would keep it
         if usual and own.above is None and own.traced is None:  # the same in fewer calls
             _INNERMOST.set(None)
         else:
             _left(own)
-        if own.value.recipe.by_layer and own.above is None and kind is None:
-            own.value.recipe.ended()
+        recipe = own.value.recipe
+        if recipe.by_layer and own.above is None and kind is None:
+            recipe.ended()
         if not own.touched:
             return
         left = [*own.touched.values()]
@@ -377,7 +370,7 @@ class autocast(_Named):
         try:
             while left and kind is None:
                 frontend, recipe, states = left[0]
-                frontend.commit_forward(recipe, list(states.values()))
+                frontend.commit_forward(recipe, [*states.values()])
                 del left[0]
         finally:
             for _, _, states in left:
@@ -385,7 +378,11 @@ class autocast(_Named):
 
     def _entry(self) -> _Entered:
         """Of the entries of this object that are open the innermost one of this thread or task; where none
-        is, because an entry is left elsewhere, the last one."""
+        is, because an entry is left elsewhere, the last one. Fp8kitError where none is open."""
+        if not self._open:
+            raise Fp8kitError(
+                "autocast", "exit", "an autocast that is not entered", "one exit for each entry"
+            )
         at = _innermost()
         while at is not None and at not in self._open:
             at = at.above

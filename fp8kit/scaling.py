@@ -257,9 +257,13 @@ def update(
     recorded = replay.direct(kernels) if len(there) <= _FEW else None
     if recorded is None:
         _update_delayed(kernels, there, rule, on)
-    else:
-        key = ("update_delayed_", on, rule, *map(_place, there))
+        return
+    key = ("update_delayed_", on, rule, *map(_place, there))
+    known = recorded.found.get(key)
+    if known is None:
         recorded.run(key, _update_delayed, kernels, there, rule, on)
+    else:
+        known()
 
 
 def _update_delayed(kernels: Any, there: Sequence[Placed], rule: DelayedRule, stream: int) -> None:

@@ -27,7 +27,7 @@ from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
-from fp8kit_torch.torch_compat import applier, held_alone
+from fp8kit_torch.torch_compat import applier, calls_backward, held_alone
 from fp8kit_torch.views import dtype_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -94,8 +94,8 @@ def run(
     outputs, held = op.call(inputs, state)
     results: Any = outputs
     if op.needs:
-        if op.kept:
-            held = [outputs[i] if made else tensors[i] for i, made in op.kept.values()] + held
+        if op.kept_at:
+            held = [*map([*outputs, *tensors].__getitem__, op.kept_at), *held]
         results = _record((op, state, main), outputs, held, *tensors)
     elif op.through:
         results = [*outputs, *[tensors[at] for at in op.through]]
@@ -137,7 +137,7 @@ class _Node(torch.autograd.Function):
         lends = op.lends and not into
         if lends or op.saved.streamed:
             ctx.maybe_clear_saved_tensors()
-        count = op.kept_count
+        count = len(op.kept_at)
         kept = saved[:count]
         del saved[:count]
         consumed = lends and held_alone(saved)
@@ -157,6 +157,7 @@ class _Node(torch.autograd.Function):
 
 
 _record = applier(_Node)
+calls_backward(_Node)
 
 
 def _plain(grad: Tensor | None) -> Tensor | None:
