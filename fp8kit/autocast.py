@@ -267,10 +267,9 @@ _NAMES = frozenset(("enabled", "calibrating", "recipe", "amax_reduction_group"))
 class _Named(ContextDecorator):
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """TypeError for a name that the constructor does not have, with the one that was meant."""
-        for name in named:
-            if name not in _NAMES:  # want_known takes a few calls
-                want_known(cls, named)
-        return super().__new__(cls)
+        if not _NAMES.issuperset(named):  # want_known takes a few calls
+            want_known(cls, named)
+        return object.__new__(cls)
 
 
 def want_no_checks(operation: str, state: AutocastState | None) -> None:
@@ -314,17 +313,14 @@ class autocast(_Named):
         amax_reduction_group: object = None,
         check_finite: bool | None = None,
     ) -> None:
-        checking = False if check_finite is None else check_finite
-        if not (type(enabled) is type(calibrating) is type(checking) is bool):
+        flags = (enabled is True or enabled is False) and (calibrating is False or calibrating is True)
+        if not flags or not (check_finite is None or check_finite is True or check_finite is False):
+            checking = False if check_finite is None else check_finite
             _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
-        if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
-            group, wanted = (
-                repr(amax_reduction_group),
-                "None or a Collectives, such as distributed.init() gives",
-            )
-            raise RecipeError("autocast", "amax_reduction_group", group, wanted)
+        if amax_reduction_group is not None:
+            self._want_group(amax_reduction_group)
         self.amax_reduction_group: Any = amax_reduction_group
         self.enabled = enabled
         self.calibrating = calibrating
@@ -333,16 +329,24 @@ class autocast(_Named):
         # entered and not left, in their order; threads may share it
         self._open: dict[_Entered, None] = {}
 
+    def _want_group(self, group: object) -> None:
+        """RecipeError for an ``amax_reduction_group`` that is none."""
+        if not isinstance(group, Collectives):
+            wanted = "None or a Collectives, such as distributed.init() gives"
+            raise RecipeError("autocast", "amax_reduction_group", repr(group), wanted)
+
     def __enter__(self) -> autocast:
         above = _INNERMOST.get()
         if above is not None and above.ended:
             above = _innermost()
-        depth, outer = (1, False) if above is None else (above.value.depth + 1, above.value.check_finite)
-        check = outer if self.check_finite is None else self.check_finite
+        depth, check = 1, self.check_finite
+        if above is not None:
+            depth, check = above.value.depth + 1, above.value.check_finite if check is None else check
         if check:
             looks.ever = True
-        state = AutocastState(self.enabled, self.calibrating, self.recipe.fixed, depth, check)
-        self._open[_Entered(self, state, self.enabled or self.calibrating, above)] = None
+        enabled, calibrating = self.enabled, self.calibrating
+        state = AutocastState(enabled, calibrating, self.recipe.fixed, depth, check is True)
+        self._open[_Entered(self, state, enabled or calibrating, above)] = None
         return self
 
     def __exit__(

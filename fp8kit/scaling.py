@@ -243,7 +243,7 @@ def update(
                 arrays.copy(view, arrays.as_view(array))
         return
     there: list[Placed] = [*map(_placed, states)]
-    device = there[0].device
+    device, rule = there[0].device, history.rules[forward]
     if len(there) > 1 and [*map(_device, there)].count(device) < len(there):
         for each in {own.device: None for own in there}:
             update(history, [state for state in states if state.placed.device == each], forward, stream)
@@ -252,10 +252,9 @@ def update(
         on = 0
     else:
         on = arrays.current_stream(device) if stream is None else stream(device.index)
-    kernels, rule = dispatch.kernels(device), history.rules[forward]
-    # many cost their look-up more than they save
-    recorded = replay.direct(kernels) if len(there) <= _FEW else None
-    if recorded is None:
+    kernels = dispatch.kernels(device)
+    recorded: Any = getattr(kernels, "replays", None) or replay.direct(kernels)
+    if recorded is None or len(there) > _FEW:  # which cost their look-up more than they save
         _update_delayed(kernels, there, rule, on)
         return
     key = ("update_delayed_", on, rule, *map(_place, there))

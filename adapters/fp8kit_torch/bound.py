@@ -75,6 +75,7 @@ class TorchOp(BoundOp):
         self.make_grads = [
             None if name in self.streamed_grads else memory.maker(meta) for name, meta in self.grads.items()
         ]
+        self.asked: Any = None  # by ``call.prepare``
         # of the outputs and the tensors, one after the other, those that backward reads
         self.kept_at = [place + len(self.outputs) * (not made) for place, made in self.kept.values()]
         self.no_amaxes, self.no_grad_amaxes = (None,) * len(self.amaxes), (None,) * len(self.grad_amaxes)
@@ -133,11 +134,15 @@ class TorchOp(BoundOp):
         if state.backward_amaxes:
             amaxes = [*map(state.backward_amaxes.__getitem__, self.grad_amaxes)]
         if self.signature.grads:
+            try:
+                given: list[int | None] = [*map(_address, cotangents)]  # type: ignore[arg-type]
+            except TypeError:  # one is None
+                given = [None if g is None else _address(g) for g in cotangents]
             streamed = self.backward(
                 [*map(_address, kept)],
                 [*map(state.backward_scales.__getitem__, self.backward_inputs)],
                 saved,
-                [None if g is None else _address(g) for g in cotangents],
+                given,
                 places,
                 amaxes,
                 consumed,
@@ -178,11 +183,11 @@ def bind(
     if found is None:
         metas = _metas(operation, names, kinds, scales)
         try:
-            found = plans.keep(
-                key, TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
-            )
+            found = TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, operation, names, kinds) from None
+        del found.wanted[len(names) :]  # scales are no tensors of the call
+        plans.keep(key, found)
     return found  # type: ignore[return-value]
 
 

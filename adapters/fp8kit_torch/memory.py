@@ -55,7 +55,7 @@ class TorchMemory:
         )
         # an only device is always the current one
         self.several = cuda and torch.cuda.device_count() > 1
-        self._nothing = Arena(0, 0, None, self.device, cuda)
+        self._nothing = Arena(0, 0, None, self.device, False)
 
     def maker(self, meta: Meta) -> Callable[[], Tensor]:
         dtype = dtype_of(meta.dtype)

@@ -131,19 +131,12 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        update(recipe.history, states, True)
+        if torch_compat.GROUPS or any(map(_group, states)):
+            _reduce(recipe.history, states)
+        scaling.update(recipe.history, states, True, torch_compat.current_stream)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
         # later scales, is to be refused
         torch_compat.increment_version([*map(_scale, states)])
-
-
-def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
-    """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
-    there are several processes and the recipe says so, their amaxes are reduced before."""
-    if history is not None and history.reduce and (torch_compat.GROUPS or any(map(_group, states))):
-        if torch_compat.GROUPS or any(isinstance(state.group, Collectives) for state in states):
-            _reduce(states)
-    scaling.update(history, states, forward, torch_compat.current_stream)
 
 
 def _stream(device: Device) -> int:
@@ -151,9 +144,13 @@ def _stream(device: Device) -> int:
     return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
 
-def _reduce(states: Sequence[Any]) -> None:
-    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and
-    device."""
+def _reduce(history: AmaxHistory | None, states: Sequence[ScalingState]) -> None:
+    """Row 0 of the histories becomes its maximum over the processes, where there are several and the recipe
+    says so: one collective for each group and device."""
+    if history is None or not history.reduce:
+        return
+    if not torch_compat.GROUPS and not any(isinstance(state.group, Collectives) for state in states):
+        return
     parts: dict[tuple[Any, torch.device], list[Tensor]] = {}
     for state in states:
         row = state.amax_history[0]
@@ -194,7 +191,9 @@ class _BackwardEnd(int):
         while recorded:
             history = next(iter(recorded.values()))
             states = [state for state, own in recorded.items() if own is history]
-            update(history, states, False)
+            if torch_compat.GROUPS or any(map(_group, states)):
+                _reduce(history, states)
+            scaling.update(history, states, False, torch_compat.current_stream)
             for state in states:
                 del recorded[state]
         del _RECORDED[self]

@@ -117,9 +117,6 @@ class Replays:
         self._moving.clear()
         self._seen.clear()
 
-    def __len__(self) -> int:
-        return len(self.found)
-
     def __del__(self) -> None:
         self.forget()  # also when the interpreter ends, and the module's names are gone
 
@@ -134,8 +131,7 @@ def replays(kernels: Any, sizes: Sequence[int] = (), joined: Sequence[int] = ())
 
 def direct(kernels: Any) -> Replays | None:
     """The recorded calls of single kernels, those that no operation makes; None as ``replays``."""
-    if getattr(kernels, "recorder", None) is None:
-        return None
-    if kernels.replays is None:
-        kernels.replays = Replays(kernels.recorder)
-    return kernels.replays  # type: ignore[no-any-return]
+    found: Replays | None = getattr(kernels, "replays", None)
+    if found is None and getattr(kernels, "recorder", None) is not None:
+        found = kernels.replays = Replays(kernels.recorder)
+    return found
