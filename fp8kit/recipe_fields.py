@@ -161,7 +161,9 @@ class QParams(Strict):
 _OVERRIDES = ("high_precision", "dequantized")
 
 
-class _made_once:  # noqa: N801  as functools.cached_property, which takes a lock before Python 3.12
+class _made_once:
+    """``functools.cached_property`` without the lock that it takes before Python 3.12."""
+
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function, self.__doc__ = function, function.__doc__
 

@@ -87,7 +87,8 @@ def prepare(
         tensors = [t if _is_contiguous(t) else t.contiguous() for t in tensors]
     kinds = [*map(_kind, tensors)]
     asked = needs, names, kinds, scales
-    if last is not None and last.spec is spec and last.asked == asked and last.kernels is kernels(last.device):
+    same = last is not None and last.spec is spec and last.asked == asked
+    if last is not None and same and last.kernels is kernels(last.device):
         return last, tensors
     found = bind(operation, spec, needs, names, kinds, scales)
     found.asked = asked

@@ -27,13 +27,7 @@ from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
-from fp8kit_torch.arguments import (
-    autocast_dtype,
-    has_foreign_code,
-    is_there,
-    not_compiled,
-    want_parameters,
-)
+from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, is_there, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_parts, touch_traced
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of

@@ -131,12 +131,18 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        if torch_compat.GROUPS or any(map(_group, states)):
-            _reduce(recipe.history, states)
-        scaling.update(recipe.history, states, True, torch_compat.current_stream)
+        update(recipe.history, states, True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
         # later scales, is to be refused
         torch_compat.increment_version([*map(_scale, states)])
+
+
+def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
+    """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
+    there are several processes and the recipe says so, their amaxes are reduced before."""
+    if torch_compat.GROUPS or any(map(_group, states)):
+        _reduce(history, states)
+    scaling.update(history, states, forward, torch_compat.current_stream)
 
 
 def _stream(device: Device) -> int:
@@ -144,7 +150,7 @@ def _stream(device: Device) -> int:
     return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
 
-def _reduce(history: AmaxHistory | None, states: Sequence[ScalingState]) -> None:
+def _reduce(history: AmaxHistory | None, states: Sequence[Any]) -> None:
     """Row 0 of the histories becomes its maximum over the processes, where there are several and the recipe
     says so: one collective for each group and device."""
     if history is None or not history.reduce:
@@ -191,9 +197,7 @@ class _BackwardEnd(int):
         while recorded:
             history = next(iter(recorded.values()))
             states = [state for state, own in recorded.items() if own is history]
-            if torch_compat.GROUPS or any(map(_group, states)):
-                _reduce(history, states)
-            scaling.update(history, states, False, torch_compat.current_stream)
+            update(history, states, False)
             for state in states:
                 del recorded[state]
         del _RECORDED[self]

@@ -366,8 +366,8 @@ class BoundOp(Interface):
         amaxes: Sequence[int | None],
         consumed: bool = False,
     ) -> dict[str, Any]:
-        """Fill ``grads`` and update the maxima, as forward does. An address in ``grads`` may be None for one of the
-        ``streamed_grads``: it is allocated here. Returns those that were, by name.
+        """Fill ``grads`` and update the maxima, as forward does. An address in ``grads`` may be None for one
+        of the ``streamed_grads``: it is allocated here. Returns those that were, by name.
 
         ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list; each is freed
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
@@ -442,7 +442,8 @@ class BoundOp(Interface):
             into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
         scratch = self._lent_scratch if consumed else self.backward_scratch
         places = [block, *(into[name].ptr for name in self._lenders)] if consumed else []
-        temporaries, amaxes = arena.views(scratch, memory, places), self._there(amaxes, arena, scratch, stream)
+        temporaries = arena.views(scratch, memory, places)
+        amaxes = self._there(amaxes, arena, scratch, stream)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
         return {name: into[name].owner for name in missing} if missing else {}
 
