@@ -294,13 +294,12 @@ class BoundOp(Interface):
             self._shown.take(shown)
         return saved
 
-    def _there(
+    def _zeros(
         self, amaxes: Sequence[int | None], arena: Arena, layout: Layout, stream: int
     ) -> Sequence[int | None]:
-        """The amaxes' addresses: of zeros behind the buffers of ``layout`` for those that are None."""
+        """The amaxes' addresses, of which the first ones are None: these are zeros behind the buffers of
+        ``layout``."""
         count = amaxes.count(None)
-        if not count:
-            return amaxes
         start = arena.address + layout.nbytes
         provider(self.device).fill_zero(ArrayView(start, (count,), float32, self.device), stream)
         return [*range(start, start + _AMAX * count, _AMAX), *amaxes[count:]]
@@ -315,7 +314,8 @@ class BoundOp(Interface):
         stream: int,
     ) -> WorkingSet:
         """What a forward call works on."""
-        amaxes = self._there(amaxes, arena, self.scratch, stream)
+        if None in amaxes:
+            amaxes = self._zeros(amaxes, arena, self.scratch, stream)
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
         saved, scratch = self.saved.views(block, self.memory), arena.views(self.scratch, self.memory)
@@ -443,7 +443,8 @@ class BoundOp(Interface):
         scratch = self._lent_scratch if consumed else self.backward_scratch
         places = [block, *(into[name].ptr for name in self._lenders)] if consumed else []
         temporaries = arena.views(scratch, memory, places)
-        amaxes = self._there(amaxes, arena, scratch, stream)
+        if None in amaxes:
+            amaxes = self._zeros(amaxes, arena, scratch, stream)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
         return {name: into[name].owner for name in missing} if missing else {}
 
