@@ -96,7 +96,8 @@ def recipe_class(cls: _Class) -> _Class:
     """The class as a frozen dataclass, but that ``Recipe`` says what setting a field does."""
     dataclass(frozen=True)(cls)
     del cls.__setattr__
-    cls.values = property(attrgetter(*[field.name for field in fields(cls) if field.compare]))
+    if not cls.by_layer:
+        cls._values = property(attrgetter(*[field.name for field in fields(cls) if field.compare]))
     return cls
 
 
@@ -177,7 +178,7 @@ class _made_once:
 # recipes in force, by their class and what makes them equal: as many as ``quantization`` remembers
 _FIXED: LRU[tuple[Any, ...], Recipe] = LRU(256)
 # the same by the identity of those values, which are held
-_SAME: dict[tuple[Any, ...], tuple[tuple[Any, ...], Recipe]] = {}
+_SAME: dict[tuple[Any, ...] | None, tuple[tuple[Any, ...], Recipe]] = {}
 
 
 class Recipe(Strict):
@@ -191,10 +192,13 @@ class Recipe(Strict):
     backward_override: str | None
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
-    # those of the fields that make recipes equal
-    values: tuple[Any, ...]
+    # of the fields that make recipes equal; None of a class that is by_layer or a program's own
+    _values: Any = None
     # Transformer Engine's attributes that follow from fields here -> those fields
     follows: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._values = None
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
         """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
@@ -252,18 +256,16 @@ class Recipe(Strict):
     @_made_once
     def fixed(self) -> Recipe:
         """The recipe as it is now, in an object whose fields cannot be set: what is kept of it. The same one
-        until a field is set, and for equal recipes, which a program may make anew for each step; but for
-        those that are ``by_layer``, which note what layers ran."""
-        values = self.values
-        same = type(self), *map(id, values)
-        known = _SAME.get(same)  # which is quicker than their hashes
+        until a field is set, and for equal recipes of fp8kit's, which a program may make anew for each step;
+        but for those that are ``by_layer``, which note what layers ran."""
+        values = self._values
+        same = None if values is None else (type(self), *map(id, values))
+        known = _SAME.get(same)  # which is quicker than the hashes of the values
         if known is not None:
             return known[1]
         made = copy.copy(self)
         made.__dict__["fixed"] = made
-        if self.by_layer:
-            return made
-        with suppress(TypeError):  # of a callable that has no hash
+        with suppress(TypeError):  # of no values, and of a callable that has no hash
             key = type(self), *values
             made = _FIXED.get(key) or _FIXED.put(key, made)
             if len(_SAME) >= _FIXED.limit:
