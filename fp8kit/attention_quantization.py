@@ -197,6 +197,8 @@ class AttentionQuantization:
 def check_fields(recipe: Any, dpa: str = "", mha: str = "") -> None:
     """RecipeError for a recipe's ``fp8_dpa`` and ``fp8_mha`` that are no bools, do not go together, or that
     it does not have: ``dpa``, ``mha`` say why."""
+    if recipe.fp8_dpa is recipe.fp8_mha is False:
+        return
     for name, why in (("fp8_dpa", dpa), ("fp8_mha", mha or dpa)):
         value = getattr(recipe, name)
         if not isinstance(value, bool) or (why and value):

@@ -230,19 +230,15 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
     found = _INNERMOST.get()
     if found is not None and found.ended:
         found = _innermost()
-    root = None if found is None else found.root
-    if found is not None and root is not None and root.ended:
-        root = found.live_root()
-    if found is None or root is None:
+    if found is None or (root := found.root) is None or (root.ended and (root := found.live_root()) is None):
         raise Fp8kitError(
             "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
     if training or found.value.calibrating:
         key = type(state), id(recipe)
-        known = root.touched.get(key)
-        if known is None:
-            known = root.touched[key] = type(state), recipe, {}
-        known[2][id(state)] = state
+        if key not in root.touched:
+            root.touched[key] = type(state), recipe, {}
+        root.touched[key][2][id(state)] = state
     return found.stack[-1][0]
 
 
@@ -271,10 +267,9 @@ _NAMES = frozenset(("enabled", "calibrating", "recipe", "amax_reduction_group"))
 class _Named(ContextDecorator):
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """TypeError for a name that the constructor does not have, with the one that was meant."""
-        for name in named:
-            if name not in _NAMES:  # want_known takes a few calls
-                want_known(cls, named)
-        return super().__new__(cls)
+        if not _NAMES.issuperset(named):  # want_known takes a few calls
+            want_known(cls, named)
+        return object.__new__(cls)
 
 
 def want_no_checks(operation: str, state: AutocastState | None) -> None:
@@ -318,17 +313,14 @@ class autocast(_Named):
         amax_reduction_group: object = None,
         check_finite: bool | None = None,
     ) -> None:
-        checking = False if check_finite is None else check_finite
-        if (type(enabled), type(calibrating), type(checking)) != (bool, bool, bool):
+        flags = (enabled is True or enabled is False) and (calibrating is False or calibrating is True)
+        if not flags or not (check_finite is None or check_finite is True or check_finite is False):
+            checking = False if check_finite is None else check_finite
             _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
-        if amax_reduction_group is not None and not isinstance(amax_reduction_group, Collectives):
-            group, wanted = (
-                repr(amax_reduction_group),
-                "None or a Collectives, such as distributed.init() gives",
-            )
-            raise RecipeError("autocast", "amax_reduction_group", group, wanted)
+        if amax_reduction_group is not None:
+            self._want_group(amax_reduction_group)
         self.amax_reduction_group: Any = amax_reduction_group
         self.enabled = enabled
         self.calibrating = calibrating
@@ -337,37 +329,42 @@ class autocast(_Named):
         # entered and not left, in their order; threads may share it
         self._open: dict[_Entered, None] = {}
 
+    def _want_group(self, group: object) -> None:
+        """RecipeError for an ``amax_reduction_group`` that is none."""
+        if not isinstance(group, Collectives):
+            wanted = "None or a Collectives, such as distributed.init() gives"
+            raise RecipeError("autocast", "amax_reduction_group", repr(group), wanted)
+
     def __enter__(self) -> autocast:
         above = _INNERMOST.get()
         if above is not None and above.ended:
             above = _innermost()
-        depth, outer = (1, False) if above is None else (above.value.depth + 1, above.value.check_finite)
-        check = outer if self.check_finite is None else self.check_finite
+        depth, check = 1, self.check_finite
+        if above is not None:
+            depth, check = above.value.depth + 1, above.value.check_finite if check is None else check
         if check:
             looks.ever = True
-        state = AutocastState(self.enabled, self.calibrating, self.recipe.fixed, depth, check)
-        self._open[_Entered(self, state, self.enabled or self.calibrating, above)] = None
+        enabled, calibrating = self.enabled, self.calibrating
+        state = AutocastState(enabled, calibrating, self.recipe.fixed, depth, check is True)
+        self._open[_Entered(self, state, enabled or calibrating, above)] = None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._open:
-            raise Fp8kitError(
-                "autocast", "exit", "an autocast that is not entered", "one exit for each entry"
-            )
         own = _INNERMOST.get()
         usual = own is not None and not own.ended and own.stack[-1][0] is self
         if own is None or not usual:
             own = self._entry()
         del self._open[own]
-        own.ended = True
+        own.ended, own.root = True, None  # which may be itself, and would keep it
         if usual and own.above is None and own.traced is None:  # the same in fewer calls
             _INNERMOST.set(None)
         else:
             _left(own)
-        if own.value.recipe.by_layer and own.above is None and kind is None:
-            own.value.recipe.ended()
+        recipe = own.value.recipe
+        if recipe.by_layer and own.above is None and kind is None:
+            recipe.ended()
         if not own.touched:
             return
         left = [*own.touched.values()]
@@ -377,7 +374,7 @@ class autocast(_Named):
         try:
             while left and kind is None:
                 frontend, recipe, states = left[0]
-                frontend.commit_forward(recipe, list(states.values()))
+                frontend.commit_forward(recipe, [*states.values()])
                 del left[0]
         finally:
             for _, _, states in left:
@@ -385,7 +382,11 @@ class autocast(_Named):
 
     def _entry(self) -> _Entered:
         """Of the entries of this object that are open the innermost one of this thread or task; where none
-        is, because an entry is left elsewhere, the last one."""
+        is, because an entry is left elsewhere, the last one. Fp8kitError where none is open."""
+        if not self._open:
+            raise Fp8kitError(
+                "autocast", "exit", "an autocast that is not entered", "one exit for each entry"
+            )
         at = _innermost()
         while at is not None and at not in self._open:
             at = at.above

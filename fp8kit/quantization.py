@@ -68,7 +68,10 @@ class KnownFields:
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """RecipeError for names that are no field, and for what comes twice or has no place."""
-        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
+        fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if not args and kwargs.keys() <= fields.keys():
+            return super().__new__(cls)
+        known = list(fields)  # as torch.compile can trace it
         for name in kwargs:
             if name not in known:
                 raise RecipeError(

@@ -58,6 +58,7 @@ _OF_FP4 = {  # what says it in the place of QParams
     "fp4_2d_quantization": "NVFP4BlockScaling(disable_2d_quantization=False)",
 }
 _TE_ROUNDING_BITS = 8  # random bits of the conversion that Blackwell has
+_EXACT, _POWER_2 = QParams(), QParams(power_2_scale=True)
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
@@ -199,9 +200,11 @@ class _ScaledNow(Recipe):
     def _check_operands(self, power_2: bool, why: str) -> None:
         """Fill in the QParams that are None. RecipeError where ``power_2`` scales are asked for, by the field
         ``why``, and not given."""
+        usual = _POWER_2 if power_2 else _EXACT
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, QParams(power_2_scale=power_2))
+                object.__setattr__(self, name, usual)
+                continue
             self._want(QParams, name)
             if of_fp4 := [flag for flag in _OF_FP4 if getattr(getattr(self, name), flag)]:
                 raise self._refuse(name, f"{of_fp4[0]}=False: that is of FP4 ({_OF_FP4[of_fp4[0]]})")

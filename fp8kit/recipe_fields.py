@@ -5,10 +5,11 @@ how one GEMM accumulates; the base of all these values, which is strict, and tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
@@ -17,6 +18,7 @@ from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import shown
 from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
 from fp8kit.errors import RecipeError, meant
+from fp8kit.lru import LRU
 from fp8kit.quantization import AmaxHistory, KnownFields, Quantization, Quantizer
 
 _Class = TypeVar("_Class", bound=type[Any])
@@ -75,6 +77,8 @@ class Strict(KnownFields):
         """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""
         for name in names:
             value = getattr(self, name)
+            if type(value) is kind:
+                continue
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 wanted = {
                     bool: "a bool",
@@ -92,6 +96,8 @@ def recipe_class(cls: _Class) -> _Class:
     """The class as a frozen dataclass, but that ``Recipe`` says what setting a field does."""
     dataclass(frozen=True)(cls)
     del cls.__setattr__
+    if not cls.by_layer:
+        cls._values = property(attrgetter(*[field.name for field in fields(cls) if field.compare]))
     return cls
 
 
@@ -156,6 +162,25 @@ class QParams(Strict):
 _OVERRIDES = ("high_precision", "dequantized")
 
 
+class _made_once:
+    """``functools.cached_property`` without the lock that it takes before Python 3.12."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        found = instance.__dict__[self.function.__name__] = self.function(instance)
+        return found
+
+
+# recipes in force, by their class and what makes them equal: as many as ``quantization`` remembers
+_FIXED: LRU[tuple[Any, ...], Recipe] = LRU(256)
+# the same by the identity of those values, which are held
+_SAME: dict[tuple[Any, ...] | None, tuple[tuple[Any, ...], Recipe]] = {}
+
+
 class Recipe(Strict):
     """Base of the recipes. The predicates are class methods, as in Transformer Engine:
     ``recipe.delayed()``. What a recipe does is said by ``quantization`` and ``history``."""
@@ -167,8 +192,13 @@ class Recipe(Strict):
     backward_override: str | None
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
+    # of the fields that make recipes equal; None of a class that is by_layer or a program's own
+    _values: Any = None
     # Transformer Engine's attributes that follow from fields here -> those fields
     follows: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._values = None
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
         """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
@@ -223,12 +253,24 @@ class Recipe(Strict):
         self.__dict__.clear()  # with what was derived from the fields
         self.__dict__.update(made.__dict__)
 
-    @cached_property
+    @_made_once
     def fixed(self) -> Recipe:
         """The recipe as it is now, in an object whose fields cannot be set: what is kept of it. The same one
-        until a field is set."""
+        until a field is set, and for equal recipes of fp8kit's, which a program may make anew for each step;
+        but for those that are ``by_layer``, which note what layers ran."""
+        values = self._values
+        same = None if values is None else (type(self), *map(id, values))
+        known = _SAME.get(same)  # which is quicker than the hashes of the values
+        if known is not None:
+            return known[1]
         made = copy.copy(self)
         made.__dict__["fixed"] = made
+        with suppress(TypeError):  # of no values, and of a callable that has no hash
+            key = type(self), *values
+            made = _FIXED.get(key) or _FIXED.put(key, made)
+            if len(_SAME) >= _FIXED.limit:
+                _SAME.clear()
+            _SAME[same] = values, made
         return made
 
     @classmethod

@@ -49,7 +49,8 @@ def has_foreign_code(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
-_kind, _is_there = attrgetter("dtype", "device"), partial(is_not, None)
+_kind, is_there = attrgetter("dtype", "device"), partial(is_not, None)
+_STRIDED = torch.strided
 
 
 def want_parameters(
@@ -59,7 +60,7 @@ def want_parameters(
     ``torch.autocast`` casts neither. ``argument``: what ``operation`` calls x; ``path``: what it puts before
     the parameters' names, those of a part of a layer."""
     device, dtype = x.device, x.dtype
-    if set(map(_kind, filter(_is_there, parameters.values()))) <= {(dtype, device)}:
+    if set(map(_kind, filter(is_there, parameters.values()))) <= {(dtype, device)}:
         if dtype not in FLOATS:
             raise FormatError(
                 operation, argument, f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"
@@ -133,17 +134,17 @@ def want_input(
 ) -> Tensor:
     """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``.
     Fp8kitError kinds otherwise."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+    plain = type(value) is Tensor
+    if not (plain or isinstance(value, Tensor)) or value.layout is not _STRIDED or value.is_nested:
         tensor(operation, argument, value)
-    if type(value) is not Tensor:
+    if not plain:
         value = arrived(value)
-    if value.ndim < 1 or value.shape[-1] != features:
-        raise ShapeError(
-            operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"
-        )
-    if qkv_format is not None and value.ndim != len(qkv_format) - 1:
+    shape = value.shape
+    if not shape or shape[-1] != features:
+        raise ShapeError(operation, argument, f"shape {tuple(shape)}", f"a last dimension of {features}")
+    if qkv_format is not None and len(shape) != len(qkv_format) - 1:
         wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
-        raise ShapeError(operation, argument, f"shape {tuple(value.shape)}", wanted)
+        raise ShapeError(operation, argument, f"shape {tuple(shape)}", wanted)
     return value
 
 

@@ -45,6 +45,8 @@ class autocast(_autocast):
     RecipeError for wrong arguments.
     """
 
+    traced: list[tuple[str, ScalingState]] | None = None
+
     def __init__(
         self,
         enabled: bool = True,
@@ -61,14 +63,14 @@ class autocast(_autocast):
                 raise RecipeError(f"autocast: recipe: expected {WANTED}")
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
+            self.amax_reduction_group = amax_reduction_group
         else:
-            group = amax_reduction_group
-            if group is not None and not (is_group(group) or isinstance(group, Collectives)):
-                wanted = "None or a process group of torch.distributed"
-                raise RecipeError("autocast", "amax_reduction_group", repr(group), wanted)
-            super().__init__(enabled, calibrating, recipe)
-        self.amax_reduction_group = amax_reduction_group
-        self.traced: list[tuple[str, ScalingState]] | None = None
+            super().__init__(enabled, calibrating, recipe, amax_reduction_group)
+
+    def _want_group(self, group: object) -> None:
+        if not (is_group(group) or isinstance(group, Collectives)):
+            wanted = "None or a process group of torch.distributed"
+            raise RecipeError("autocast", "amax_reduction_group", repr(group), wanted)
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():

@@ -8,6 +8,7 @@ what can be done about it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,10 @@ class TorchOp(BoundOp):
         self.make_grads = [
             None if name in self.streamed_grads else memory.maker(meta) for name, meta in self.grads.items()
         ]
-        self.kept_count = len(self.kept)
+        self.asked: Any = None  # by ``call.prepare``
+        # of the outputs and the tensors, one after the other, those that backward reads
+        self.kept_at = [place + len(self.outputs) * (not made) for place, made in self.kept.values()]
+        self.no_amaxes, self.no_grad_amaxes = (None,) * len(self.amaxes), (None,) * len(self.grad_amaxes)
         places = {name: i for i, name in enumerate(metas)}
         self.wanted = [needs.index(name) if name in needs else -1 for name in metas]
         self.through = [places[name] for name in self.passes.values()]
@@ -91,14 +95,11 @@ class TorchOp(BoundOp):
         if memory.several and torch_compat.current_device() != self.device.index:
             with torch.cuda.device(memory.where):
                 return self.call(inputs, state, into)
-        outputs = into[: len(self.outputs)] if into else [make() for make in self.make_outputs]
+        outputs = into[: len(self.outputs)] if into else [*map(call, self.make_outputs)]
         block = into[len(self.outputs)] if into and self.saved.nbytes else None
-        amaxes: Sequence[int] = ()
+        amaxes: Sequence[int | None] = self.no_amaxes
         if state.amaxes:
             amaxes = [*map(state.amaxes.__getitem__, self.amaxes)]
-        elif self.amaxes:
-            row = memory.zeros(len(self.amaxes))
-            amaxes = _slots(row)
         if state.scales:
             inputs = [*inputs, *state.scales.values()]
         return outputs, self.forward(inputs, [*map(_address, outputs)], amaxes, block)
@@ -127,20 +128,21 @@ class TorchOp(BoundOp):
             ]
             places = [None if t is None else _address(t) for t in grads]
         else:
-            grads = [make() for make in self.make_grads]  # type: ignore[misc]
+            grads = [*map(call, self.make_grads)]  # type: ignore[arg-type]
             places = [*map(_address, grads)]
-        amaxes: Sequence[int] = ()
+        amaxes: Sequence[int | None] = self.no_grad_amaxes
         if state.backward_amaxes:
             amaxes = [*map(state.backward_amaxes.__getitem__, self.grad_amaxes)]
-        elif self.grad_amaxes:
-            row = memory.zeros(len(self.grad_amaxes))
-            amaxes = _slots(row)
         if self.signature.grads:
+            try:
+                given: list[int | None] = [*map(_address, cotangents)]  # type: ignore[arg-type]
+            except TypeError:  # one is None
+                given = [None if g is None else _address(g) for g in cotangents]
             streamed = self.backward(
                 [*map(_address, kept)],
                 [*map(state.backward_scales.__getitem__, self.backward_inputs)],
                 saved,
-                [None if g is None else _address(g) for g in cotangents],
+                given,
                 places,
                 amaxes,
                 consumed,
@@ -151,12 +153,6 @@ class TorchOp(BoundOp):
             return grads
         found: Any = cotangents
         return [found[passed] if at is None else grads[at] for at, passed in self.gradients]
-
-
-def _slots(row: Tensor) -> range:
-    """Addresses of the elements of float32 (n,)."""
-    start = row.data_ptr()
-    return range(start, start + 4 * row.numel(), 4)
 
 
 def bind(
@@ -187,11 +183,11 @@ def bind(
     if found is None:
         metas = _metas(operation, names, kinds, scales)
         try:
-            found = plans.keep(
-                key, TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
-            )
+            found = TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, operation, names, kinds) from None
+        del found.wanted[len(names) :]  # scales are no tensors of the call
+        plans.keep(key, found)
     return found  # type: ignore[return-value]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import checking_finite, looks
+from fp8kit.backends.dispatch import kernels
 from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
 from fp8kit.execution.refusals import want_call
@@ -27,7 +28,7 @@ from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
-from fp8kit_torch.torch_compat import applier, held_alone
+from fp8kit_torch.torch_compat import applier, calls_backward, held_alone
 from fp8kit_torch.views import dtype_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -68,18 +69,30 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | None]) 
 
 
 def prepare(
-    operation: Operation, spec: Any, inputs: Mapping[str, Tensor], scales: tuple[str, ...] = ()
+    operation: Operation,
+    spec: Any,
+    inputs: Mapping[str, Tensor],
+    scales: tuple[str, ...] = (),
+    last: TorchOp | None = None,
 ) -> tuple[TorchOp, list[Tensor]]:
     """Check an eager call and make it ready for ``run``: its bound operation, and its tensors, contiguous.
-    ``scales``: names of the inputs that a ``StateBinding`` will add. Raises what ``apply`` raises; ``run``
-    then refuses nothing more."""
+    ``scales``: names of the inputs that a ``StateBinding`` will add. ``last``: what this gave for a call
+    before, which is mostly what it gives again. Raises what ``apply`` raises; ``run`` then refuses nothing
+    more."""
     names, tensors = tuple(inputs), list(inputs.values())
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple(compress(names, map(_requires_grad, tensors)))
     if not all(map(_is_contiguous, tensors)):
         tensors = [t if _is_contiguous(t) else t.contiguous() for t in tensors]
-    return bind(operation, spec, needs, names, [*map(_kind, tensors)], scales), tensors
+    kinds = [*map(_kind, tensors)]
+    asked = needs, names, kinds, scales
+    same = last is not None and last.spec is spec and last.asked == asked
+    if last is not None and same and last.kernels is kernels(last.device):
+        return last, tensors
+    found = bind(operation, spec, needs, names, kinds, scales)
+    found.asked = asked
+    return found, tensors
 
 
 def run(
@@ -94,8 +107,8 @@ def run(
     outputs, held = op.call(inputs, state)
     results: Any = outputs
     if op.needs:
-        if op.kept:
-            held = [outputs[i] if made else tensors[i] for i, made in op.kept.values()] + held
+        if op.kept_at:
+            held = [*map([*outputs, *tensors].__getitem__, op.kept_at), *held]
         results = _record((op, state, main), outputs, held, *tensors)
     elif op.through:
         results = [*outputs, *[tensors[at] for at in op.through]]
@@ -137,7 +150,7 @@ class _Node(torch.autograd.Function):
         lends = op.lends and not into
         if lends or op.saved.streamed:
             ctx.maybe_clear_saved_tensors()
-        count = op.kept_count
+        count = len(op.kept_at)
         kept = saved[:count]
         del saved[:count]
         consumed = lends and held_alone(saved)
@@ -152,11 +165,11 @@ class _Node(torch.autograd.Function):
             if name in into:
                 meta = op.inputs[name]
                 made[i] = main.placeholder(name, meta.shape, dtype_of(meta.dtype))
-        count = len(ctx.needs_input_grad) - 3  # of the tensors: the state's scales are behind them
-        return None, None, None, *map([*made, None].__getitem__, op.wanted[:count])
+        return None, None, None, *map([*made, None].__getitem__, op.wanted)
 
 
 _record = applier(_Node)
+calls_backward(_Node)
 
 
 def _plain(grad: Tensor | None) -> Tensor | None:

@@ -308,7 +308,7 @@ def _backward(
         for handle in state[found.count :]:  # before what may fail, so that the pass drops what it recorded
             note(handle, found.rule, BACKWARD)
         binding = found.binding(state[: found.count], filled[-found.count :], True)
-    count = op.kept_count
+    count = len(op.kept_at)
     into = dict(zip(op.grads, filled, strict=False))
     op.call_backward(_contiguous(kept[:count]), list(kept[count:]), _arrived(cotangents), binding, into)
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView, Device, contiguous_strides, provider
+from fp8kit.arrays import ArrayView, Device, contiguous_strides
 from fp8kit.errors import FormatError
 from fp8kit.execution.memory import Arena, Scratch
-from fp8kit.formats import float32
 from fp8kit.spec import Meta
 from fp8kit_torch import torch_compat
 from fp8kit_torch.views import dtype_of
@@ -56,7 +55,7 @@ class TorchMemory:
         )
         # an only device is always the current one
         self.several = cuda and torch.cuda.device_count() > 1
-        self._nothing = Arena(0, 0, None, self.device, cuda)
+        self._nothing = Arena(0, 0, None, self.device, False)
 
     def maker(self, meta: Meta) -> Callable[[], Tensor]:
         dtype = dtype_of(meta.dtype)
@@ -79,19 +78,6 @@ class TorchMemory:
             owner = self.block(nbytes)
             return Arena(nbytes, owner.data_ptr(), owner, self.device, False)
         return scratch.arena(nbytes, self.device, stream)
-
-    def zeros(self, count: int) -> Tensor:
-        """float32 (count,), zeros: for amaxes. On a GPU the driver clears them: ``torch.zeros`` launches a
-        kernel, and takes the host three times as long."""
-        if not self.cuda:
-            return torch.zeros(count, dtype=torch.float32, device=self.where)
-        if self.several and torch_compat.current_device() != self.device.index:
-            with torch.cuda.device(self.where):
-                return self.zeros(count)
-        made = _EMPTY["cuda"]((count,), (1,), torch.float32)
-        view = ArrayView(made.data_ptr(), (count,), float32, self.device, made)
-        provider(self.device).fill_zero(view, self.stream())
-        return made
 
 
 memory_of: Any = lru_cache(maxsize=64)(TorchMemory)

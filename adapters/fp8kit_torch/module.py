@@ -27,7 +27,7 @@ from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
-from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, not_compiled, want_parameters
+from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, is_there, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_parts, touch_traced
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
@@ -102,7 +102,10 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     # --- what the shared layers ask -------------------------------------------------------------------------
 
     def open_operands(self, inputs: Inputs, state: AutocastState | None, first: bool | None) -> Operands:
-        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        if all(map(is_there, inputs.values())):
+            tensors: dict[str, Any] = {**inputs}
+        else:
+            tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:
             tensors, weights = self._opened(tensors)
@@ -137,9 +140,13 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if type(inputs["x"]) is Pending:
             return Call(self.operation, spec, inputs)
         try:
-            return prepare(self.operation, spec, inputs, scale_names(self.gemms) if delayed else ())
+            scales = scale_names(self.gemms) if delayed else ()
+            prepared = prepare(self.operation, spec, inputs, scales, self._last)
         except Fp8kitError as error:
             raise self.own_refusal(error, self.operation) from None
+        if prepared[0] is not self._last:
+            self.__dict__["_last"] = prepared[0]
+        return prepared
 
     def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
         if type(prepared) is Call:

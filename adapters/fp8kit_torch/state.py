@@ -30,12 +30,12 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
-_group = attrgetter("group")
+_group, _scale = attrgetter("group"), attrgetter("scale")
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# of a backward pass: rules of states, by their identity, and the states that recorded in it
-_Recorded = dict[int, "tuple[AmaxHistory, dict[ScalingState, None]]"]
+# of a backward pass: the states that recorded in it, and by which rules
+_Recorded = dict["ScalingState", AmaxHistory]
 _RECORDED: dict[int, _Recorded] = {}  # by the pass's number
 # a state that backward records into, its rule, and the number of the pass: None for the one that runs then
 Token = tuple[AmaxHistory, "ScalingState", int | None]
@@ -131,19 +131,17 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        update(recipe.history, states, forward=True)
+        update(recipe.history, states, True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with
         # later scales, is to be refused
-        torch.autograd.graph.increment_version([s.scale for s in states if not s.scale.is_inference()])
+        torch_compat.increment_version([*map(_scale, states)])
 
 
 def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
     """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
     there are several processes and the recipe says so, their amaxes are reduced before."""
-    if history is not None and history.reduce:
-        own = any(map(_group, states)) and any(isinstance(state.group, Collectives) for state in states)
-        if own or torch_compat.GROUPS:
-            _reduce(states)
+    if torch_compat.GROUPS or any(map(_group, states)):
+        _reduce(history, states)
     scaling.update(history, states, forward, torch_compat.current_stream)
 
 
@@ -152,9 +150,13 @@ def _stream(device: Device) -> int:
     return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
 
-def _reduce(states: Sequence[Any]) -> None:
-    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and
-    device."""
+def _reduce(history: AmaxHistory | None, states: Sequence[Any]) -> None:
+    """Row 0 of the histories becomes its maximum over the processes, where there are several and the recipe
+    says so: one collective for each group and device."""
+    if history is None or not history.reduce:
+        return
+    if not torch_compat.GROUPS and not any(isinstance(state.group, Collectives) for state in states):
+        return
     parts: dict[tuple[Any, torch.device], list[Tensor]] = {}
     for state in states:
         row = state.amax_history[0]
@@ -191,21 +193,21 @@ class _BackwardEnd(int):
     __slots__ = ()
 
     def __call__(self) -> None:
-        groups = _RECORDED[self]
-        for key in [*groups]:
-            history, states = groups[key]
-            update(history, [*states], False)
-            del groups[key]
+        recorded = _RECORDED[self]
+        while recorded:
+            history = next(iter(recorded.values()))
+            states = [state for state, own in recorded.items() if own is history]
+            update(history, states, False)
+            for state in states:
+                del recorded[state]
         del _RECORDED[self]
 
     def __del__(self) -> None:
-        groups = _RECORDED.pop(self, None)
-        for _, states in groups.values() if groups else ():
-            for state in states:
-                if state.scale.is_cuda:
-                    # what failed may still be running, on any stream
-                    torch.cuda.synchronize(state.scale.device)
-                state.drop()
+        for state in _RECORDED.pop(self, ()):
+            if state.scale.is_cuda:
+                # what failed may still be running, on any stream
+                torch.cuda.synchronize(state.scale.device)
+            state.drop()
 
 
 def open_backward() -> int:
@@ -231,12 +233,11 @@ def finish_backward(tokens: Sequence[Token]) -> None:
     if _HELD or not tokens:
         return
     number = tokens[0][2]
-    groups = None if number is None else _RECORDED.get(number)
-    if groups is None:
-        groups = _opened(torch_compat.current_backward())
+    recorded = None if number is None else _RECORDED.get(number)
+    if recorded is None:
+        recorded = _opened(torch_compat.current_backward())
     for history, state, _ in tokens:
-        found = groups.get(id(history)) or groups.setdefault(id(history), (history, {}))
-        found[1][state] = None
+        recorded.setdefault(state, history)
 
 
 class StateBinding(NamedTuple):

@@ -67,6 +67,10 @@ current_backward: Callable[[], int] = _required(torch._C, "_current_graph_task_i
 at_backwards_end: Callable[[Callable[[], object]], None] = _required(
     torch.autograd.Variable, "_execution_engine"
 ).queue_callback
+# Tells autograd that tensors were written to, those of inference mode aside.
+increment_version: Callable[[list[torch.Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
 # (message, count) -> a function whose results, so many, raise when they are differentiated.
 DelayedError: Callable[..., Any] = _required(torch._C._functions, "DelayedError")
 # Whether torch.func transforms run on this thread.
@@ -101,6 +105,14 @@ def transform_of(tensor: torch.Tensor) -> str:
 # DUALS[LEVEL] is the level of forward mode, -1 outside of it: a look-up, since every call asks.
 DUALS, LEVEL = vars(forward_ad), "_current_level"
 _required(forward_ad, LEVEL)
+
+
+def calls_backward(function: type[torch.autograd.Function]) -> None:
+    """Let nodes of ``function``, which has a ``backward`` and no ``vjp``, call it themselves: torch looks in
+    two calls of Python at each, which of the two there is."""
+    node: Any = getattr(function, "_backward_cls", None)
+    if node is not None:
+        node.apply = function.backward
 
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ class NativeMemory:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._alloc = arrays.provider(device).alloc
-        self._nothing = Arena(0, 0, None, device, device.kind != "cpu")
+        self._nothing = Arena(0, 0, None, device, False)
 
     def maker(self, meta: Meta) -> Callable[[], ArrayView]:
         device, shape, dtype = self.device, meta.shape, meta.dtype

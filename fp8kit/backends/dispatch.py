@@ -80,9 +80,12 @@ def kernels(device: Device, policy: SelectionPolicy | None = None) -> Any:
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
-    policy = get_policy() if policy is None else policy
-    found = policy.chosen.get(device)
-    return _chosen(device, policy) if found is None else found
+    if policy is None:
+        policy = get_policy()
+    try:
+        return policy.chosen[device]
+    except KeyError:
+        return _chosen(device, policy)
 
 
 def _chosen(device: Device, policy: SelectionPolicy) -> Any:

@@ -272,7 +272,7 @@ def get_policy() -> SelectionPolicy:
         return policy
     if _PENDING:
         _make_global(threading.get_ident())
-    return process_policy() if _GLOBAL is None else _GLOBAL
+    return _GLOBAL or process_policy()
 
 
 def process_policy() -> SelectionPolicy:

@@ -13,21 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.arrays import ArrayView, Device, Shape, provider
 from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.collectives import abandon
 from fp8kit.errors import AutogradError
 from fp8kit.execution import lifetimes
-from fp8kit.execution.memory import Arena, Layout, Memory, Region, Span, is_large
+from fp8kit.execution.memory import ALIGNMENT, Arena, Layout, Memory, Region, Span, is_large
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.execution.watching import Places
-from fp8kit.formats import DType
+from fp8kit.formats import DType, float32
 from fp8kit.inspection import is_watched
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
 
 Addresses = Sequence[int]
 Part = tuple[str, Shape, DType]
+_AMAX = 4  # bytes
 
 
 class Source(NamedTuple):
@@ -175,10 +176,16 @@ class BoundOp(Interface):
         self._result_parts = _parts(self.result_metas)
         self._grad_parts = _parts(self.grads)
         self._grad_amax_parts = _parts(self.grad_amaxes | self.grad_watched)
+        # of maxima that do not last: behind the temporaries
+        rows = [_AMAX * len(names) for names in (self.amaxes, self.grad_amaxes)]
+        self._row, self._grad_row = (-(-row // ALIGNMENT) * ALIGNMENT for row in rows)
+        self._arena_bytes = self.scratch.nbytes + self._row
         self._replayed = not self.saved.streamed
         self._forward_replays = None
         if self._replayed and not self.scratch.streamed:
-            self._forward_replays = self._replays(self.scratch, self._forward_parts[0], self._filled_parts)
+            self._forward_replays = self._replays(
+                self._arena_bytes, self._forward_parts[0], self._filled_parts
+            )
         temporaries = streamed(plan.backward_scratch) if self._streaming else {}
         self._replayed &= not (self.streamed_grads or temporaries) and bool(s.grads)
         large = any(map(is_large, plan.backward_scratch.values()))
@@ -233,27 +240,28 @@ class BoundOp(Interface):
         if not self._replayed:
             return None
         others = [self._result_parts, self._grad_parts, self._grad_amax_parts]
-        return self._replays(scratch, self._read_parts, *others)
+        return self._replays(scratch.nbytes + self._grad_row, self._read_parts, *others)
 
-    def _replays(self, scratch: Layout, read: Sequence[Part], *others: Sequence[Part]) -> Replays | None:
-        """The recordings of calls whose key holds the addresses of the arena, of the block, and of these
-        arrays."""
+    def _replays(self, arena: int, read: Sequence[Part], *others: Sequence[Part]) -> Replays | None:
+        """The recordings of calls whose key holds the addresses of an arena of so many bytes, of the block,
+        and of these arrays."""
         sizes = [nbytes_of(Meta(*part[1:])) for parts in (read, *others) for part in parts]
         # segments of a parameter have one name but for a number
         own = [name.rstrip("0123456789") for name, _, _ in read]
         joined = [
             i for i, name in enumerate(own, 2) if own.count(name) > 1 and self.operation.is_parameter(name)
         ]
-        return replays(self.kernels, [scratch.nbytes, self.saved.nbytes, *sizes], joined)
+        return replays(self.kernels, [arena, self.saved.nbytes, *sizes], joined)
 
     # --- forward --------------------------------------------------------------------------------------------
 
     def forward(
-        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: Any = None
+        self, inputs: Addresses, outputs: Addresses, amaxes: Sequence[int | None], block: Any = None
     ) -> list[Any]:
-        """Fill the outputs and update the amaxes (each becomes the maximum of its old and its new value).
-        Returns what was saved for backward, as arrays of the frontend: the block, if there is one, then each
-        streamed buffer. ``block``: that array, where the caller has allocated it."""
+        """Fill the outputs and update the amaxes (each becomes the maximum of its old and its new value; with
+        None for each they do not last). Returns what was saved for backward, as arrays of the frontend: the
+        block, if there is one, then each streamed buffer. ``block``: that array, where the caller has
+        allocated it."""
         memory, nbytes = self.memory, self.saved.nbytes
         if self._shown is not None:
             shown, places = self._shown.make(memory)
@@ -261,11 +269,10 @@ class BoundOp(Interface):
         stream = memory.stream()
         saved = [memory.block(nbytes) if block is None else block] if nbytes else []
         place = memory.address(saved[0]) if nbytes else 0
-        arena = memory.arena(self.scratch.nbytes, stream)
-        addresses = inputs, outputs, amaxes, place
+        arena, replays = memory.arena(self._arena_bytes, stream), self._forward_replays
         try:
-            if self._forward_replays is None:
-                ws = self._working_set(*addresses, arena, stream)
+            if replays is None:
+                ws = self._working_set(inputs, outputs, amaxes, place, arena, stream)
                 self.operation.forward(self.plan, ws)
                 if self.saved.streamed:
                     kept: Any = ws.saved
@@ -273,7 +280,11 @@ class BoundOp(Interface):
                     saved += [kept[name].owner for name in self.saved.streamed]
             else:  # nothing is streamed then
                 key = (stream, arena.address, place, *inputs, *outputs, *amaxes)
-                self._forward_replays.run(key, self._forward, *addresses, arena, stream)
+                known = replays.found.get(key)
+                if known is None:
+                    replays.run(key, self._forward, inputs, outputs, amaxes, place, arena, stream)
+                else:
+                    known()
         except BaseException:
             abandon(stream)  # before the memory goes
             raise
@@ -283,17 +294,41 @@ class BoundOp(Interface):
             self._shown.take(shown)
         return saved
 
+    def _zeros(
+        self, amaxes: Sequence[int | None], arena: Arena, layout: Layout, stream: int
+    ) -> Sequence[int | None]:
+        """The amaxes' addresses, of which the first ones are None: these are zeros behind the buffers of
+        ``layout``."""
+        count = amaxes.count(None)
+        start = arena.address + layout.nbytes
+        provider(self.device).fill_zero(ArrayView(start, (count,), float32, self.device), stream)
+        return [*range(start, start + _AMAX * count, _AMAX), *amaxes[count:]]
+
     def _working_set(
-        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena, stream: int
+        self,
+        inputs: Addresses,
+        outputs: Addresses,
+        amaxes: Sequence[int | None],
+        block: int,
+        arena: Arena,
+        stream: int,
     ) -> WorkingSet:
         """What a forward call works on."""
+        if None in amaxes:
+            amaxes = self._zeros(amaxes, arena, self.scratch, stream)
         read = views_at(self._forward_parts[0], inputs, self.device)
         filled = views_at(self._filled_parts, [*outputs, *amaxes], self.device)
         saved, scratch = self.saved.views(block, self.memory), arena.views(self.scratch, self.memory)
         return WorkingSet(self.kernels, read, filled, saved, scratch, stream)
 
     def _forward(
-        self, inputs: Addresses, outputs: Addresses, amaxes: Addresses, block: int, arena: Arena, stream: int
+        self,
+        inputs: Addresses,
+        outputs: Addresses,
+        amaxes: Sequence[int | None],
+        block: int,
+        arena: Arena,
+        stream: int,
     ) -> None:
         """Run forward now."""
         ws = self._working_set(inputs, outputs, amaxes, block, arena, stream)
@@ -328,11 +363,11 @@ class BoundOp(Interface):
         saved: list[Any],
         cotangents: Sequence[int | None],
         grads: Sequence[int | None],
-        amaxes: Addresses,
+        amaxes: Sequence[int | None],
         consumed: bool = False,
     ) -> dict[str, Any]:
-        """Fill ``grads`` and update the maxima. An address in ``grads`` may be None for one of the
-        ``streamed_grads``: it is allocated here. Returns those that were, by name.
+        """Fill ``grads`` and update the maxima, as forward does. An address in ``grads`` may be None for one
+        of the ``streamed_grads``: it is allocated here. Returns those that were, by name.
 
         ``saved``: what ``forward`` returned. Its streamed buffers are taken out of the list; each is freed
         after its last use, if nobody else holds it. ``cotangents``: of ``results``, None for zero.
@@ -351,15 +386,21 @@ class BoundOp(Interface):
         block = memory.address(saved[0]) if self.saved.nbytes else 0
         layout = self._lent_scratch if consumed else self.backward_scratch
         replays = self._lent_replays if consumed else self._backward_replays
-        arena = memory.arena(layout.nbytes, stream)
-        given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream, consumed)
+        arena = memory.arena(layout.nbytes + self._grad_row, stream)
+        made: dict[str, Any] = {}
         try:
-            if replays is None:
-                made = self._backward(*given)
-            else:
+            known = None
+            if replays is not None:
                 key = (stream, arena.address, block, *kept, *backward_inputs, *cotangents, *grads, *amaxes)
-                replays.run(key, self._backward, *given)
-                made = {}
+                known = replays.found.get(key)
+            if known is not None:
+                known()
+            else:
+                given = (kept, backward_inputs, saved, cotangents, grads, amaxes, block, arena, stream)
+                if replays is None:
+                    made = self._backward(*given, consumed)
+                else:
+                    replays.run(key, self._backward, *given, consumed)
         except BaseException:
             abandon(stream)  # before the memory goes
             raise
@@ -376,7 +417,7 @@ class BoundOp(Interface):
         saved: list[Any],
         cotangents: Sequence[int | None],
         grads: Sequence[int | None],
-        amaxes: Addresses,
+        amaxes: Sequence[int | None],
         block: int,
         arena: Arena,
         stream: int,
@@ -399,11 +440,11 @@ class BoundOp(Interface):
         if missing:
             filled = {name: view for name, view in into.items() if view is not None}
             into = Buffers(filled, {name: self.grads[name] for name in missing}, memory.view)
-        if consumed:
-            places = [block, *(into[name].ptr for name in self._lenders)]
-            temporaries = arena.views(self._lent_scratch, memory, places)
-        else:
-            temporaries = arena.views(self.backward_scratch, memory)
+        scratch = self._lent_scratch if consumed else self.backward_scratch
+        places = [block, *(into[name].ptr for name in self._lenders)] if consumed else []
+        temporaries = arena.views(scratch, memory, places)
+        if None in amaxes:
+            amaxes = self._zeros(amaxes, arena, scratch, stream)
         self.run_backward(kept, backward_inputs, held, cotangents, into, amaxes, temporaries, stream)
         return {name: into[name].owner for name in missing} if missing else {}
 
@@ -414,7 +455,7 @@ class BoundOp(Interface):
         saved: Views,
         cotangents: Sequence[int | None],
         grads: dict[str, Any],
-        amaxes: Addresses,
+        amaxes: Sequence[int | None],
         scratch: Views,
         stream: int,
     ) -> None:

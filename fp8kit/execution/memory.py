@@ -239,7 +239,7 @@ class Scratch:
 
     def release(self, arena: Arena, stream: int) -> None:
         """Give an arena back."""
-        if not (arena.kept and arena.nbytes):
+        if not arena.kept:
             return
         arenas = self._own.arenas
         if len(arenas) >= self.STREAMS:

@@ -31,6 +31,7 @@ class Replays:
     ``moving(addresses, sizes)``: a function of other addresses that does the same there, and returns whether
     it has; None where that cannot be. ``sizes``: bytes of the arrays at the key's addresses; without them no
     call is moved. ``joined``: places of the arrays that are read as one where they lie side by side.
+    ``found``: what was recorded as it was, by key: whoever calls often looks there before it calls ``run``.
     """
 
     LIMIT = 1024  # calls; beyond so many all are forgotten
@@ -40,7 +41,7 @@ class Replays:
     # recorded calls of all functions in the process, some kB each; beyond so many nothing more is recorded
     PROCESS_LIMIT = 16384
     total = 0  # recorded calls in the process
-    __slots__ = ("_found", "_joined", "_moving", "_recorder", "_seen", "_sizes", "_steady")
+    __slots__ = ("_joined", "_moving", "_recorder", "_seen", "_sizes", "_steady", "found")
 
     def __init__(
         self,
@@ -49,14 +50,14 @@ class Replays:
         joined: Sequence[int] = (),
     ) -> None:
         self._recorder, self._sizes, self._joined = recorder, sizes, joined
-        self._found: dict[Key, Callable[[], None]] = {}
+        self.found: dict[Key, Callable[[], None]] = {}
         self._moving: dict[Key, Callable[[Sequence[Any]], bool] | None] = {}
         self._seen: set[int] = set()  # hashes of keys that have come once
         self._steady = 0  # calls since the last whose key was new
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
         """``function(*arguments)``, or what it did when it was called before."""
-        found = self._found.get(key)
+        found = self.found.get(key)
         if found is not None:
             found()
             return
@@ -69,7 +70,7 @@ class Replays:
         form = self._form(key[0], addresses) if self._sizes else None
         if form is None or form in self._moving:
             moving = None if form is None else self._moving[form]
-            steady = self._steady >= self.STEADY << min(len(self._found) // self.FEW, self.DOUBLED)
+            steady = self._steady >= self.STEADY << min(len(self.found) // self.FEW, self.DOUBLED)
             waits = not steady or Replays.total >= self.PROCESS_LIMIT
             if moving is not None and waits and moving(addresses):
                 return
@@ -88,8 +89,8 @@ class Replays:
             self._moving[form] = recording.moving(addresses, self._sizes)
             Replays.total += 1
         if again:
-            self._bound(self._found)
-            self._found[key] = recording
+            self._bound(self.found)
+            self.found[key] = recording
             Replays.total += 1
 
     def _form(self, stream: int, addresses: Key) -> Key:
@@ -111,13 +112,10 @@ class Replays:
 
     def forget(self) -> None:
         """Forget every call."""
-        type(self).total -= len(self._found) + len(self._moving)  # the module may be gone by now
-        self._found.clear()
+        type(self).total -= len(self.found) + len(self._moving)  # the module may be gone by now
+        self.found.clear()
         self._moving.clear()
         self._seen.clear()
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     def __del__(self) -> None:
         self.forget()  # also when the interpreter ends, and the module's names are gone
@@ -133,8 +131,7 @@ def replays(kernels: Any, sizes: Sequence[int] = (), joined: Sequence[int] = ())
 
 def direct(kernels: Any) -> Replays | None:
     """The recorded calls of single kernels, those that no operation makes; None as ``replays``."""
-    if getattr(kernels, "recorder", None) is None:
-        return None
-    if kernels.replays is None:
-        kernels.replays = Replays(kernels.recorder)
-    return kernels.replays  # type: ignore[no-any-return]
+    found: Replays | None = getattr(kernels, "replays", None)
+    if found is None and getattr(kernels, "recorder", None) is not None:
+        found = kernels.replays = Replays(kernels.recorder)
+    return found

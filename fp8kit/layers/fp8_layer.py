@@ -131,11 +131,13 @@ class FP8Layer(Layer):
         self._specs: dict[Any, tuple[Any, Quantization | None]] = {}
         self._fp8: tuple[Recipe, Quantization, Quantization] | None = None
         self._binding: Any = None
+        self._last: Any = None  # the frontend's: the operation of the last call
         self._weights: WeightCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None, "_own": None}
+        known = ("_fp8", "_binding", "_last", "_weights", "_own")
+        return vars(self) | {"_specs": {}, **dict.fromkeys(known)}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
 
@@ -230,6 +232,8 @@ class FP8Layer(Layer):
     def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
         """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
         have."""
+        if is_first_microbatch is None and fp8_output is fp8_grad is False and not self.splits_weights:
+            return  # as in most calls
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
         if self.splits_weights:
             self.check_split(fp8_output, fp8_grad)
@@ -264,12 +268,12 @@ class FP8Layer(Layer):
         state = current()
         if state is not None and state.recipe.by_layer:
             state = self.own_state(state)
-        inspector = inspection.inspector
-        watch = None if inspector is None else inspector.of_layer(self, state)
         operands = self.open_operands(inputs, state, first)
-        if watch is not None:
-            operands = self._shown(operands, watch)
-            first = None if watch.changed else first
+        if (inspector := inspection.inspector) is not None:
+            watch = inspector.of_layer(self, state)
+            if watch is not None:
+                operands = self._shown(operands, watch)
+                first = None if watch.changed else first
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
             spec = self._spec_for(None, False, bias, options, operands.fields)
@@ -277,12 +281,13 @@ class FP8Layer(Layer):
             return self.execute(prepared, self.no_binding, operands.main)
         recipe, enabled, idle = state.recipe, state.enabled, self.recomputation.idle()
         fp8, delayed = self._fp8_of(recipe), recipe.history is not None
-        first = None if fp8.random_weight or self.casts_weights_anew else first
+        if first is not None and (fp8.random_weight or self.casts_weights_anew):
+            first = None
         kept = None if idle else self.recomputation.recall(self)
         training = self.is_grad_enabled() or (not idle and self.recomputation.first())
         record = training or state.calibrating
         self.note_pass(enabled and not training, True)
-        weights, codes = operands[3:]
+        weights, codes = operands.weights, operands.codes
         plain = first is None if not weights else not self.casts_weights_anew
         if plain and kept is None and enabled and not (fp8_grad or codes):
             own = operands.inputs | self.held_inputs(weights, fp8) if weights else operands.inputs

@@ -77,9 +77,9 @@ def test_addresses_that_keep_coming_are_recorded_as_they_are(monkeypatch: pytest
         launch.launch(kernel, 1, 32, (x, y), 9)
 
     assert calls(work, [a, b, a, b, a, c, a, b, c, d], known) == [a[1:]]
-    assert len(known) == 0
+    assert len(known.found) == 0
     assert calls(work, [a, a, b, a], known) == [a[1:]]  # the fourth in a row
-    assert len(known) == 1
+    assert len(known.found) == 1
     assert calls(work, [a, b, a], known) == [b[1:]]
     assert len(driver.launches) == 17
     monkeypatch.setattr(Replays, "PROCESS_LIMIT", Replays.total)
@@ -98,9 +98,9 @@ def test_addresses_that_keep_changing_are_not_recorded_for_ever(monkeypatch: pyt
     keys = [(9, X + 4096 * i, Y) for i in range(100)]
     changing = [key for key in keys for _ in range(1 + known.STEADY)]
     assert calls(work, changing, known) == [key[1:] for key in keys[:1] + keys[: known.FEW]]
-    assert len(known) == known.FEW
+    assert len(known.found) == known.FEW
     more = calls(work, keys, known)
-    assert len(known) == known.FEW + len(more) > known.FEW
+    assert len(known.found) == known.FEW + len(more) > known.FEW
     assert len(driver.launches) == len(changing) + len(keys)
 
 
@@ -114,7 +114,7 @@ def test_steady_steps_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None
         for i, known in enumerate(layers):
             x = X + (1 << 30) * i + 4096 * min(step, 2)
             known.run((9, x, Y), launch.launch, kernel, 1, 32, (x, Y), 9)
-        recordings.append(sum(map(len, layers)))
+        recordings.append(sum(len(known.found) for known in layers))
     assert recordings == [0] * 6 + [12] * 34
 
 
@@ -125,7 +125,7 @@ def test_steady_steps_of_many_equal_layers_are_recorded(monkeypatch: pytest.Monk
     for _ in range(50):
         for i in range(128):
             known.run((9, X + 4096 * i, Y), launch.launch, kernel, 1, 32, (X + 4096 * i, Y), 9)
-    assert len(known) == 128
+    assert len(known.found) == 128
 
 
 def test_only_parts_of_a_weight_count_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_what_comes_again_is_recorded_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     keys = [(9, X, Y)] * 6 + [(9, X + 256, Y)]
     done = calls(lambda x, y: launch.launch(kernel, 1, 32, (x, y), 9), keys, known)
     assert done == [(X, Y)] * 2  # for the form, and for these addresses
-    assert (len(known), len(driver.launches)) == (1, 7)
+    assert (len(known.found), len(driver.launches)) == (1, 7)
 
 
 def test_only_one_thread_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,7 @@ def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) ->
     known = Replays(recorded.recording)
     with pytest.raises(RuntimeError, match="within"):
         known.run((1,), _raising)
-    assert not known._found
+    assert not known.found
     assert launch.here.recording is None
 
 
@@ -313,7 +313,7 @@ def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(3, 4 + Replays.LIMIT):
         for _ in range(2):
             known.run((number,), work, number)
-    assert 0 < len(known._found) <= Replays.LIMIT
+    assert 0 < len(known.found) <= Replays.LIMIT
 
 
 def test_what_never_comes_again_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_what_never_comes_again_is_not_recorded(monkeypatch: pytest.MonkeyPatch)
     assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(range(3 * Replays.LIMIT))
     assert Replays.total == before
     known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
-    assert (len(known), Replays.total) == (1, before + 1)
+    assert (len(known.found), Replays.total) == (1, before + 1)
 
 
 def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,11 +337,11 @@ def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in (0, 0, 1, 1):
         one.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
         other.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
-    assert (len(one._found), len(other._found)) == (2, 1)
+    assert (len(one.found), len(other.found)) == (2, 1)
     del one
     for _ in range(2):
         other.run((7,), launch.launch, kernel, 1, 32, (7,), 0)
-    assert len(other._found) == 2
+    assert len(other.found) == 2
     other.forget()
     assert Replays.total == before
 

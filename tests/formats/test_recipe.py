@@ -440,6 +440,38 @@ def test_a_field_that_is_set_counts_from_the_next_autocast_on():
     assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe)
 
 
+def test_equal_recipes_are_one_in_force():
+    """As layers know by it what they have made for it; a class of a program's own may have further fields."""
+    made = [lambda: DelayedScaling(amax_history_len=int("3000")), lambda: Float8CurrentScaling(True)]
+    for make in made:
+        assert make() is not make() == make()
+        assert make().fixed is make().fixed is make().fixed.fixed
+    recipe = made[0]()
+    before = recipe.fixed
+    recipe.margin = 1
+    assert recipe.fixed is not before
+    assert before.margin == 0
+    assert recipe.fixed is DelayedScaling(1, amax_history_len=3000).fixed
+
+    class Own(DelayedScaling):
+        pass
+
+    own = [Own(amax_history_len=3000) for _ in range(2)]
+    assert len({id(each.fixed) for each in (*own, made[0]())}) == 3
+
+
+def test_a_recipe_with_a_callable_that_has_no_hash_counts():
+    class Largest:
+        __hash__ = None
+
+        def __call__(self, history):
+            return history.max(0)
+
+    recipe = DelayedScaling(amax_compute_algo=Largest())
+    with autocast(recipe=recipe):
+        assert current().recipe == recipe
+
+
 def test_a_field_that_is_set_is_checked():
     recipe = Float8CurrentScaling()
     for field, value, words in (

@@ -36,7 +36,17 @@ _graphed: weakref.WeakSet[Recording] = weakref.WeakSet()
 class Recording(Replay):
     """Steps on one stream of one device, in order. ``complete``: whether they are all that the call did."""
 
-    __slots__ = ("__weakref__", "_calls", "_graph", "_graphable", "_kept", "_slow", "complete", "steps")
+    __slots__ = (
+        "__weakref__",
+        "_at_once",
+        "_calls",
+        "_graphable",
+        "_kept",
+        "_quick",
+        "_slow",
+        "complete",
+        "steps",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +54,9 @@ class Recording(Replay):
         self.complete = True
         self._kept: list[object] = []  # the kernels of the graph
         self._calls = 0
-        self._graph: Callable[[], Any] | None = None
+        # what does it all by one call: the launch of the graph, or the only step
+        self._at_once: Callable[[], Any] | None = None
+        self._quick: Callable[[], Any] | None = None  # the same, where no other device can be current
         self._graphable = True
         self._slow = False
 
@@ -75,11 +87,28 @@ class Recording(Replay):
         """See ``execution.replay.Replays``."""
         return moving(self, self.steps, addresses, sizes)
 
+    def __call__(self) -> None:
+        """See ``Replay``. The same in fewer calls where one call of a library does it, on the only device."""
+        quick, here = self._quick, launch.here
+        if quick is None or here.recording is not None or here.memory is None:
+            super().__call__()
+            return
+        try:
+            status = quick()
+        except BackendError:
+            raise
+        except RuntimeError as error:
+            raise self.refused(error) from error
+        if status:
+            self.check(0, status)
+
     def _do(self) -> None:
         # in this order: who makes the graph sets it first and then empties the steps
-        steps, graph = self.steps, self._graph
-        if graph is not None:
-            graph()
+        steps, at_once = self.steps, self._at_once
+        if at_once is not None:
+            self.check(0, at_once())
+            if launch.entry_point()[1] is None:
+                self._quick = at_once
             return
         for i, step in enumerate(steps):
             status = step.replay()
@@ -91,6 +120,7 @@ class Recording(Replay):
         if not self._calls % OFTEN:
             if len(steps) == 1 and not self._slow:
                 self._graphable = False  # a graph would not be quicker
+                self._at_once = steps[0].replay
             elif not launch.capturing(self.stream):
                 self._capture()
 
@@ -98,7 +128,7 @@ class Recording(Replay):
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself
         is done."""
         with _graphing[self.device], unsafe_calls():
-            if self._graph is not None or len(_graphed) >= MOST_GRAPHS:
+            if self._at_once is not None or len(_graphed) >= MOST_GRAPHS:
                 return
             try:
                 aside = _aside(self.device)
@@ -116,7 +146,7 @@ class Recording(Replay):
             if any(statuses):
                 held.clear()
                 return
-            self._graph = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
+            self._at_once = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
             weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
             self._kept = [step.replay.kernel for step in self.steps if isinstance(step.replay, Launch)]

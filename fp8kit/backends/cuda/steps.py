@@ -83,7 +83,11 @@ class Replay:
         except BackendError:
             raise
         except RuntimeError as error:
-            raise BackendError(f"{', '.join(self.names)}: {error}") from error
+            raise self.refused(error) from error
+
+    def refused(self, error: RuntimeError) -> BackendError:
+        """What a library's own error becomes."""
+        return BackendError(f"{', '.join(self.names)}: {error}")
 
     def check(self, number: int, status: Any) -> None:
         """BackendError for what step ``number`` returned, where that is an error of the driver."""
