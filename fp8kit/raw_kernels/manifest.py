@@ -10,8 +10,8 @@ Behind a function stand the operations of the kernel contract that launch it; wi
 of its name; a list goes on in a comment line that begins with three blanks. Each ``variants`` line is the
 product of its lists, of which one may set several defines at once (``A B=1 2,3 4``); several lines are a
 union. A source without one has the single empty set of defines.
-``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them; without it
-none. Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four
+``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them, ``spills: N
+bytes on sm_90a, sm_100a`` there alone; without it none. Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four
 kinds only, so that the host can pack arguments without knowing more: pointers, ``i64`` (or ``u64``), ``f64``,
 and at most one structure by value, the last parameter.
 
@@ -50,7 +50,8 @@ class Source:
     * ``early``: the functions that may be launched before the kernel in front of them has ended, since
       ``start_early();`` (common.cuh), their first statement, waits for it, and none of their pointers is
       ``__restrict__``.
-    * ``spills``: bytes of registers that a thread may spill.
+    * ``spills``: bytes of registers that a thread may spill, each with the architectures where it may, none
+      for all of them.
     """
 
     name: str
@@ -60,11 +61,15 @@ class Source:
     pointers: dict[str, tuple[str, ...]]
     early: frozenset[str]
     operations: dict[str, tuple[str, ...]]
-    spills: int = 0
+    spills: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def launched_by(self, function: str, operation: str) -> bool:
         """Whether an operation of the contract launches the function."""
         return operation in (self.operations[function] or (function, f"{function}_"))
+
+    def may_spill(self, arch: str) -> int:
+        """Bytes of registers that a thread may spill on ``arch``."""
+        return max((size for size, where in self.spills if not where or arch in where), default=0)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,9 @@ def source(name: str) -> Source:
             f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; "
             "variants must not repeat"
         )
-    spills = sum(int(line.split()[0]) for line in _comments(content, "spills"))
+    spills = tuple(
+        (int(line.split()[0]), tuple(re.findall(r"\bsm_\w+", line))) for line in _comments(content, "spills")
+    )
     return replace(_source(name, variants, functions, kernels), spills=spills)
 
 

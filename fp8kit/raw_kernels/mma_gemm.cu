@@ -8,7 +8,8 @@
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; BM=128,32; SCALES=whole; PROMOTE=0,128
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; BM=128,32;
 //   SCALES=lines_squares,squares_lines,lines_lines; PROMOTE=128
-// spills: 112 bytes, where mma.sync decodes codes in registers first (compute capability 9.0 and 10.0)
+// spills: 112 bytes on sm_90a, sm_100a, where mma.sync decodes codes in registers first
+// spills: 16 bytes on sm_80, sm_120a
 //
 // A block makes one BM x 128 tile of the result. Its eight warps copy tiles of 128 codes of the contraction
 // into a ring of three places in shared memory, two ahead of the products, and each warp multiplies its part
