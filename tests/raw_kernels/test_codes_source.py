@@ -1,4 +1,4 @@
-"""How chips without FP8 instructions read codes, by the source itself without a GPU: compiled for the host."""
+"""How chips without FP8 instructions read codes, by the source itself, compiled for the host."""
 
 from __future__ import annotations
 
