@@ -209,16 +209,12 @@ def _compile(options: argparse.Namespace) -> int:
 def _compiled(jobs: list[tuple[Part, manifest.Defines]], arch: str, what: str) -> list[CompiledKernel]:
     """The jobs' kernels, compiled by several threads: NVRTC lets go of the interpreter. On a terminal a bar
     shows how far that is."""
-    from rich.console import Console
-    from rich.progress import track
+    from fp8kit.models.progress import tracked
 
     _say(f"{len(jobs)} {what} for {arch}, compiled where they are not in the cache yet")
-    console = Console(file=sys.stderr)
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     try:
-        made = pool.map(lambda job: job[0].compiled(job[1], arch), jobs)
-        show = {"console": console, "transient": True, "disable": not console.is_terminal}
-        return list(track(made, what, len(jobs), **show))  # type: ignore[arg-type]
+        return list(tracked(pool.map(lambda job: job[0].compiled(job[1], arch), jobs), what, len(jobs)))
     finally:  # where one does not compile, or at Ctrl-C, the others are not waited for
         pool.shutdown(cancel_futures=True)
 

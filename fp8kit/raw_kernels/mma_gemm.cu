@@ -28,8 +28,8 @@ constexpr int M = WARP_ROWS / 16, N = WARP_COLUMNS / 8;
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
 constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
-static_assert(BM % 32 == 0, "BM, rows of a tile, is a multiple of 32: two warps share them, 16 at a time");
-static_assert(PROMOTE == 0 || PROMOTE == DEPTH, "PROMOTE, codes whose sum is added to a float32 one, is 0 or 128");
+static_assert(BM % 32 == 0, "BM, rows of a tile, is a multiple of 32: two warps share them");
+static_assert(PROMOTE == 0 || PROMOTE == DEPTH, "PROMOTE, codes of a sum that is promoted, is 0 or 128");
 static_assert(SCALES == whole || PROMOTE, "SCALES of blocks are those of 128 codes: PROMOTE is 128");
 typedef Tile<BM, DEPTH / 2> Left;  // two codes are one element
 typedef Tile<BN, DEPTH / 2> Right;

@@ -252,8 +252,8 @@ def test_only_a_source_takes_defines() -> None:
 
 # of mma_gemm.cu: what cannot be -> the compiler's words
 CANNOT_BE = {
-    "PROMOTE=128:64": "PROMOTE, codes whose sum is added to a float32 one, is 0 or 128",
-    "BM=128:48": "BM, rows of a tile, is a multiple of 32",
+    "PROMOTE=128:64": "PROMOTE, codes of a sum that is promoted, is 0 or 128",
+    "BM=128:48": "BM, rows of a tile, is a multiple of 32: two warps",
     "SCALES=lines_lines,PROMOTE=128:0": "SCALES of blocks are those of 128 codes: PROMOTE is 128",
 }
 
