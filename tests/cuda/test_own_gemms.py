@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8kit import arrays, formats
-from fp8kit.accumulation import ACCUMULATIONS
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import OWN, gemm, hopper_gemm, launch, mma_gemm, own_gemm, register
@@ -21,6 +21,7 @@ from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.lab import override
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
@@ -107,6 +108,26 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
     how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
     codes = a.slice(0, 0, m), b.slice(0, 0, n)
     kernels.model_gemm(*codes, want, *pair, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
+    assert_same_bits("out", get(out), get(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interval", [32, 64])
+@pytest.mark.parametrize("size", [(16, 528, 1040), (304, 528, 1040), (2100, 2064, 512)], ids=str)
+def test_another_interval_of_promotion_is_the_models(size: Any, interval: int, kernels: Any) -> None:
+    """Of small and of large tiles."""
+    m, n, k = size
+    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, seed, None) for seed, rows in enumerate((m, n)))
+    out, want = (arrays.empty((m, n), float32, GPU) for _ in range(2))
+    source = manifest.text("hopper_gemm.cu")
+    with override("fp8_gemm", source, defines=f"PROMOTE=128:{interval}") as used:
+        own = dispatch.kernels(GPU)
+        own.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, False, None, 0)
+    assert used.calls == 1
+    scales = [model_scales(inverse, None, rows, k) for inverse, rows in ((a_inv, m), (b_inv, n))]
+    how, whole = Accumulation(13, 32, interval), ((0, 0), (0, 0))
+    codes = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*codes, want, E4M3, E4M3, *scales, *whole, how, None, None, 0)
     assert_same_bits("out", get(out), get(want))
 
 
