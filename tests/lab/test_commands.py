@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import time
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,22 @@ def test_on_a_terminal_a_bar_shows_how_far_compiling_is(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stderr", shown := Terminal())
     run("compile", "drop_path", "--arch", "sm_90a")
     assert re.search(r"variants .*━.*100%", shown.getvalue())
+
+
+def test_where_one_variant_does_not_compile_the_others_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = []
+
+    def compiled(part: Any, defines: manifest.Defines, arch: str) -> None:
+        begun.append(defines)
+        if len(begun) == 1:
+            raise BackendError("compile: the first one")
+        time.sleep(0.05)
+
+    monkeypatch.setattr(sources.Part, "compiled", compiled)
+    assert run("compile", "mma_gemm.cu")[0] == 1
+    assert len(begun) < len(manifest.source("mma_gemm.cu").variants)
 
 
 @pytest.mark.parametrize("action", ["check", "bench"])
