@@ -20,7 +20,7 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import OWN, implementation
 from fp8kit.backends.protocol import KERNELS, SPECS
-from fp8kit.backends.registry import OpImpl
+from fp8kit.backends.registry import CannotTake, OpImpl
 from fp8kit.bench.kernels import copier
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.errors import ArgumentError, BackendError, ShapeError, meant
@@ -93,7 +93,8 @@ def measure(
       accumulator's product.
 
     ArgumentError for an operation that moves no arrays and an option that it does not have, ShapeError for
-    another shape, FormatError for another dtype, BackendError for a source that does not run on this GPU.
+    another shape, FormatError for another dtype, BackendError for a source that does not run on this GPU, and
+    CannotTake for a shape that it does not take.
     """
     return _measured(operation, device, shape, dtype, False, options)[0]
 
@@ -105,8 +106,8 @@ def measure_all(
     dtype: DType | str = bfloat16,
     **options: Any,
 ) -> list[Measurement]:
-    """``measure`` of every implementation of ``operation`` that may serve ``device``, in turn, in the order
-    in which they are chosen: our own products for Hopper stand beside cuBLASLt's."""
+    """``measure`` of every implementation of ``operation`` that may serve ``device`` and takes the shape, in
+    turn, in the order in which they are chosen: our own products for Hopper stand beside cuBLASLt's."""
     return _measured(operation, device, shape, dtype, True, options)
 
 
@@ -158,9 +159,19 @@ def _measured(
     arguments["stream"] = arrays.current_stream(device)
     nbytes = spec.nbytes(arguments)
     steps: dict[str, Step] = {}
+    refused: CannotTake | None = None
     for impl in _implementations(asked, operation, source, device, every):
-        of_one = SimpleNamespace(**{operation: impl.fn}) if steps or source else kernels
-        steps[impl.impl_id] = partial(spec.call, of_one, arguments)
+        if not steps and not source:  # with what stands behind it, where it refuses
+            steps[impl.impl_id] = partial(spec.call, kernels, arguments)
+            continue
+        step = partial(spec.call, SimpleNamespace(**{operation: impl.fn}), arguments)
+        try:
+            step()
+            steps[impl.impl_id] = step
+        except CannotTake as error:
+            refused = error
+    if refused is not None and not steps:
+        raise refused
     calls = CALLS if device.kind == "cuda" else 1
     times = medians(
         interleaved(steps | {"copy": copier(device, nbytes)}, clock_for(device), ROUNDS, calls, WARM_UPS)

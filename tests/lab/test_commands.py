@@ -18,6 +18,7 @@ from fp8kit import arrays, cli, formats, lab
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.cuda import hopper_gemm
+from fp8kit.backends.registry import CannotTake
 from fp8kit.commands import kernels
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.lab import native, peaks, sources, timing
@@ -367,6 +368,22 @@ def test_of_a_source_of_its_own_no_other_kernel_is_timed(monkeypatch: pytest.Mon
     found = ([SimpleNamespace(fn=None)], [(own, "it needs 9.0"), (SimpleNamespace(fn=other), "no")])
     with pytest.raises(BackendError, match=r"got 'hopper_gemm', expected what runs on .*: it needs 9\.0"):
         timing._implementations(*call)
+
+
+def test_implementations_that_do_not_take_a_shape_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise CannotTake("add", "a", "a shape", "another one")
+
+    (usable, others) = dispatch.candidates("add", arrays.CPU)
+    second = [SimpleNamespace(impl_id=name, fn=refuse) for name in ("never", "nor")]
+    found = ([*usable, *second], others)
+    monkeypatch.setattr(dispatch, "candidates", lambda operation, device: found)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    made = timing.measure_all("add", arrays.CPU, (2, 128))
+    assert [each.implementation for each in made] == [impl.impl_id for impl in usable]
+    monkeypatch.setattr(timing, "_implementations", lambda *asked: second)
+    with pytest.raises(CannotTake, match="expected another one"):
+        lab.measure("elementwise.cu", "cpu", (2, 128))
 
 
 @pytest.mark.parametrize(
