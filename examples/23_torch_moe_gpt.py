@@ -45,7 +45,7 @@ class Experts(nn.Module):
         rows, weights, row_map, offsets, sizes = te.moe_permute_and_pad_with_probs(
             tokens, probs, chosen, self.counts, ALIGN
         )
-        rows = self.mlp(rows, sizes.tolist(), weights)
+        rows = self.mlp(rows, sizes, weights)
         y = te.moe_unpermute(rows, row_map, restore_shape=tokens.shape, pad_offsets=offsets)
         return y.reshape(x.shape)
 

@@ -44,6 +44,7 @@ from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.moe import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
+    scaled_swiglu,
     sort_chunks_by_index,
     token_combine,
     token_dispatch,
@@ -98,6 +99,7 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "running_sums",
+    "scaled_swiglu",
     "shape_struct",
     "softmax",
     "sort_chunks_by_index",

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import inspection
-from fp8kit.arguments import shown
+from fp8kit.arguments import integer, shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
-from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, ExpertLinearSpec, expert_linear
 from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of
 from fp8kit_jax.checks import dtype
@@ -20,6 +20,7 @@ from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import recipe_in_force
 
+_RAGGED = {"x": "lhs", "kernel": "rhs", "x and kernel": "lhs and rhs"}  # what ragged_dot calls arguments
 _LAYOUTS = {((1,), (1,)): "io", ((1,), (2,)): "oi"}
 
 
@@ -36,9 +37,10 @@ def grouped_dense(
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
     *,
     name: str | None = None,
+    slots: int = 0,
 ) -> Any:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
-    0.
+    0, and what lies there in x, and in y's gradient, counts in no scale.
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or, with ``contracting_dims`` ((1,),
       (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16; parameters of another h
@@ -50,7 +52,10 @@ def grouped_dense(
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer; None is as
       ``quantizer_set`` says.
-    * ``precision``, ``group_offset``, ``kernel_fsdp_info``: at their defaults only.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
+    * ``precision``: DEFAULT, "default" or None. ``group_offset``, ``kernel_fsdp_info``: at their defaults
+      only.
 
     Sums are in float32. Differentiable in x, kernel and bias. Returns h (M, N). Raises ShapeError,
     FormatError, and UnsupportedError when it is traced.
@@ -59,7 +64,8 @@ def grouped_dense(
     if preferred_element_type is not None:
         dtype(op, "preferred_element_type", preferred_element_type)
     x, kernel = as_rows(op, "x", x), as_array(op, "kernel", kernel)
-    if precision is not None and precision is not jax.lax.Precision.DEFAULT:
+    known = None, jax.lax.Precision.DEFAULT, "default"
+    if not isinstance(precision, str | jax.lax.Precision | None) or precision not in known:
         raise UnsupportedError(op, "precision", shown(precision), "DEFAULT: sums are in float32")
     if group_offset is not None or not isinstance(kernel_fsdp_info, tuple) or kernel_fsdp_info != (None, -1):
         raise UnsupportedError(op, "group_offset, kernel_fsdp_info", "others", "None and (None, -1)")
@@ -87,8 +93,9 @@ def grouped_dense(
     fp8 = fp8_of(found)
     inspection.unseen(found.layer or op)
     inputs = {"x": x, "group_sizes": sizes.astype(jnp.int32), "weight": kernel, "bias": bias}
-    with on_behalf_of(op, weight="kernel"):
-        spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        rows = integer(op, "slots", slots, 0, 2**31 - 1)
+        spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8, rows)
         y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
@@ -103,11 +110,12 @@ def ragged_dot(
 ) -> Any:
     """``grouped_dense`` with the arguments of ``jax.lax.ragged_dot``: lhs h (M, K), rhs h (E, K, N),
     group_sizes (E,). The autocast in force says how both are quantised."""
-    return grouped_dense(
-        lhs,
-        rhs,
-        group_sizes,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
-    )
+    with on_behalf_of("ragged_dot", **_RAGGED):
+        return grouped_dense(
+            lhs,
+            rhs,
+            group_sizes,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )

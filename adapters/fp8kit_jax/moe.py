@@ -5,13 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import flag, integer
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, on_behalf_of
 from fp8kit.ops import router as ops
-from fp8kit.ops.permute import ExpertRowsSpec, PermuteSpec, UnpermuteSpec, dispatch_rows, expert_rows, permute
+from fp8kit.ops.permute import (
+    ExpertRowsSpec,
+    PermuteSpec,
+    UnpermuteSpec,
+    dispatch_rows,
+    expert_rows,
+    permute,
+    want_chunks,
+)
 from fp8kit.ops.permute import unpermute as unpermute_operation
+from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation, want_row_probs
 from fp8kit_jax.arguments import as_array, as_number, as_rows
 from fp8kit_jax.rules import apply
 
@@ -70,7 +80,7 @@ def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: flo
         raise ShapeError(op, "probs", f"shape {probs.shape}", "(tokens, experts)")
     tokens, experts = probs.shape
     factor = ops.aux_loss_factor(
-        op, max(tokens, 1), experts, topk, as_number(op, "coeff", coeff, least=-float("inf"))
+        op, probs.shape, max(tokens, 1), experts, topk, as_number(op, "coeff", coeff, least=-float("inf"))
     )
     inputs = {"probs": probs, "counts": as_array(op, "tokens_per_expert", tokens_per_expert)}
     return apply(ops.moe_aux_loss, ops.AuxLossSpec(factor), inputs)["loss"].reshape(())
@@ -103,11 +113,23 @@ def token_dispatch(
     if jnp.issubdtype(routing.dtype, jnp.inexact):
         raise FormatError(op, "routing_map", routing.dtype.name, "bool or integers")
     routing = (routing != 0).astype(jnp.uint8) if num_experts is None else routing.astype(jnp.int32)
-    spec = ExpertRowsSpec(*dispatch_rows(routing, num_out_tokens, align_size, num_experts))
+    spec = ExpertRowsSpec(*dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts))
     made = apply(expert_rows, spec, {"routing": routing})
     inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
     out = apply(permute, PermuteSpec(probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def scaled_swiglu(inp: Any, probs: Any) -> Any:
+    """SwiGLU whose rows are multiplied by probabilities (Transformer Engine's ScaledSwiGLU): silu(gate) up of
+    ``inp`` h (..., 2 F), the gate's half first, rounded to its dtype, times ``probs``, h of any type, of
+    inp's shape without the last dimension. Returns h (..., F). Differentiable in both. Raises ShapeError and
+    FormatError when it is traced."""
+    op = "scaled_swiglu"
+    inp, probs = as_array(op, "inp", inp), as_array(op, "probs", probs)
+    spec = ScaledActivationSpec("swiglu", want_row_probs(op, inp.shape, probs.shape))
+    with on_behalf_of(op, x="inp"):
+        return apply(scaled_activation, spec, {"x": inp, "probs": probs.reshape(-1)})["y"]
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, num_tokens: int | None = None) -> Any:
@@ -131,7 +153,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
 
     ``inp``: h (rows, hidden); ``split_sizes``: integers (chunks,) that sum to rows; ``sorted_indices``:
     integers (chunks,), a permutation. Both may be on the device. Differentiable in inp. Raises ShapeError
-    when it is traced.
+    when it is traced, of values where they are known: lists and arrays on the CPU.
     """
     op = "sort_chunks_by_index"
     inp = as_array(op, "inp", inp)
@@ -144,8 +166,17 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
         raise ShapeError(
             op, "inp, split_sizes, sorted_indices", got, "(rows, hidden), (chunks,) and (chunks,)"
         )
+    if _is_known(split_sizes) and _is_known(sorted_indices):
+        want_chunks(op, ("split_sizes", "sorted_indices"), split_sizes, sorted_indices, inp.shape[0])
     starts, moved = (jnp.cumsum(sizes) - sizes)[order], sizes[order]
     shifts = jnp.repeat(starts - (jnp.cumsum(moved) - moved), moved, total_repeat_length=inp.shape[0])
     rows = jnp.arange(inp.shape[0]) + shifts
     row_map = jnp.stack((rows, jnp.zeros_like(rows)), 1).astype(jnp.int32)
     return apply(permute, PermuteSpec(), {"x": inp, "row_map": row_map})["y"], row_map
+
+
+def _is_known(value: Any) -> bool:
+    """Whether an array's values are there, without waiting for a device."""
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or all(each.platform == "cpu" for each in value.devices())

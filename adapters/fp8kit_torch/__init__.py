@@ -51,12 +51,14 @@ from fp8kit_torch.layer import TorchLayer as _TorchLayer
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.moe import (
+    grouped_dense,
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+    token_dispatch,
 )
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
@@ -123,6 +125,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "grouped_dense",
     "inspect",
     "is_bf16_available",
     "is_fp8_available",
@@ -146,6 +149,7 @@ __all__ = [
     "recipe",
     "revert",
     "te_translation_table",
+    "token_dispatch",
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional, shown
@@ -87,10 +88,12 @@ dtype, module = (
 
 
 def splits(operation: str, name: str, value: Any) -> None:
-    """Ints of at least 0, in a sequence or an integer tensor (n,); one on a GPU is not looked at."""
+    """Ints of at least 0, in a sequence, an integer array (n,) or tensor; one on a GPU is not looked at."""
     if isinstance(value, torch.Tensor) and value.ndim == 1 and is_integer(value):
         if value.is_cuda:
             return
+        value = value.tolist()
+    elif isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ArgumentError(operation, name, shown(value), "a list of numbers of rows")

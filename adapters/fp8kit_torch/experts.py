@@ -26,11 +26,19 @@ from fp8kit_torch.views import FLOATS
 
 
 def expert_product(
-    x: Tensor, sizes: Tensor, weight: Tensor, bias: Tensor | None, layer: tuple[str, str], layout: str = "oi"
+    x: Tensor,
+    sizes: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: tuple[str, str],
+    layout: str = "oi",
+    said: str = "",
+    slots: int = 0,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
-    it. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
+    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. UnsupportedError for
+    recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
@@ -40,16 +48,25 @@ def expert_product(
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
     if state is None or not state.enabled:
-        spec = spec_for("ExpertLinearSpec", *fields)
+        spec = spec_for("ExpertLinearSpec", *fields, None, slots)
     elif torch.compiler.is_compiling():
-        spec = expert_text(fields, recipe_parts(state.recipe), layer)
+        spec = expert_text(fields, recipe_parts(state.recipe), layer, slots)
     else:
         own = state.recipe.for_layer(*layer)
-        kind, name = layer
-        with on_behalf_of(f"{kind} {name!r}" if name else kind):
-            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization)
+        said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
+        if own is not None and own.history is not None:
+            raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
+        with on_behalf_of(said):
+            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization, slots)
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     return apply(expert_linear, spec, inputs)["y"]
+
+
+_NO_HISTORY = (
+    "a recipe whose scales follow from the data, as sizes of groups are on the device: "
+    "autocast(recipe=Float8CurrentScaling()) or Float8BlockScaling(), or recipe.PerLayer, which gives the "
+    "experts one of them and other layers another (delayed scaling is autocast's default)"
+)
 
 
 class ConvertedExperts(Converted, _Bare):
@@ -99,7 +116,7 @@ class ConvertedExperts(Converted, _Bare):
                     activation, spec_for("ActivationSpec", kind.activation, wide, kind.params), {"x": y}
                 )["y"]
             bias = parts[2 + i] if biased else None
-            y = expert_product(y, sizes, parts[i], bias, self._layer(name), kind.layout)
+            y = expert_product(y, sizes, parts[i], bias, self._layer(name), kind.layout, self._said(name))
         back = {"x": y, "row_map": row_map}
         if weights is None:
             return apply(unpermute, spec_for("UnpermuteSpec", tokens), back)["y"].to(given)
@@ -114,6 +131,12 @@ class ConvertedExperts(Converted, _Bare):
             if state is None or not state.recipe.by_layer:
                 return "GroupedLinear", ""
         return "GroupedLinear", f"{self.name}.{part}" if self.name else part
+
+    def _said(self, part: str) -> str:
+        """What errors call a product; compiled, nothing, so that layers share what is compiled."""
+        if torch.compiler.is_compiling():
+            return ""
+        return f"the experts {self.name!r} ({part})" if self.name else f"the experts ({part})"
 
     def extra_repr(self) -> str:
         """The sizes of the experts, and their activation."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8kit.arguments import flag, integer, number
 from fp8kit.errors import ShapeError
 from fp8kit.ops.activation import activation
+from fp8kit.ops.scale_rows import scaled_activation
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import shown
 from fp8kit_torch.fusion import BasicOperation
@@ -19,6 +20,7 @@ from fp8kit_torch.specs import spec_for
 from fp8kit_torch.te_compat.dtypes import DType
 from fp8kit_torch.te_compat.quantizers import Float8CurrentScalingQuantizer
 from fp8kit_torch.te_compat.saved_tensors import prepare_for_saving, restore_from_saved
+from fp8kit_torch.views import FLOATS
 
 
 class _Activation(BasicOperation):
@@ -140,7 +142,12 @@ class _Scaled(BasicOperation):
         if scales.shape != inp.shape[:-1] or not scales.is_floating_point():
             wanted = f"floating {tuple(inp.shape[:-1])}"
             raise ShapeError(f"ops.{type(self).__name__}", "scales", shown(scales), wanted)
-        y = self.inner(inp)
+        own = self.inner
+        plain = own.compute.__func__ is _Activation.compute and own.glu_interleave_size is None
+        if plain and inp.dtype in FLOATS and scales.dtype in FLOATS:
+            spec = spec_for("ScaledActivationSpec", own.activation, inp.shape[-1], own.params)
+            return apply(scaled_activation, spec, {"x": inp, "probs": scales.reshape(-1)})["y"]
+        y = own(inp)
         return (y * scales.unsqueeze(-1)).to(y.dtype)
 
 

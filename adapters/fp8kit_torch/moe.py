@@ -14,13 +14,24 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
-from fp8kit.ops.permute import permute, unpermute
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
+from fp8kit.layers.arguments import extent, text
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS
+from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CALLED, check, is_integer, shown
+from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
+from fp8kit_torch.experts import expert_product
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import FLOATS
 
+_DISPATCHED = CALLED | {"probs": optional(tensor), "align_size": optional(CALLED["align_size"])}
+_GROUPED = {
+    **named(tensor, "x kernel group_sizes"),
+    "bias": optional(tensor),
+    "layout": one("io", "oi"),
+    "slots": extent,
+    "name": optional(text),
+}
 _UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
 
 
@@ -71,9 +82,11 @@ def moe_permute_and_pad_with_probs(
     """(rows, probabilities, row_id_map, pad_offsets, padded_tokens_per_expert): each expert's rows are filled
     up with zeros to a multiple of ``align_size``.
 
-    ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host. ``row_id_map``
-    does not know of the padding: ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,),
-    the rows of padding before each expert.
+    ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host, for which
+    ``token_dispatch`` has no need. ``row_id_map`` does not know of the padding: ``moe_unpermute`` takes it
+    together with ``pad_offsets``, int64 (experts,), the rows of padding before each expert.
+
+    Raises ShapeError, FormatError, and on the CPU ArgumentError for other numbers of tokens than the mask's.
     """
     op = "moe_permute_and_pad_with_probs"
     if not torch.compiler.is_compiling():
@@ -84,6 +97,8 @@ def moe_permute_and_pad_with_probs(
     if align_size < 1:
         raise ShapeError(op, "align_size", align_size, "at least 1")
     counts = tokens_per_expert.to(inp.device, torch.int64)
+    if _looked_at(inp) and not torch.equal(counts, own := (routing_map != 0).sum(0)):
+        raise ArgumentError(op, "tokens_per_expert", counts.tolist(), f"the mask's {own.tolist()}")
     padded = (counts + align_size - 1) // align_size * align_size
     fill = padded - counts
     pad_offsets = fill.cumsum(0) - fill
@@ -91,6 +106,82 @@ def moe_permute_and_pad_with_probs(
     row_id_map = _map_of_mask(op, routing_map, filled)
     whole = _padded(row_id_map, pad_offsets, rows)
     return *_permute_with_probs(inp, probs, whole), row_id_map, pad_offsets, padded
+
+
+def token_dispatch(
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int,
+    probs: Tensor | None = None,
+    align_size: int | None = None,
+    num_experts: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, None, Tensor]:
+    """(rows by expert, their probabilities or None, row_id_map, None, tokens_per_expert), with as many rows
+    as can be needed: nothing is read on the host, so that a CUDA graph can hold the call. The same as in JAX.
+
+    * ``inp``: float32, bfloat16 or float16 (tokens, hidden).
+    * ``routing_map``: a mask, bool or integer (tokens, experts), not 0 where the token goes to the expert;
+      with ``num_experts`` indices, integer (tokens, topk), those out of [0, num_experts) none. Rows of an
+      expert keep the order of their tokens.
+    * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
+      ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
+      rows as that can need: num_out_tokens + experts (align_size - 1), rounded down to a multiple.
+    * ``probs``: floating (tokens, experts), or (tokens, topk) for indices; they go along.
+
+    row_id_map: int32 (rows, 2), what ``moe_unpermute`` takes, padding with it, so that there are no
+    ``pad_offsets``; tokens_per_expert: int32 (experts,), padding with them: the ``m_splits`` of
+    ``GroupedLinear(use_grouped_tensor=True)``. Differentiable in inp and probs. Raises ShapeError,
+    FormatError and ArgumentError.
+    """
+    op = "token_dispatch"
+    if not torch.compiler.is_compiling():
+        check(op, _DISPATCHED, locals())
+    _check(op, inp, routing_map, probs)
+    routing = (routing_map != 0).to(torch.uint8) if num_experts is None else routing_map.to(torch.int32)
+    sizes = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
+    made = apply(expert_rows, spec_for("ExpertRowsSpec", *sizes), {"routing": routing})
+    inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
+    out = apply(permute, spec_for("PermuteSpec", probs is not None), inputs)
+    return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def grouped_dense(
+    x: Tensor,
+    kernel: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    layout: str = "io",
+    slots: int = 0,
+    *,
+    name: str | None = None,
+) -> Tensor:
+    """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
+    0, and what lies there in x, and in y's gradient, counts in no scale. The product of ``GroupedLinear``
+    with sizes on the device, of one parameter.
+
+    * ``x``: float32, bfloat16 or float16 (M, K), rows of group 0 first; ``kernel``: (E, K, N), or with
+      ``layout`` "oi" (E, N, K); ``bias``: (E, N) or None; all of one dtype.
+    * ``group_sizes``: integer (E,), not looked at. What they claim beyond M does not count.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
+    * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
+
+    FP8 under ``autocast``, with recipes whose scales follow from the data. Differentiable in x, kernel and
+    bias. Returns (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
+    """
+    op = "grouped_dense"
+    if not torch.compiler.is_compiling():
+        check(op, _GROUPED, locals())
+    if kernel.ndim != 3:
+        raise ShapeError(op, "kernel", shown(kernel), "(experts, in, out), or as layout says")
+    if group_sizes.shape != kernel.shape[:1] or group_sizes.is_floating_point() or group_sizes.is_complex():
+        raise ShapeError(op, "group_sizes", shown(group_sizes), f"integers of shape ({kernel.shape[0]},)")
+    sizes, layer = group_sizes.to(x.device, torch.int32), ("GroupedLinear", name or "")
+    arguments = x, sizes, kernel, bias, layer, layout, op, slots
+    if torch.compiler.is_compiling():
+        return expert_product(*arguments)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        return expert_product(*arguments)
 
 
 def moe_unpermute(
@@ -145,9 +236,9 @@ def moe_unpermute(
         if pad_offsets.shape != (experts,) or pad_offsets.dtype is not torch.int64:
             returned = "what moe_permute_and_pad_with_probs returned, int64 (experts,)"
             raise ShapeError(op, "pad_offsets", shown(pad_offsets), returned)
-        looked_at = inp.device.type == "cpu" and not torch.compiler.is_compiling()
-        most = int(pad_offsets.max()) if experts and looked_at else 0
-        if rows < row_id_map.size(0) + most:
+        most = int(pad_offsets.max()) if experts and _looked_at(inp) else 0
+        # compiled, neither number need be known
+        if not torch.compiler.is_compiling() and rows < row_id_map.size(0) + most:
             raise ShapeError(op, "inp", f"{rows} rows", f"{wanted}, and their padding")
         row_id_map = _padded(row_id_map, pad_offsets, rows)
     elif rows != row_id_map.size(0):
@@ -173,7 +264,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     """``inp`` cut into chunks of ``split_sizes`` rows, put together again in the order ``sorted_index``.
 
     ``inp``: (rows, hidden); ``split_sizes``: integer (chunks,), adding up to rows; ``sorted_index``: integer
-    (chunks,), a permutation.
+    (chunks,), a permutation. Raises ShapeError and FormatError, of values where both lie on the CPU.
     """
     if not torch.compiler.is_compiling():
         check("moe_sort_chunks_by_index", CALLED, locals())
@@ -194,6 +285,11 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 # --- maps ---------------------------------------------------------------------------------------------------
+
+
+def _looked_at(tensor: Tensor) -> bool:
+    """Whether values are there without waiting for a device."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
@@ -258,9 +354,8 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
         raise ShapeError(op, "sorted_index", tuple(sorted_index.shape), wanted)
     rows = inp.size(0)
-    looked_at = split_sizes.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looked_at and (whole := int(split_sizes.sum())) != rows:
-        raise ShapeError(op, "split_sizes", f"{whole} rows together", f"{rows}, the rows of inp")
+    if _looked_at(split_sizes) and _looked_at(sorted_index):
+        want_chunks(op, ("split_sizes", "sorted_index"), split_sizes.tolist(), sorted_index.tolist(), rows)
     sizes, order = (t.to(inp.device, torch.int64) for t in (split_sizes, sorted_index))
     starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
     moved = starts - (sorted_sizes.cumsum(0) - sorted_sizes)

@@ -105,9 +105,9 @@ def fused_moe_aux_loss(
 ) -> Tensor:
     """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype.
 
-    ``probs``: float32, bfloat16 or float16 (tokens, E); ``tokens_per_expert``: int32, int64 or floating (E,);
-    ``total_num_tokens``: T, an int, or an int64 tensor of one element, which is read on the device.
-    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    ``probs``: float32, bfloat16 or float16 (tokens, E), with E = ``num_experts``; ``tokens_per_expert``:
+    int32, int64 or floating (E,); ``total_num_tokens``: T, an int, or an int64 tensor of one element, which
+    is read on the device. Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
     op = "moe_aux_loss"
     if not torch.compiler.is_compiling():
@@ -121,7 +121,8 @@ def fused_moe_aux_loss(
             )
         inputs["total"] = total.reshape(1)
     inputs["counts"] = counts.float() if counts.is_floating_point() else counts
-    factor = ops.aux_loss_factor(op, total_num_tokens, num_experts, topk, coeff, total is not None)
+    numbers = total_num_tokens, num_experts, topk, coeff
+    factor = ops.aux_loss_factor(op, tuple(probs.shape), *numbers, total is not None)
     return apply(ops.moe_aux_loss, spec_for("AuxLossSpec", factor), inputs)["loss"].reshape(())
 
 

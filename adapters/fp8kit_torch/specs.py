@@ -97,11 +97,12 @@ def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str, 
 
 
 @constant_result
-def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[str, str]) -> str:
-    """The text of an ``ExpertLinearSpec`` of these first fields under a recipe, by its parts, for a ``layer``
-    of that class and name."""
+def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[str, str], slots: int) -> str:
+    """The text of an ``ExpertLinearSpec`` of these first fields and ``slots`` under a recipe, by its parts,
+    for a ``layer`` of that class and name."""
     own = layer_recipe(recipe, layer)
-    return encode(spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization))
+    fp8 = None if own is None else own.quantization
+    return encode(spec_object("ExpertLinearSpec", *fields, fp8, slots))
 
 
 @constant_result

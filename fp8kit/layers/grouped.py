@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arguments import integer, listed, without_unknown
+from fp8kit.arguments import choice, integer, listed, shown, without_unknown
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ShapeError
-from fp8kit.layers.base import Init, Layer, child_name
+from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.layers.base import Init, Layer, child_name, picked
 from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
@@ -19,6 +19,8 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.scale_rows import scale_rows
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
+
+_ACTIVATIONS = tuple(name for name, row in ALL.items() if not row.learned)  # of GroupedMLP
 
 
 class GroupedLinearBase(FP8Layer):
@@ -99,8 +101,8 @@ class GroupedMLP(Layer):
     mixture. p: the probabilities of the rows, where they are given.
 
     * ``num_gemms``: number of groups E. ``hidden_size`` H, ``ffn_hidden_size`` F.
-    * ``bias``: whether there are any. ``activation``: as ``LayerNormMLP``'s, without learned numbers; of a
-      gated one, such as "swiglu", fc1 has 2 F output features.
+    * ``bias``: whether there are any. ``activation``: as ``LayerNormMLP``'s, but for "xielu", whose numbers
+      are learned; of a gated one, such as "swiglu", fc1 has 2 F output features.
     * ``init_method``, ``output_layer_init_method``: fill the weights of fc1 and of fc2; None is normal(0,
       0.023). ``params_dtype``, ``device``, ``name``: as ``Linear``'s; the parts are NAME.fc1 and NAME.fc2.
 
@@ -124,13 +126,17 @@ class GroupedMLP(Layer):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        a = self.checked(locals())
+        self.add_parts(locals())
+
+    def add_parts(self, arguments: Mapping[str, Any], further: str = "") -> None:
+        """Make the parts that the constructor's arguments (its ``locals()``) say; names of ``further`` ones
+        that both take."""
+        choice("GroupedMLP", "activation", arguments["activation"], _ACTIVATIONS)
+        a = self.checked(arguments)
         row = ALL[a.activation]
-        if row.learned:
-            raise ShapeError("GroupedMLP", "activation", repr(a.activation), "one without learned numbers")
         self.activation, self.num_gemms, self.hidden_size = a.activation, a.num_gemms, a.hidden_size
         self.features = a.ffn_hidden_size * row.parts
-        more = {"bias": a.bias, "params_dtype": a.params_dtype, "device": a.device}
+        more = picked(a, f"bias params_dtype device {further}")
         self.fc1 = self.frontend.GroupedLinear(
             a.num_gemms,
             a.hidden_size,
@@ -155,31 +161,65 @@ class GroupedMLP(Layer):
         m_splits: Any,
         probs: Any = None,
         is_first_microbatch: bool | None = None,
+        tokens_per_expert: Any = None,
         **unknown: Any,
     ) -> Any:
         """``inp``: h (rows, H), groups of ``m_splits`` rows one after the other (as ``GroupedLinear`` takes
         them); ``probs``: h (rows,), of any type, or None: the hidden activations are multiplied by them, so
         that what is combined needs no further factor. Differentiable in both.
 
+        ``tokens_per_expert``, without probs: how many rows of each group are tokens, as ``m_splits``; the
+        rest is padding, whose hidden activations become 0. Else they are act(b1) with a bias, and change the
+        scales of fc2's input. (With probs they are 0 where padding's probabilities are.)
+
         Returns h (rows, H). ShapeError, FormatError for what does not fit.
         """
         if unknown:
             self.refuse_names(unknown)
+        return self.compute(inp, m_splits, probs, is_first_microbatch, tokens_per_expert)
+
+    def compute(
+        self,
+        inp: Any,
+        m_splits: Any,
+        probs: Any,
+        is_first_microbatch: bool | None,
+        tokens_per_expert: Any,
+        into: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+    ) -> Any:
+        """``forward``; ``into``: further arguments of fc1's and of fc2's call."""
         x = self.as_input("inp", inp, self.hidden_size)
-        hidden = self.fc1(x, m_splits, is_first_microbatch)
+        hidden = self.fc1(x, m_splits, is_first_microbatch, **into[0])
+        if tokens_per_expert is not None:
+            if probs is not None:
+                wanted = "None with probs, which are 0 in rows of padding"
+                raise ArgumentError("GroupedMLP", "tokens_per_expert", shown(tokens_per_expert), wanted)
+            probs = self.token_rows(hidden, m_splits, tokens_per_expert)
         spec = self.spec_for("ActivationSpec", self.activation, self.features)
         hidden = self.call(activation_operation, spec, {"x": hidden})["y"]
         if probs is not None:
             weights = self.as_input("probs", probs)
             spec = self.spec_for("ScaleRowsSpec", hidden.shape[-1])
             hidden = self.call(scale_rows, spec, {"x": hidden, "probs": weights})["y"]
-        return self.fc2(hidden, m_splits, is_first_microbatch)
+        return self.fc2(hidden, m_splits, is_first_microbatch, **into[1])
+
+    def token_rows(self, x: Any, m_splits: Any, tokens_per_expert: Any) -> Any:
+        """(rows of x,), of x's dtype: 1 for the first rows of each group, as many as are tokens, 0 for its
+        padding. ShapeError for other counts."""
+        raise NotImplementedError
 
 
-def host_sizes(operation: str, values: Any) -> list[int]:
+def host_sizes(operation: str, values: Any, name: str = "m_splits") -> list[int]:
     """Numbers of rows, of a list or an array on the host. ArgumentError for anything else."""
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         values = values.tolist()
-    return [
-        integer(operation, "m_splits", n, 0, 2**31 - 1) for n in listed(operation, "m_splits", values, "ints")
-    ]
+    return [integer(operation, name, n, 0, 2**31 - 1) for n in listed(operation, name, values, "ints")]
+
+
+def want_tokens(counts: Sequence[int], sizes: Sequence[int]) -> None:
+    """ShapeError where ``counts`` are not as many as ``sizes``, each at most the size."""
+    fit = len(counts) == len(sizes) and all(n <= size for n, size in zip(counts, sizes, strict=True))
+    if not fit:
+        raise ShapeError(
+            "GroupedMLP", "tokens_per_expert", list(counts), f"at most m_splits {list(sizes)} each"
+        )

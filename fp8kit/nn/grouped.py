@@ -9,9 +9,9 @@ import numpy as np
 
 from fp8kit import layers
 from fp8kit.arrays import ArrayView
-from fp8kit.autograd import Tensor
+from fp8kit.autograd import Tensor, tensor
 from fp8kit.layers.base import Init
-from fp8kit.layers.grouped import host_sizes
+from fp8kit.layers.grouped import host_sizes, want_tokens
 from fp8kit.nn.fp8 import Fp8Module
 from fp8kit.nn.layer import NativeLayer
 
@@ -52,10 +52,22 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         those of ``m_splits``.
         """
         x = self.as_input("inp", inp, self.in_features)
-        sizes = host_sizes("GroupedLinear", m_splits.numpy() if isinstance(m_splits, Tensor) else m_splits)
+        sizes = _numbers("GroupedLinear", "m_splits", m_splits)
         self.check_options(is_first_microbatch)
         return self.multiply(x, sizes, is_first_microbatch)
 
 
 class GroupedMLP(layers.GroupedMLP, NativeLayer):
     __doc__ = layers.GroupedMLP.__doc__
+
+    def token_rows(self, x: Any, m_splits: Any, tokens_per_expert: Any) -> Tensor:
+        sizes = _numbers("GroupedMLP", "m_splits", m_splits)
+        counts = _numbers("GroupedMLP", "tokens_per_expert", tokens_per_expert)
+        want_tokens(counts, sizes)
+        own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
+        return tensor(np.concatenate(own).astype(np.float32), device=x.device)
+
+
+def _numbers(operation: str, name: str, values: Any) -> list[int]:
+    """Numbers of rows, of a list, an array or a tensor, which is read on the host."""
+    return host_sizes(operation, values.numpy() if isinstance(values, Tensor) else values, name)

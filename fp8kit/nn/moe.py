@@ -18,14 +18,16 @@ from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
-from fp8kit.ops.expert_linear import expert_linear
-from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear
+from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
+from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "grouped_dense",
+    "scaled_swiglu",
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",
@@ -81,19 +83,19 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
-    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: h (1,) like probs (Switch
-    Transformer, Fedus et al. 2021).
+    """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype
+    (Switch Transformer, Fedus et al. 2021).
 
-    ``probs``: h (tokens, E); ``tokens_per_expert``: int32, int64 or float32 (E,); ``total_num_tokens``: T.
-    Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
+    ``probs``: h (tokens, E), with E = ``num_experts``; ``tokens_per_expert``: int32, int64 or float32 (E,);
+    ``total_num_tokens``: T. Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
     x, counts = (
         as_tensor("moe_aux_loss", "probs", probs),
         as_tensor("moe_aux_loss", "tokens_per_expert", tokens_per_expert),
     )
-    factor = ops.aux_loss_factor("moe_aux_loss", total_num_tokens, num_experts, topk, coeff)
+    factor = ops.aux_loss_factor("moe_aux_loss", x.shape, total_num_tokens, num_experts, topk, coeff)
     spec = spec_object("AuxLossSpec", factor)
-    return apply(ops.moe_aux_loss, spec, {"probs": x, "counts": counts})["loss"]
+    return apply(ops.moe_aux_loss, spec, {"probs": x, "counts": counts})["loss"].reshape(())
 
 
 def token_dispatch(
@@ -121,7 +123,7 @@ def token_dispatch(
         as_tensor("token_dispatch", "inp", inp),
         as_tensor("token_dispatch", "routing_map", routing_map),
     )
-    experts, rows, align = dispatch_rows(routing, num_out_tokens, align_size, num_experts)
+    experts, rows, align = dispatch_rows(x, routing, num_out_tokens, align_size, num_experts)
     made = apply(expert_rows, spec_object("ExpertRowsSpec", experts, rows, align), {"routing": routing})
     inputs = {"x": x, "row_map": made["row_map"]}
     if probs is not None:
@@ -131,15 +133,24 @@ def token_dispatch(
 
 
 def grouped_dense(
-    x: Any, kernel: Any, group_sizes: Any, bias: Any = None, layout: str = "io", *, name: str | None = None
+    x: Any,
+    kernel: Any,
+    group_sizes: Any,
+    bias: Any = None,
+    layout: str = "io",
+    slots: int = 0,
+    *,
+    name: str | None = None,
 ) -> Tensor:
     """y[r] = x[r] kernel[e] + bias[e] for the rows r of group e; rows of no group, behind the last one's, are
-    0.
+    0, and what lies there in x, and in y's gradient, counts in no scale.
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or with ``layout`` "oi" (E, N, K), as
       weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
       count.
+    * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
+      as in decoding; M is then E * slots.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
 
     The autocast in force says how operands are quantised: recipes whose scales follow from the data, per
@@ -150,6 +161,7 @@ def grouped_dense(
     if inspection.inspector is not None:
         inspection.inspector.unseen(name or "GroupedLinear")
     choice(op, "layout", layout, ("io", "oi"))
+    slots = integer(op, "slots", slots, 0, 2**31 - 1)
     if not (name is None or isinstance(name, str)):
         raise ArgumentError(op, "name", shown(name), "a text or None")
     weight = as_tensor(op, "kernel", kernel)
@@ -167,9 +179,22 @@ def grouped_dense(
         fp8 = None if own is None else own.quantization
     sides = shape[1:] if layout == "io" else shape[:0:-1]
     inspection.unseen(name or op)
-    with on_behalf_of(op, weight="kernel"):
-        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8)
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8, slots)
         return apply(expert_linear, spec, inputs)["y"]
+
+
+def scaled_swiglu(inp: Any, probs: Any) -> Tensor:
+    """SwiGLU whose rows are multiplied by probabilities (Transformer Engine's ScaledSwiGLU): silu(gate) up of
+    ``inp`` h (..., 2 F), the gate's half first, rounded to its dtype, times ``probs``, h of any type, of
+    inp's shape without the last dimension. Returns h (..., F). Differentiable in both. Raises ShapeError and
+    FormatError."""
+    op = "scaled_swiglu"
+    x, weights = as_tensor(op, "inp", inp), as_tensor(op, "probs", probs)
+    features = want_row_probs(op, x.shape, weights.shape)
+    spec = spec_object("ScaledActivationSpec", "swiglu", features)
+    with on_behalf_of(op, x="inp"):
+        return apply(scaled_activation, spec, {"x": x, "probs": weights.reshape(-1)})["y"]
 
 
 def token_combine(
@@ -205,10 +230,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> Ten
         [integer(op, name, n, 0, 2**31 - 1) for n in listed(op, name, values, "a list of ints")]
         for name, values in named.items()
     )
-    if sum(sizes) != x.shape[0]:
-        raise ShapeError(op, "split_sizes", f"{sum(sizes)} rows together", f"{x.shape[0]}, the rows of inp")
-    if sorted(order) != list(range(len(sizes))):
-        raise ShapeError(op, "sorted_indices", order, f"a permutation of {len(sizes)} chunks")
+    want_chunks(op, ("split_sizes", "sorted_indices"), sizes, order, x.shape[0])
     chunks = np.split(np.arange(x.shape[0], dtype=np.int32), np.cumsum(sizes)[:-1])
     rows = np.concatenate([chunks[i] for i in order]) if sizes else np.zeros(0, np.int32)
     row_map = tensor(np.stack((rows, np.zeros_like(rows)), 1), device=x.device)

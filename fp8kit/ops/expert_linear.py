@@ -21,6 +21,8 @@ from fp8kit.ops.product_quantized import pad
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
+# what functions that have arguments of their own call those of the operation, for ``errors.on_behalf_of``
+EXPERT_ARGUMENTS = {"weight": "kernel", "inp": "x", "m_splits": "group_sizes"}
 _TILES = ("tensor", "row", "block_1x128", "block_128x128")
 
 
@@ -115,18 +117,18 @@ class _Operand(NamedTuple):
         of = self.name if self.rule.granularity == "tensor" else f"{self.name}_{side}"
         return ws.scratch[f"{self.name}_{side}"], ws.scratch[f"{of}_inv"]
 
-    def cast(self, ws: WorkingSet, x: ArrayView) -> None:
-        """Write the codes and scales of x, every side."""
+    def cast(self, ws: WorkingSet, x: ArrayView, slots: int) -> None:
+        """Write the codes and scales of x, every side. Rows of no group change no scale of another row."""
         x = x.reshape(max(self.groups, 1), self.rows, self.columns)
         if self.rule.granularity == "row":
             for side in self.sides:
-                self._cast_rows(ws, x if side == "q" else x.transpose(0, 2, 1), side)
+                self._cast_rows(ws, x, side, slots)
         elif self.rule.granularity == "tensor":
-            self._cast_tensors(ws, x)
+            self._cast_tensors(ws, x, slots)
         else:
-            self._cast_blocks(ws, x)
+            self._cast_blocks(ws, x, slots)
 
-    def _cast_blocks(self, ws: WorkingSet, x: ArrayView) -> None:
+    def _cast_blocks(self, ws: WorkingSet, x: ArrayView, slots: int) -> None:
         own, views = self.rule, list[ArrayView | None]()
         for side in ("q", "qt"):
             views += self.side(ws, side) if side in self.sides else (None, None)
@@ -137,10 +139,12 @@ class _Operand(NamedTuple):
             ws.kernels.block_quantize(x.rows(), *whole, *how)
         elif self.groups:
             ws.kernels.block_quantize_stack(x, *views, *how)
-        else:
+        elif self.sides == ("q",) and own.tile[0] == 1:  # no scale is of two rows
             ws.kernels.block_quantize(x.rows(), *views, *how)
+        else:
+            ws.kernels.block_quantize_groups(x.rows(), *views, ws.inputs["group_sizes"], slots, *how)
 
-    def _cast_tensors(self, ws: WorkingSet, x: ArrayView) -> None:
+    def _cast_tensors(self, ws: WorkingSet, x: ArrayView, slots: int) -> None:
         """Cast each matrix by a scale of its own, both sides at once. Backward takes the amaxes that forward
         has saved (``_amaxes``)."""
         own, k, stream = self.rule, ws.kernels, ws.stream
@@ -152,7 +156,10 @@ class _Operand(NamedTuple):
         amax = amax if saved is None else saved
         if saved is None or kind == "fprop":
             arrays.provider(x.device).fill_zero(amax, stream)
-            k.amax(whole, amax, tile, stream)
+            if self.groups:
+                k.amax(whole, amax, tile, stream)
+            else:
+                k.group_amax(whole, amax, ws.inputs["group_sizes"], tile, slots, stream)
         dense = pad(self.rows) == self.rows and pad(self.columns) == self.columns
         if not self.groups:
             to = Cast(own.format, q, q_t, None, inverse, amax, Rule(own.power_2, own.epsilon))
@@ -164,19 +171,24 @@ class _Operand(NamedTuple):
         else:
             k.quantize_stack(x, q, q_t, amax, inverse, own.format, own.power_2, own.epsilon, stream)
 
-    def _cast_rows(self, ws: WorkingSet, x: ArrayView, side: str) -> None:
-        """Cast the rows of matrices of any strides, each row by its own scale."""
+    def _cast_rows(self, ws: WorkingSet, x: ArrayView, side: str, slots: int) -> None:
+        """Cast the rows of matrices, or of their transposes, each row by its own scale."""
         own, k, stream, name = self.rule, ws.kernels, ws.stream, f"{self.name}_{side}"
         padded, amax, scale, codes, inverse = (
             ws.scratch[f"{name}{part}"] for part in ("_padded", "_amax", "_scale", "", "_inv")
         )
         for zeros in (padded, amax):
             arrays.provider(x.device).fill_zero(zeros, stream)
-        (_, rows, columns), (count, height, width) = x.shape, padded.shape
-        k.copy(x, padded.slice(1, 0, rows).slice(2, 0, columns), stream)
+        lying = x if side == "q" else x.transpose(0, 2, 1)
+        (_, rows, columns), (count, height, width) = lying.shape, padded.shape
+        k.copy(lying, padded.slice(1, 0, rows).slice(2, 0, columns), stream)
         matrix, q = (each.reshape(count * height, width) for each in (padded, codes))
         tile = 1, max(width, 1)
-        k.amax(matrix, amax, tile, stream)
+        if self.groups or side == "q":
+            k.amax(matrix, amax, tile, stream)
+        else:
+            of_columns = (max(self.rows, 1), 1), slots
+            k.group_amax(x.rows(), amax.slice(0, 0, rows), ws.inputs["group_sizes"], *of_columns, stream)
         k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
         k.quantize(matrix, q, scale, inverse, None, own.format, tile, True, 0, 0, None, stream)
 
@@ -206,7 +218,8 @@ class _Gemm(NamedTuple):
 
 
 class ExpertLinear(Operation):
-    """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too.
+    """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too, and
+    which count in no scale of x's and of y's gradient.
 
     Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None.
     Output: y h (..., N). Gradients of x, weight and bias. x and the weight are kept as they are, and backward
@@ -294,7 +307,7 @@ class ExpertLinear(Operation):
         """Cast what a pass multiplies, by operand."""
         for operand in plan.extra[1].values():
             if operand.name.startswith("fprop") is forward:
-                operand.cast(ws, given[operand.name[-1]])
+                operand.cast(ws, given[operand.name[-1]], plan.spec.slots)
 
     def _multiply(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fp8kit.arguments import integer, is_integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ArgumentError, ShapeError
@@ -48,13 +50,18 @@ class ExpertRowsSpec:
 
 
 def dispatch_rows(
-    routing: Any, num_out_tokens: Any, align_size: Any, num_experts: Any
+    x: Any, routing: Any, num_out_tokens: Any, align_size: Any, num_experts: Any
 ) -> tuple[int, int, int]:
-    """(experts, rows, align) of the map of ``routing``, a mask or indices; with an ``align_size`` as many
-    rows as it can need. ShapeError, ArgumentError for what they may not be."""
+    """(experts, rows, align) of the map of ``routing``, a mask or indices for the tokens of x; with an
+    ``align_size`` as many rows as it can need. ShapeError, ArgumentError for what they may not be."""
     op, is_mask = "token_dispatch", getattr(routing.dtype, "name", routing.dtype) != "int32"
     if len(routing.shape) != 2:
         raise ShapeError(op, "routing_map", f"shape {tuple(routing.shape)}", "(tokens, experts or topk)")
+    if len(x.shape) != 2:
+        raise ShapeError(op, "inp", f"shape {tuple(x.shape)}", "(tokens, hidden)")
+    if routing.shape[0] != x.shape[0]:
+        wanted = f"{x.shape[0]}, as inp"
+        raise ShapeError(op, "routing_map", f"{routing.shape[0]} tokens", wanted)
     other = num_experts is not None and not (is_integer(num_experts) and num_experts == routing.shape[1])
     if is_mask and other:
         raise ArgumentError(
@@ -64,6 +71,18 @@ def dispatch_rows(
     rows = integer(op, "num_out_tokens", num_out_tokens, 0, 2**31 - 1)
     align = 1 if align_size is None else integer(op, "align_size", align_size, 1, 2**31 - 1)
     return experts, (rows + experts * (align - 1)) // align * align, align
+
+
+def want_chunks(operation: str, names: tuple[str, str], sizes: Any, order: Any, rows: int) -> None:
+    """ShapeError for sizes of chunks, by the first name, that are negative or do not sum to ``rows``, and for
+    an order that is no permutation of them; both are sequences, or arrays on the host."""
+    counts, places = (np.asarray(values).tolist() for values in (sizes, order))
+    if any(n < 0 for n in counts):
+        raise ShapeError(operation, names[0], shown(counts), "numbers of rows, at least 0")
+    if sum(counts) != rows:
+        raise ShapeError(operation, names[0], f"{sum(counts)} rows together", f"{rows}, the rows of inp")
+    if sorted(places) != list(range(len(counts))):
+        raise ShapeError(operation, names[1], shown(places), f"a permutation of {len(counts)} chunks")
 
 
 class _ByMap(Operation):

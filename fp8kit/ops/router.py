@@ -146,11 +146,19 @@ class AuxLoss(Operation):
 
 
 def aux_loss_factor(
-    operation: str, total: Any, num_experts: Any, topk: Any, coeff: Any, is_array: bool = False
+    operation: str,
+    probs: tuple[int, ...],
+    total: Any,
+    num_experts: Any,
+    topk: Any,
+    coeff: Any,
+    is_array: bool = False,
 ) -> float:
-    """coeff * E / topk / total^2, without the total where that ``is_array``. ArgumentError for numbers out of
-    their range."""
+    """coeff * E / topk / total^2, without the total where that ``is_array``; ``probs``: their shape.
+    ArgumentError for numbers out of their range, and an E that is not the last dimension of probs."""
     experts, k = integer(operation, "num_experts", num_experts, 1), integer(operation, "topk", topk, 1)
+    if probs and experts != probs[-1]:
+        raise ArgumentError(operation, "num_experts", experts, f"{probs[-1]}, the last dimension of probs")
     factor = number(operation, "coeff", coeff, least=-float("inf")) * experts / k
     return factor if is_array else factor / integer(operation, "total_num_tokens", total, 1) ** 2
 
@@ -184,6 +192,9 @@ def router_fields(
     score = choice("router", "score_function", score_function, SCORES)
     if not groups and kept:
         raise ArgumentError("router", "num_groups", num_groups, f"a number of groups, with group_topk {kept}")
+    if groups and not kept:
+        wanted = f"how many groups are kept, with num_groups {groups}"
+        raise ArgumentError("router", "group_topk", group_topk, wanted)
     return shape[-1], k, score, pre, groups, kept, factor, dense
 
 

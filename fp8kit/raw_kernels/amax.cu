@@ -1,6 +1,7 @@
 // The largest magnitude of a matrix, whole and by tiles.
 //
 // functions: amax_tensor (amax, quantize, fp8_attention_bwd), amax_tiles (amax, quantize)
+// functions: amax_groups (group_amax)
 // variants: T=f32,bf16,f16,f64
 #include "rows.cuh"
 
@@ -58,4 +59,41 @@ amax_tiles(const T* x, float* amax, i64 rows, i64 columns, i64 tile_rows, i64 ti
     top = warp_max(top);
     if (lane == 0) atomic_amax(amax + tile, top);
   }
+}
+
+// amax over the rows of groups, of all columns into amax[0], or of each by itself. A block takes `chunk` rows
+// of 8 * `across` columns, `across` threads a row: a power of two.
+extern "C" __global__ void __launch_bounds__(256)
+amax_groups(const T* x, float* amax, const i32* sizes, i64 groups, i64 rows, i64 columns, i64 slots,
+            i64 across, i64 chunk, i64 by_column) {
+  __shared__ float shared[32];
+  const Live live = live_rows(sizes, groups, rows, slots);
+  const i64 panels = ceil_div(columns, 8 * across), from = blockIdx.x / panels * chunk;
+  const i64 column = (blockIdx.x % panels * across + threadIdx.x % across) * 8, apart = 256 / across;
+  const i64 end = min64(from + chunk, live.end);
+  const int valid = columns_left(column, columns);
+  const bool wide = rows_aligned<16>(x, columns);
+  float most[8] = {};
+  for (i64 row = from + threadIdx.x / across; row < end; row += apart * AHEAD) {
+    Eight<T> in[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const i64 own = row + k * apart;
+      in[k] = own < end && live(own) ? read8(x + own * columns + column, valid, wide) : Eight<T>{};
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most[i] = amax_of(most[i], value(in[k], i));
+  }
+  if (by_column) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < valid && most[i] > 0.0f) atomic_amax(amax + column + i, most[i]);
+    return;
+  }
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) top = fmaxf(top, most[i]);
+  block_amax(amax, top, shared);
 }

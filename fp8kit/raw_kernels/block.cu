@@ -1,9 +1,8 @@
 // Current scaling by blocks of 128: a matrix and its transpose, each cast with its own scales, in one pass.
 //
-// functions: block_quantize (block_quantize, fp8_gemm_lines), block_quantize_stack
+// functions: block_quantize (block_quantize, fp8_gemm_lines), block_quantize_stack, block_quantize_groups
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
-#include "fp8.cuh"
-#include "scale.cuh"
+#include "rows.cuh"
 
 // a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
 constexpr int B = 128, E = 8;
@@ -20,8 +19,8 @@ struct Shared {
 // squares that cover x; either may be null, together with its scales. square: a square has one scale, else
 // 128 neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to
 // 4), else (across, q_rows); likewise for q_t. The block's square is that of number ``tile``, squares across
-// first.
-DEVICE void cast_square(Shared& shared, i64 tile, const T* x, u8* q, float* scale_inv, u8* q_t,
+// first. Rows that are not live count as zeros.
+DEVICE void cast_square(Shared& shared, i64 tile, Live live, const T* x, u8* q, float* scale_inv, u8* q_t,
                         float* scale_inv_t, i64 rows, i64 columns, i64 q_rows, i64 qt_rows, i64 square,
                         f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2) {
   auto& transposed = shared.transposed;
@@ -39,12 +38,12 @@ DEVICE void cast_square(Shared& shared, i64 tile, const T* x, u8* q, float* scal
 #pragma unroll
   for (int r = 0; r < E; ++r) {
     const T* from = x + (row + r) * columns + column;
-    if (wide && row + r < rows) {
+    if (wide && live(row + r)) {
       load_bytes<E * sizeof(T)>(from, raw[r]);
     } else {
 #pragma unroll
       for (int c = 0; c < E; ++c)
-        raw[r][c] = row + r < rows && column + c < columns ? from[c] : from_float<T>(0.0f);
+        raw[r][c] = live(row + r) && column + c < columns ? from[c] : from_float<T>(0.0f);
     }
   }
 
@@ -143,8 +142,8 @@ block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t,
                i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
                i64 power_2) {
   __shared__ Shared shared;
-  cast_square(shared, blockIdx.x, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows, square,
-              fp8_max, epsilon, value_for_inf, power_2);
+  cast_square(shared, blockIdx.x, Live{rows}, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows,
+              qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
 }
 
 // Matrices one after the other, in x and in all that is written: a matrix has `scales` scales for q and
@@ -158,6 +157,17 @@ block_quantize_stack(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_
   const u32 squares = (u32)(across * down), matrix = blockIdx.x / squares;
   if (q != nullptr) q += matrix * q_rows * across * B, scale_inv += matrix * scales;
   if (q_t != nullptr) q_t += matrix * qt_rows * down * B, scale_inv_t += matrix * scales_t;
-  cast_square(shared, blockIdx.x % squares, x + matrix * rows * columns, q, scale_inv, q_t, scale_inv_t, rows,
-              columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
+  cast_square(shared, blockIdx.x % squares, Live{rows}, x + matrix * rows * columns, q, scale_inv, q_t,
+              scale_inv_t, rows, columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
+}
+
+// `block_quantize`, in which rows of no group count as zeros.
+extern "C" __global__ void __launch_bounds__(256)
+block_quantize_groups(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
+                      i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
+                      i64 power_2, const i32* sizes, i64 groups, i64 slots) {
+  __shared__ Shared shared;
+  const Live live = live_rows(sizes, groups, rows, slots);
+  cast_square(shared, blockIdx.x, live, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows,
+              square, fp8_max, epsilon, value_for_inf, power_2);
 }

@@ -42,6 +42,11 @@ template <> __device__ __forceinline__ f16 from_float<f16>(float x) {
 }
 
 // The value that x has once it is stored as an X.
+// The largest finite value of a type.
+template <typename X> struct Largest { static constexpr float value = 3.40282347e38f; };
+template <> struct Largest<bf16> { static constexpr float value = 3.38953139e38f; };
+template <> struct Largest<f16> { static constexpr float value = 65504.0f; };
+
 template <typename X> DEVICE float rounded(float x) { return to_float(from_float<X>(x)); }
 
 // --- vector access -----------------------------------------------------------------------------------------
@@ -198,6 +203,13 @@ DEVICE int lane() { return threadIdx.x % 32; }
 // `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE i64 step() { return (i64)gridDim.x * blockDim.x; }
+
+// Four matrices of 8 x 8 elements of 16 bits from shared memory: lane l says where row l % 8 of matrix l / 8
+// is, and gets those of row l / 4 at columns 2 (l % 4) and + 1 of each.
+DEVICE void load_matrices(u32 from, u32 (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+}
 
 // --- lists of tensors --------------------------------------------------------------------------------------
 // A launch over several tensors takes a table of them by value; tensor t's blocks are

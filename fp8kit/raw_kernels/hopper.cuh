@@ -172,17 +172,10 @@ DEVICE void store_words_shared(u32 to, const u32 (&words)[4]) {
                : "memory");
 }
 // Four matrices of 8 x 8 elements of 16 bits: lane l has those of row l / 4 at columns 2 (l % 4) and + 1 of
-// each, and says where row l % 8 of matrix l / 8 goes.
+// each, and says where row l % 8 of matrix l / 8 goes. `load_matrices` is its inverse.
 DEVICE void store_matrices(u32 to, const u32 (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-// What `store_matrices` with the same addresses stored.
-DEVICE void load_matrices(u32 from, u32 (&words)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(from)
                : "memory");
 }
 DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
@@ -437,13 +430,36 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
   }
 }
 
-// 32 columns of a row, to four lanes as `store_columns` has them; of them `left` exist, the others read as 0.
-template <bool INSIDE, typename X> DEVICE void load_columns(const X* from, i32 left, float (&to)[8]) {
-  const int t = 2 * (lane() % 4);
+// 32 columns of a row, of which four lanes have as many as `store_columns` gives them, as they lie in memory:
+// what loads them need not wait, what reads a value does.
+template <typename X> struct Columns {
+  u32 words[2 * sizeof(X)];
+
+  // Of them `left` exist, the others are 0. INSIDE: all or none, and rows are aligned.
+  template <bool INSIDE> METHOD void load(const X* from, i32 left) {
+    constexpr int EACH = sizeof(X) / 2;  // words of two columns
+    const int t = 2 * (lane() % 4);
 #pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    float pair[2] = {0.0f, 0.0f};
-    if (left > 0) load_pair<INSIDE>(from + 8 * q + t, left - 8 * q - t, pair);
-    to[2 * q] = pair[0], to[2 * q + 1] = pair[1];
+    for (int i = 0; i < 4 * EACH; ++i) {
+      const int column = 8 * (i / EACH) + t + i % EACH;
+      words[i] = 0;
+      if (INSIDE && left > 0) words[i] = reinterpret_cast<const u32*>(from + 8 * (i / EACH) + t)[i % EACH];
+      if (!INSIDE && sizeof(X) == 4 && column < left) words[i] = word_of(from[column]);
+      if (!INSIDE && sizeof(X) == 2 && column < left) words[i] = word_of(from[column]);
+      if (!INSIDE && sizeof(X) == 2 && column + 1 < left) words[i] |= word_of(from[column + 1]) << 16;
+    }
   }
-}
+  static METHOD u32 word_of(X x) {
+    if constexpr (sizeof(X) == 4)
+      return __float_as_uint(x);
+    else
+      return x.bits;
+  }
+  // Number i: column 8 (i / 2) + 2 (lane % 4) + i % 2.
+  METHOD float at(int i) const {
+    if constexpr (sizeof(X) == 4)
+      return __uint_as_float(words[i]);
+    else
+      return to_float(X{(u16)(words[i / 2] >> 16 * (i % 2))});
+  }
+};

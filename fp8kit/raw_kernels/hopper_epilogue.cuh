@@ -41,10 +41,10 @@ template <Epilogue> struct Further {
 };
 template <> struct Further<bare> {};
 
-// What a multiplier's thread keeps from tile to tile: the cast's scale, the largest |y| so far, which half of
-// the shared sums is next.
+// What a multiplier's thread keeps from tile to tile: the cast's scale, that of sums (of both tensors), the
+// largest |y| so far, which half of the shared sums is next.
 struct Running {
-  float scale = 1.0f, most = 0.0f;
+  float scale = 1.0f, of_sums = 1.0f, most = 0.0f;
   u32 turn = 0;
 };
 
@@ -141,33 +141,44 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
   return {ACT::gradient(a, g * ACT::factor(second, p), p), of_second};
 }
 
-// `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values.
-// `rows`: M. INSIDE: rows and columns exist, and are aligned.
+// What `forward` and `backward` read for 16 rows by 32 columns from `column` of F on. `rows`: M. INSIDE: rows
+// and columns exist, and are aligned.
+struct Inputs { Columns<T> bias[PARTS], x[PARTS][2]; };
+constexpr bool EARLY = sizeof(T) == 2;  // float32's would not fit into the registers
 template <bool INSIDE, Epilogue E>
-DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8], i64 rows,
-                           i64 row, i64 column, u32 shared, int group) {
+DEVICE void read_columns(const Further<E>& to, i64 rows, i64 row, i64 column, Inputs& in) {
+  const i32 left = (i32)(to.features - column);
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    const i64 at = p * to.features + column;
+    in.bias[p].template load<INSIDE>(to.bias + at, to.bias == nullptr ? 0 : left);
+#pragma unroll
+    for (int h = 0; h < 2 && EPILOGUE == backward; ++h)
+      in.x[p][h].template load<INSIDE>(to.x + (row + 8 * h) * PARTS * to.features + at,
+                                       INSIDE || row + 8 * h < rows ? left : 0);
+  }
+}
+
+// Both, of the product as T's values. EARLY: what the next 32 columns need is read meanwhile.
+template <bool INSIDE, Epilogue E>
+DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8],
+                           Inputs& in, i64 rows, i64 row, i64 column, u32 shared, int group) {
   const Params params{(float)to.limit, (float)to.alpha, (float)to.offset};
   const i32 left = (i32)(to.features - column), t = 2 * (lane() % 4);
   const i64 width = RESULTS * to.features;  // of y, and in `backward` of x
-  float made[RESULTS][2][8], bias[PARTS][8];
-#pragma unroll
-  for (int p = 0; p < PARTS; ++p)
-    load_columns<INSIDE>(to.bias + p * to.features + column, to.bias == nullptr ? 0 : left, bias[p]);
+  float made[RESULTS][2][8];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const bool exists = INSIDE || row + 8 * h < rows;
-    float x[PARTS][8];
-#pragma unroll
-    for (int p = 0; p < PARTS && EPILOGUE == backward; ++p)
-      load_columns<INSIDE>(to.x + (row + 8 * h) * width + p * to.features + column, exists ? left : 0, x[p]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       constexpr int LAST = PARTS - 1;
+      const float bias = in.bias[0].at(i), second = in.bias[LAST].at(i);
       float2 both;
       if constexpr (EPILOGUE == forward)
-        both.x = activated(product[0][h][i] + bias[0][i], product[HALVES - 1][h][i] + bias[LAST][i], params);
+        both.x = activated(product[0][h][i] + bias, product[HALVES - 1][h][i] + second, params);
       else
-        both = gradients(product[0][h][i], x[0][i] + bias[0][i], x[LAST][i] + bias[LAST][i], params);
+        both = gradients(product[0][h][i], in.x[0][h].at(i) + bias, in.x[LAST][h].at(i) + second, params);
       const bool there = INSIDE || (exists && 8 * (i / 2) + t + i % 2 < left);
 #pragma unroll
       for (int p = 0; p < RESULTS; ++p) {
@@ -181,6 +192,7 @@ DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&pro
         store_columns<INSIDE>(to.y + (row + 8 * h) * width + p * to.features + column, exists ? left : 0,
                               made[p][h]);
   }
+  if (EARLY && (column + 32) % (BN / HALVES)) read_columns<INSIDE>(to, rows, row, column + 32, in);
   const float scales[2] = {own.scale, own.scale};
 #pragma unroll
   for (int p = 0; p < RESULTS; ++p) {
@@ -198,10 +210,6 @@ DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&pro
                   last ? to.cast.t_rows : to.features);
   }
 }
-
-template <typename X> struct Largest { static constexpr float value = FLT_MAX; };
-template <> struct Largest<bf16> { static constexpr float value = 3.38953139e38f; };
-template <> struct Largest<f16> { static constexpr float value = 65504.0f; };
 
 // `lines`: 16 rows of 128 columns, from `column` on, which are in `boxes` as T's values, 0 where the product
 // ends. `rows`: M.
@@ -233,23 +241,29 @@ DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 
 }
 
 // What is made of a warp's 16 rows of the product by 128 columns, which are in `boxes`, 0 where it ends: from
-// `column` of F on, and with two halves half of them each. `there`: of F's columns and of rows all exist.
+// `column` of F on, and with two halves half of them each.
+template <bool INSIDE, Epilogue E>
+DEVICE void finish_rows(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column,
+                        u32 shared, int group) {
+  Inputs in;
+  read_columns<INSIDE>(to, rows, row, column, in);
+#pragma unroll 1
+  for (int k = 0; k < 4 / HALVES; ++k) {
+    float product[HALVES][2][8];
+    if (!EARLY && k) read_columns<INSIDE>(to, rows, row, column + 32 * k, in);
+#pragma unroll
+    for (int p = 0; p < HALVES; ++p) get_columns<T>(boxes, k + 2 * p, product[p]);
+    finish_columns<INSIDE>(to, own, product, in, rows, row, column + 32 * k, shared, group);
+  }
+}
+
+// The same by any epilogue. `there`: of F's columns and of rows all exist.
 template <Epilogue E>
 DEVICE void finish_part(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column,
                         bool there, u32 shared, int group) {
-  if constexpr (E == lines) {
+  if constexpr (E == lines)
     finish_line(to, boxes, rows, row, column);
-  } else if constexpr (E != bare) {
-    const bool inside = there && further_aligned(to);
-#pragma unroll 1
-    for (int k = 0; k < 4 / HALVES; ++k) {
-      float product[HALVES][2][8];
-#pragma unroll
-      for (int p = 0; p < HALVES; ++p) get_columns<T>(boxes, k + 2 * p, product[p]);
-      if (inside)
-        finish_columns<true>(to, own, product, rows, row, column + 32 * k, shared, group);
-      else
-        finish_columns<false>(to, own, product, rows, row, column + 32 * k, shared, group);
-    }
-  }
+  else if constexpr (E != bare)
+    there && further_aligned(to) ? finish_rows<true>(to, own, boxes, rows, row, column, shared, group)
+                                 : finish_rows<false>(to, own, boxes, rows, row, column, shared, group);
 }

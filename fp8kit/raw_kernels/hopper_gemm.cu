@@ -105,15 +105,15 @@ constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define __in_clusters__()  // clusters of one block would cost up to a third of the speed
 #endif
 constexpr int CLUSTER = TURNS || (BY_TERMS && WAVES == 2) ? 2 : 1;
-constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
+constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need all
 constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / STAGE_BYTES;
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
-static_assert(BM % 64 == 0 && BN % 32 == 0 && (!FUSED || (BN == 128 && !GROUPED)), "epilogues: BN 128");
+static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
+static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums do not fit");
 static_assert((WIDTH == 1 || (!PROMOTE && GROUPED && SCALES == whole)) && (WIDTH == 2 || LAYOUT == nt), "");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "32, 64, or times 128");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
-static_assert(!STAGED || PART % 64 == 0, "copies have 64 columns");
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
@@ -410,8 +410,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) total[w][i] = 0.0f;
-  // Between the last sum and the next products tensor cores stand still: what these need is there before, the
-  // next place full and descriptors but for one addition.
+  // Tensor cores stand still between the last sum and the next products: what these need is there before.
   place.stage = first_lane(place.stage), place.parity = first_lane(place.parity);
   if (depths) barrier_wait(memory.full(place.stage), place.parity);
   // Tiles of more depths than the ring has places: none of its arrivals is the next tile's.
@@ -551,8 +550,8 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
   if (BY_ROWS && group == job.groups) to.b_scale = job.b_scale, to.bias = nullptr;  // rows of no group
   if (by_row)
     to.a[0] = job.a_scale[min64(top, job.m - 1)], to.a[1] = job.a_scale[min64(top + 8, job.m - 1)];
-  else if (SCALES == whole && WIDTH == 1)
-    to.b = __fmul_rn(job.a_scale[0], to.b_scale[0]);  // and a is 1, which changes nothing
+  else if (SCALES == whole && WIDTH == 1)  // and a is 1, which changes nothing
+    to.b = BY_ROWS || FUSED ? __fmul_rn(job.a_scale[0], to.b_scale[0]) : own.of_sums;
   const bool inside =
       rows_aligned<16>(job.out, job.out_stride) && rows_aligned<16>(job.addend, job.out_stride) &&
       rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n) &&
@@ -599,7 +598,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     Place place;
     Walk walk;
     Tile at;
-    Running own{scale};
+    Running own{scale, SCALES == whole && WIDTH == 1 ? __fmul_rn(job.a_scale[0], job.b_scale[0]) : 1.0f};
     Outgoing outgoing{memory.part(threadIdx.x / 32 - 4)};
     float total[WAVES][BN / 2];
     const i32 step = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER, tiles = (i32)(job.tall * job.wide);

@@ -4,6 +4,26 @@
 #include "fp8.cuh"
 #include "scale.cuh"
 
+// Which rows belong to groups: those before `end`, or, with slots, of each slot its group's first sizes[e].
+struct Live {
+  i64 end;
+  const i32* sizes;
+  i64 slots;
+  __device__ __forceinline__ bool operator()(i64 row) const {
+    return row < end && (slots == 0 || row % slots < sizes[row / slots]);
+  }
+};
+
+// All lanes of a warp call; what sizes claim beyond the rows that there are does not count.
+DEVICE Live live_rows(const i32* sizes, i64 groups, i64 rows, i64 slots) {
+  if (slots) return Live{min64(rows, groups * slots), sizes, slots};
+  i64 total = 0;
+  for (i64 e = threadIdx.x % 32; e < groups; e += 32) total += max64(sizes[e], 0);
+#pragma unroll
+  for (int lane = 16; lane; lane >>= 1) total += __shfl_xor_sync(~0u, total, lane);
+  return Live{min64(total, rows), sizes, 0};
+}
+
 // How many of the eight columns from `column` on lie before `end`.
 DEVICE int columns_left(i64 column, i64 end) {
   return column >= end ? 0 : end - column >= 8 ? 8 : (int)(end - column);

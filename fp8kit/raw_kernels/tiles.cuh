@@ -56,11 +56,6 @@ DEVICE void load_tile(TILE to, const X* from, i64 stride, int rows, int columns)
 
 // --- shared memory to registers, and products --------------------------------------------------------------
 
-DEVICE void load_matrices(u32 address, u32 (&to)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
-}
-
 DEVICE void load_matrices_transposed(u32 address, u32 (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");

@@ -82,8 +82,9 @@ def expected(recipe, device=CPU):
         value[at] = a @ b + more
         slack[at] = sums(size + np.abs(more), a.shape[1] + 1) + 2.0**-21 * size
 
-    x, g = cast(X, rules["fprop"][0], 1), cast(G, rules["dgrad"][0], 1)
-    gt, xt = cast(G, rules["wgrad"][0], 0), cast(X, rules["wgrad"][1], 0)
+    own, grad = (np.where(np.arange(M)[:, None] < SIZES.sum(), v, np.float32(0)) for v in (X, G))
+    x, g = cast(own, rules["fprop"][0], 1), cast(grad, rules["dgrad"][0], 1)
+    gt, xt = cast(grad, rules["wgrad"][0], 0), cast(own, rules["wgrad"][1], 0)
     for e, rows in enumerate(GROUPS):
         put("y", rows, x[rows], cast(W[e], rules["fprop"][1], 1).T, B[e])
         put("x", rows, g[rows], cast(W[e], rules["dgrad"][1], 0))
@@ -118,6 +119,30 @@ def test_products_of_what_the_casts_give(recipe):
     assert not made["y"][rest].any()
     assert not made["x"][rest].any()
     assert not made["weight"][1].any()
+
+
+@pytest.mark.parametrize("slots", [0, 10], ids=["one after another", "slots"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_no_group_change_nothing(recipe, slots):
+    """Large numbers, Inf and NaN there, of x and of the gradient: the bits are those of zeros."""
+    quantization = None if RECIPES[recipe] is None else RECIPES[recipe].quantization
+    starts = np.arange(E) * slots if slots else np.cumsum(SIZES) - SIZES
+    sizes = np.minimum(SIZES, slots or M)
+    dead = np.ones(M, bool)
+    for start, size in zip(starts, sizes, strict=True):
+        dead[start : start + size] = False
+    made = []
+    for junk in (0.0, 1e4, np.inf, np.nan):
+        x, g = (np.where(dead[:, None], np.float32(junk), given) for given in (X, G))
+        given = {"x": x, "weight": W, "bias": B}
+        leaves = {name: fk.tensor(value, requires_grad=True, device="cpu") for name, value in given.items()}
+        spec = ExpertLinearSpec(E, K, N, "oi", quantization, slots)
+        y = apply(expert_linear, spec, leaves | {"group_sizes": fk.tensor(sizes, device="cpu")})["y"]
+        y.backward(g)
+        made.append({"y": y.numpy()} | {name: leaf.grad.numpy() for name, leaf in leaves.items()})
+    for other in made[1:]:
+        for name, want in made[0].items():
+            assert_same_bits(name, other[name], want)
 
 
 @pytest.mark.parametrize("recipe", ["current", "row", "block"])
@@ -202,6 +227,62 @@ def test_slots_for_decoding():
         assert not y[10 * e + size : 10 * e + 10].any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_slots_in_three_frontends(recipe):
+    """The same bits, compiled too, and those of the rows of groups one after another where rows have scales
+    of their own."""
+    sizes, kernel = np.array([3, 0, 10, 7], np.int32), np.ascontiguousarray(W.transpose(0, 2, 1))
+    kind = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
+    with fk.autocast(**kind):
+        want = fk.nn.moe.grouped_dense(X, kernel, sizes, B, slots=10).numpy()
+    given = [torch.from_numpy(v) for v in (X, kernel, sizes, B)]
+    with ft.autocast(**kind):
+        for call in (ft.grouped_dense, torch.compile(ft.grouped_dense, fullgraph=True, backend="aot_eager")):
+            assert_same_bits("torch", call(*given, slots=10).numpy(), want)
+
+    @jax.jit
+    def step(x, kernel, sizes, bias):
+        with fj.autocast(**kind):
+            return fj.grouped_dense(x, kernel, sizes, bias=bias, slots=10)
+
+    assert_same_bits("jax", np.asarray(step(X, kernel, sizes, B)), want)
+    live = np.concatenate([np.arange(10 * e, 10 * e + size) for e, size in enumerate(sizes)])
+    assert not np.delete(want, live, 0).any()
+    with fk.autocast(**kind):
+        dense = fk.nn.moe.grouped_dense(X[live], kernel, sizes, B).numpy()
+    slack = sum_slack(np.abs(X[live]).max() * np.abs(W).max() * K, K)  # of products of other shapes
+    assert_close("dense", want[live], dense.astype(np.float64), "float32", slack)
+
+
+def test_grouped_dense_of_torch():
+    """The bits of the native function, with gradients, and its refusals."""
+    kernel = np.ascontiguousarray(W.transpose(0, 2, 1))
+    leaves = [torch.from_numpy(v.copy()).requires_grad_() for v in (X, kernel, B)]
+    sizes = torch.from_numpy(SIZES)
+    with ft.autocast(recipe=RECIPES["current"]):
+        y = ft.grouped_dense(leaves[0], leaves[1], sizes.long(), leaves[2], name="experts")
+    y.backward(torch.from_numpy(G))
+    made = {"y": y.detach()} | dict(zip(("x", "weight", "bias"), (v.grad for v in leaves), strict=True))
+    made["weight"] = made["weight"].transpose(1, 2)
+    for name, want in native(RECIPES["current"], "io").items():
+        assert_same_bits(name, made[name].numpy(), want)
+    x, kernel, _ = (leaf.detach() for leaf in leaves)
+    for error, given, more in (
+        (ShapeError, (x, kernel[0], sizes), {}),
+        (ShapeError, (x, kernel, sizes[1:]), {}),
+        (ShapeError, (x, kernel, sizes.float()), {}),
+        (ShapeError, (x, kernel, sizes), {"slots": 9}),
+        (ArgumentError, (x, kernel, sizes), {"slots": -1}),
+        (ArgumentError, (x, kernel, sizes), {"layout": "nt"}),
+        (FormatError, (x, kernel.half(), sizes), {}),
+    ):
+        with pytest.raises(error, match="grouped_dense: "):
+            ft.grouped_dense(*given, **more)
+    for call in (fk.nn.moe.grouped_dense, fj.grouped_dense):
+        with pytest.raises(ArgumentError, match="grouped_dense: slots"):
+            call(X, W.transpose(0, 2, 1).copy(), SIZES, slots=-1)
+
+
 @pytest.mark.parametrize("recipe", ["plain", "current"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_modules_of_flax(kind, recipe):
@@ -252,6 +333,13 @@ def test_no_rows_and_refusals():
         fj.grouped_dense(X, kernel[0], sizes)
     with pytest.raises(ShapeError, match="group_sizes"):
         fj.grouped_dense(X, kernel, sizes[1:])
+    with pytest.raises(ShapeError, match="ragged_dot: lhs and rhs"):
+        fj.ragged_dot(X, kernel[0], sizes)
+    with pytest.raises(ShapeError, match="ragged_dot: rhs"):
+        fj.ragged_dot(X, kernel[:, :7], sizes)
+    with pytest.raises(UnsupportedError, match="ragged_dot: precision: got 'highest'"):
+        fj.ragged_dot(X, kernel, sizes, precision="highest")
+    assert fj.ragged_dot(X, kernel, sizes, precision="default").shape == (M, N)
     with pytest.raises(FormatError, match="group_sizes"):
         fj.grouped_dense(X, kernel, sizes.astype(jnp.float32))
     with pytest.raises(ShapeError, match="contracting_dims"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8kit as fk
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
@@ -109,6 +109,108 @@ def test_compiled_and_checkpointed():
         assert_same_bits(name, np.asarray(again.state_dict()[name]), np.asarray(array))
 
 
+COUNTS = [9, 0, 7]  # tokens of each group, without padding
+TOKENS = np.concatenate([np.arange(size) < count for size, count in zip(SIZES, COUNTS, strict=True)])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_padding_changes_no_scale(recipe):
+    """With biases and without probabilities: results and gradients of tokens are those of tokens alone, in
+    both frontends, with sizes on the host and on the device."""
+    _, other = layers()
+    with torch.no_grad():
+        for i in range(E):
+            # so that act(bias) is larger than what tokens give
+            getattr(other.fc1, f"bias{i}").fill_(9)
+            getattr(other.fc1, f"weight{i}").abs_().neg_()
+    values = {name: p.detach().numpy() for name, p in other.named_parameters()}
+    x, g = (np.where(TOKENS[:, None], v, np.float32(0)) for v in (np.abs(X), G))
+    kind = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
+
+    def native(x, sizes, g, **more):
+        leaf = fk.tensor(x, requires_grad=True, device="cpu")
+        own = fk.nn.GroupedMLP(E, H, F, device="cpu")
+        own.load_state_dict(values)
+        with fk.autocast(**kind):
+            y = own(leaf, sizes, **more)
+        y.backward(g)
+        return y.numpy(), leaf.grad.numpy(), own.fc2.weight0.grad.numpy(), own.fc1.weight2.grad.numpy()
+
+    want = native(x[TOKENS], COUNTS, g[TOKENS])
+    made = native(x, SIZES, g, tokens_per_expert=COUNTS)
+    for a, b, rows in zip(made, want, (TOKENS, TOKENS, ..., ...), strict=True):
+        slack = sum_slack(F * np.abs(b).max(), H + 2 * F)  # the same terms, by products of other shapes
+        assert_close("padded", a[rows], b.astype(np.float64), "float32", slack)
+    if recipe == "current":
+        off = np.abs(native(x, SIZES, g)[0][TOKENS] - want[0]).max()
+        assert off > sum_slack(F * np.abs(want[0]).max(), H + 2 * F)
+    kinds = {"list": (SIZES, COUNTS), "tensor": (torch.tensor(SIZES), torch.tensor(COUNTS))}
+    for sizes, counts in kinds.values():
+        again = ft.GroupedMLP(E, H, F, device="cpu")
+        again.load_state_dict(other.state_dict())
+        with ft.autocast(**kind):
+            y = again(torch.from_numpy(x), sizes, tokens_per_expert=counts)
+        assert_same_bits("torch", y.detach().numpy(), made[0])
+
+
+def test_padding_on_the_device_and_compiled():
+    _, layer = layers(activation="gelu")
+    x, given = torch.from_numpy(X), (torch.tensor(SIZES), torch.tensor(COUNTS))
+    layer.fc1.sizes_on_device = layer.fc2.sizes_on_device = True
+    call = torch.compile(
+        lambda x, s, c: layer(x, s, tokens_per_expert=c), fullgraph=True, backend="aot_eager"
+    )
+    with ft.autocast(recipe=RECIPES["current"]):
+        want = layer(x, given[0], torch.from_numpy(TOKENS.astype(np.float32)))
+        assert_same_bits(
+            "eager", layer(x, given[0], tokens_per_expert=given[1]).detach().numpy(), want.detach().numpy()
+        )
+        assert_same_bits("compiled", call(x, *given).detach().numpy(), want.detach().numpy())
+
+
+@pytest.mark.parametrize("later", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_arguments_of_both_parts(later):
+    """Transformer Engine's, which both products take."""
+    layer = ft.GroupedMLP(E, H, F, device="cpu", save_original_input=True, **{later: True})
+    plain = ft.GroupedMLP(E, H, F, device="cpu")
+    plain.load_state_dict(layer.state_dict())
+    for part in (layer.fc1, layer.fc2):
+        assert getattr(part, later) is part.save_original_input is True
+        for weight in part.parameters():
+            weight.main_grad = torch.zeros_like(weight)
+    x = torch.from_numpy(X.copy()).requires_grad_()
+    out, dx = torch.empty(M, H), torch.empty(M, H)
+    y = layer(x, SIZES, out=out, dgrad_out=dx)
+    assert y.data_ptr() == out.data_ptr()
+    y.backward(torch.from_numpy(G))
+    assert_same_bits("dx", dx.numpy(), x.grad.numpy())
+    if later == "delay_wgrad_compute":
+        assert layer.need_backward_dw()
+        assert layer.fc1.weight0.grad is None
+        layer.backward_dw()
+    want = plain(torch.from_numpy(X), SIZES)
+    want.backward(torch.from_numpy(G))
+    assert_same_bits("y", out.detach().numpy(), want.detach().numpy())
+    for name in ("fc1.weight0", "fc2.weight2"):
+        weight = layer.get_parameter(name)
+        made = weight.grad if later == "delay_wgrad_compute" else weight.main_grad
+        assert_same_bits(name, made.numpy(), plain.get_parameter(name).grad.numpy())
+
+
+def test_sizes_on_the_device_and_arguments_that_want_to_know_them():
+    layer = ft.GroupedMLP(E, H, F, device="cpu", delay_wgrad_compute=True, use_grouped_tensor=True)
+    assert layer.fc1.sizes_on_device is layer.fc2.sizes_on_device is True
+    with pytest.raises(UnsupportedError, match="delay_wgrad_compute"):
+        layer(torch.from_numpy(X), torch.tensor(SIZES))
+    with pytest.raises(ArgumentError, match="GroupedMLP: delay_wgrad_compute"):
+        ft.GroupedMLP(E, H, F, device="cpu", delay_wgrad_compute=3)
+
+
+def as_given(kind, x):
+    """An array as the frontend of the class takes it."""
+    return torch.from_numpy(x) if kind is ft.GroupedMLP else x
+
+
 def test_refusals():
     layer = fk.nn.GroupedMLP(2, 8, 4, device="cpu")
     x = np.ones((3, 8), np.float32)
@@ -121,7 +223,42 @@ def test_refusals():
         layer(np.ones((3, 9), np.float32), [1, 2])
     with pytest.raises(ShapeError, match="probs"):
         layer(x, [1, 2], np.ones(4, np.float32))
-    with pytest.raises(ShapeError, match="activation"):
-        fk.nn.GroupedMLP(2, 8, 4, activation="xielu")
+    for kind in (fk.nn.GroupedMLP, ft.GroupedMLP):
+        with pytest.raises(ArgumentError, match="activation: got 'xielu', expected one of gelu"):
+            kind(2, 8, 4, activation="xielu")
+        with pytest.raises(ShapeError, match=r"tokens_per_expert: got \[2, 0\], expected at most m_splits"):
+            kind(2, 8, 4, device="cpu")(as_given(kind, x), [1, 2], tokens_per_expert=[2, 0])
+        with pytest.raises(ArgumentError, match=r"tokens_per_expert: got .* expected None with probs"):
+            kind(2, 8, 4, device="cpu")(as_given(kind, x), [1, 2], as_given(kind, x[:, 0]), None, [1, 0])
     with pytest.raises(ArgumentError, match="num_gemms"):
         ft.GroupedMLP(0, 8, 4)
+
+
+@pytest.mark.parametrize("place", ["compiled", pytest.param("captured", marks=pytest.mark.gpu)])
+def test_a_padded_step_needs_nothing_of_the_host(place):
+    """Router, dispatch, experts and the way back: compiled whole, or in a CUDA graph, which follows other
+    tokens."""
+    device = "cuda" if place == "captured" else "cpu"
+    layer = ft.GroupedMLP(4, H, F, device=device, use_grouped_tensor=True)
+    rule = 2, False, None, None, None, "softmax", None
+
+    def call(x, logits):
+        probs, chosen = ft.router.fused_topk_with_score_function(logits, *rule)
+        rows, weights, row_map, _, sizes = ft.token_dispatch(x, chosen, 2 * len(x), probs, 16)
+        return ft.moe_unpermute(layer(rows, sizes, weights), row_map, restore_shape=x.shape)
+
+    first, other = ((torch.randn(32, H, device=device), torch.randn(32, 4, device=device)) for _ in range(2))
+    with ft.autocast(recipe=RECIPES["current"]), torch.no_grad():
+        if place == "compiled":
+            made = torch.compile(call, fullgraph=True, backend="aot_eager")(*other)
+        else:
+            static = [t.clone() for t in first]
+            call(*static)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = call(*static)
+            for to, value in zip(static, other, strict=True):
+                to.copy_(value)
+            graph.replay()
+        assert_same_bits("y", made.cpu().numpy(), call(*other).cpu().numpy())

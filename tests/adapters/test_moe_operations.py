@@ -10,10 +10,14 @@ import pytest
 import torch
 
 import fp8kit as fk
+from fp8kit import formats
 from fp8kit.autograd import apply, tensor
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation
+from fp8kit.testing.compare import assert_close, assert_same_bits
 from tests.support.gate import GateSpec, gate
 from tests.support.named import same_steps
 
@@ -49,6 +53,13 @@ CALLS = {
         {"x": normal(8, 4, 16), "probs": normal(10, 4, 2)},
         PLACES,
         normal(9, 6, 16),
+    ),
+    "scaled_activation": (
+        scaled_activation,
+        ScaledActivationSpec("swiglu", 16),
+        {"x": normal(22, 6, 16), "probs": normal(23, 6)},
+        {},
+        normal(24, 6, 8),
     ),
     "unpermute": (
         unpermute,
@@ -96,3 +107,54 @@ def test_operations_in_jax(name):
 
     made = step(dict(inputs), dict(fixed), g)
     same_steps([{key: np.asarray(value) for key, value in made.items()}], [native_call(name)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scaled_swiglu(dtype):
+    """Values and gradients against float64, natively, in JAX and under Transformer Engine's name."""
+    x, p, g = normal(1, 3, 5, 16), normal(2, 3, 5), normal(3, 3, 5, 8)
+    x, g = (v.astype(formats.dtype(dtype).numpy) for v in (x, g))
+    leaves = [torch.from_numpy(np.asarray(v, np.float64)).requires_grad_() for v in (x, p)]
+    gate, up = leaves[0].chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up * leaves[1][..., None]
+    want.backward(torch.from_numpy(np.asarray(g, np.float64)))
+    want = [want.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves)]
+    own = [tensor(v, requires_grad=True, device="cpu") for v in (x, p)]
+    y = fk.nn.moe.scaled_swiglu(*own)
+    y.backward(g)
+    made = {"native": [y.numpy(), *(leaf.grad.numpy() for leaf in own)]}
+    y, pull = jax.vjp(jax.jit(fj.scaled_swiglu), x, p)
+    made["jax"] = [np.asarray(v) for v in (y, *pull(jax.numpy.asarray(g)))]
+    given = [
+        torch.from_numpy(v.astype(np.float32)).to(getattr(torch, name))
+        for v, name in ((x, dtype), (p, "float32"))
+    ]
+    for leaf in given:
+        leaf.requires_grad_()
+    y = ft.ops.ScaledSwiGLU()(*given)
+    y.backward(torch.from_numpy(g.astype(np.float32)).to(y.dtype))
+    made["torch"] = [v.detach().float().numpy() for v in (y, *(leaf.grad for leaf in given))]
+    # activation, product and each gradient are rounded once each; factors are below 8, sums have 8 terms
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-22
+    for name, values in made.items():
+        for what, got, exact in zip(("y", "dx", "dprobs"), values, want, strict=True):
+            size = 4 * 8 * unit * (np.abs(exact) + np.abs(exact).max())
+            assert_close(f"{name}: {what}", np.asarray(got, np.float64), exact, "float32", size)
+            assert_same_bits(
+                what,
+                np.asarray(got, np.float32),
+                np.asarray(made["native"][("y", "dx", "dprobs").index(what)], np.float32),
+            )
+
+
+def test_refusals_of_scaled_swiglu():
+    x = normal(1, 3, 8)
+    for call in (fk.nn.moe.scaled_swiglu, fj.scaled_swiglu):
+        with pytest.raises(ShapeError, match=r"scaled_swiglu: probs: got shape \(3, 1\), expected \(3,\)"):
+            call(x, x[:, :1])
+        with pytest.raises(ShapeError, match=r"scaled_swiglu: inp: .*2 F"):
+            call(x[:, :7], x[:, 0])
+    with pytest.raises(ArgumentError, match="activation: got xielu"):
+        ScaledActivationSpec("xielu", 8)
+    with pytest.raises(ShapeError, match="even number"):
+        ScaledActivationSpec("swiglu", 7)

@@ -295,3 +295,37 @@ def test_the_gpu_agrees_with_the_cpu():
         slack = 4 * U * (E + 32) * (factor or 1)
         assert_close("probs", probs.detach().cpu().numpy(), want[0].astype(float), "float32", slack)
         assert_close("dlogits", x.grad.cpu().numpy(), want[2].astype(float), "float32", 8 * slack)
+
+
+def test_refusals_of_numbers_that_do_not_agree():
+    logits, counts = RNG.standard_normal((4, 8)).astype(np.float32), np.ones(8, np.int32)
+    given = torch.from_numpy(logits), torch.from_numpy(counts)
+    for call in (
+        lambda: moe.fused_moe_aux_loss(logits, counts, 4, 7, 2, 0.1),
+        lambda: te_router.fused_moe_aux_loss(*given, 4, 7, 2, 0.1),
+    ):
+        with pytest.raises(
+            ArgumentError, match="num_experts: got 7, expected 8, the last dimension of probs"
+        ):
+            call()
+    assert moe.fused_moe_aux_loss(logits, counts, 4, 8, 2, 0.1).shape == ()
+    for call in (
+        lambda: moe.fused_topk_with_score_function(logits, 2, num_groups=4),
+        lambda: fj.fused_topk_with_score_function(logits, 2, num_groups=4),
+        lambda: te_router.fused_topk_with_score_function(given[0], 2, False, 4, None, None, "softmax", None),
+    ):
+        with pytest.raises(ArgumentError, match=r"group_topk: .*how many groups are kept, with num_groups 4"):
+            call()
+    short = np.ones((3, 8), bool)
+    for call in (
+        lambda: moe.token_dispatch(logits, short.astype(np.uint8), 8),
+        lambda: fj.token_dispatch(logits, short, 8),
+    ):
+        with pytest.raises(ShapeError, match="token_dispatch: routing_map: got 3 tokens, expected 4, as inp"):
+            call()
+    for sizes, order, argument in (([1, 2], [0, 1], "split_sizes"), ([1, 3], [0, 0], "sorted_indices")):
+        for call in (moe.sort_chunks_by_index, fj.sort_chunks_by_index):
+            with pytest.raises(ShapeError, match=f"sort_chunks_by_index: {argument}"):
+                call(logits, sizes, order)
+        with pytest.raises(ShapeError, match=f"sort_chunks_by_index: {argument}"):
+            fj.sort_chunks_by_index(logits, jnp.array(sizes), jnp.array(order))

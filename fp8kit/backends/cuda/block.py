@@ -43,7 +43,7 @@ def block_quantize(
 ) -> None:
     """See ``backends.protocol``."""
     how = format, tile, power_2, epsilon
-    _cast("block_quantize", x, (q, scale_inv, q_t, scale_inv_t), 1, (), how, stream)
+    cast_squares("block_quantize", x, (q, scale_inv, q_t, scale_inv_t), 1, (), how, stream)
 
 
 def block_quantize_stack(
@@ -61,10 +61,10 @@ def block_quantize_stack(
     """See ``backends.protocol``."""
     count, how = x.shape[0], (format, tile, power_2, epsilon)
     scales = tuple(0 if view is None else view.size // count for view in (scale_inv, scale_inv_t))
-    _cast("block_quantize_stack", x, (q, scale_inv, q_t, scale_inv_t), count, scales, how, stream)
+    cast_squares("block_quantize_stack", x, (q, scale_inv, q_t, scale_inv_t), count, scales, how, stream)
 
 
-def _cast(
+def cast_squares(
     operation: str,
     x: ArrayView,
     made: tuple[ArrayView | None, ...],
@@ -72,9 +72,11 @@ def _cast(
     scales: tuple[int, ...],
     how: tuple[Format, tuple[int, int], bool, float],
     stream: int,
+    groups: tuple[int, ...] = (),
 ) -> None:
     """Launch the kernel of ``operation`` for ``count`` matrices, of which each has so many ``scales``.
-    ``made``: what is written, in the operation's order; ``how``: its format, tile, power_2 and epsilon."""
+    ``made``: what is written, in the operation's order; ``how``: its format, tile, power_2 and epsilon;
+    ``groups``: what it is told of groups, at the end."""
     (rows, columns), (format, tile, power_2, epsilon) = x.shape[-2:], how
     name = format_name(format)
     if name is None:
@@ -91,6 +93,7 @@ def _cast(
         epsilon,
         x.dtype.max,
         int(power_2),
+        *groups,
     )
     function = kernel("block.cu", operation, x, FORMAT=name)
     launch.launch(

@@ -7,8 +7,8 @@ by ``hopper_grouped``, and groups whose sizes the host knows one by one by cuBLA
 from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda._rows import address, ceil_div
+from fp8kit.backends.cuda import block, launch
+from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
@@ -107,3 +107,41 @@ def grouped_fp8_gemm(
         raise BackendError("grouped_fp8_gemm", "formats", f"{a_format}, {b_format}", wanted)
     left, right = (a, a_scale_inv, a_tile, False), (b, b_scale_inv, b_tile, False)
     _run(left, right, (names[0], names[1]), out, sizes, slots, bias, along == "terms", stream)
+
+
+def group_amax(
+    x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
+) -> None:
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    if not x.size:
+        return
+    across = 1
+    while across < 256 and across * 8 < columns:
+        across *= 2
+    chunk = 16 * 256 // across  # rows of a block, of which each thread takes 16
+    grid = ceil_div(rows, chunk) * ceil_div(columns, 8 * across)
+    by_column = int(tile[1] == 1 < columns)
+    numbers = sizes.size, rows, columns, slots, across, chunk, by_column
+    function = kernel("amax.cu", "amax_groups", x)
+    launch.launch(function, grid, 256, (x.ptr, amax.ptr, sizes.ptr, *numbers), stream)
+
+
+def block_quantize_groups(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    sizes: ArrayView,
+    slots: int,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``."""
+    made, groups = (q, scale_inv, q_t, scale_inv_t), (sizes.ptr, sizes.size, slots)
+    how = format, tile, power_2, epsilon
+    block.cast_squares("block_quantize_groups", x, made, 1, (), how, stream, groups)

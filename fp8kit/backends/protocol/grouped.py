@@ -82,3 +82,28 @@ class GroupedProducts(Protocol):
         Blocks along the terms of groups are counted from the first term of all, and may hold terms of two.
         bias: out's dtype (E, N) or None, added to the rows of a group; not along "terms". fast_accumulate: as
         in ``fp8_gemm``; without effect on scales of blocks."""
+
+    @kernel(updates="amax", exact=True)
+    def group_amax(
+        self, x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
+    ) -> None:
+        """``amax`` over the rows of groups alone. x: h (M, N); tile: (M, N) for all of them, amax float32 of
+        one element, or (M, 1) for each column, of N."""
+
+    @kernel(writes="q scale_inv q_t scale_inv_t", exact=True)
+    def block_quantize_groups(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        scale_inv: ArrayView | None,
+        q_t: ArrayView | None,
+        scale_inv_t: ArrayView | None,
+        sizes: ArrayView,
+        slots: int,
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """``block_quantize`` of x: h (M, N), in which rows of no group count as zeros."""

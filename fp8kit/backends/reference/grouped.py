@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol.block import BLOCK
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
+from fp8kit.backends.reference import block, scales
 from fp8kit.backends.reference._numpy import Float32, f32, quiet, result, store
 from fp8kit.formats import Format
 
@@ -94,3 +95,41 @@ def grouped_fp8_gemm(
         if bias is not None:
             made[rows] += f32(bias)[e]
     store(out, made)
+
+
+def _live(x: ArrayView, sizes: ArrayView, slots: int) -> ArrayView:
+    """x with zeros in rows of no group; itself where there are none."""
+    live = np.zeros(x.shape[0], bool)
+    for _, rows in _groups(sizes, x.shape[0], slots):
+        live[rows] = True
+    if live.all():
+        return x
+    values = np.array(x.numpy())
+    values[~live] = 0
+    return as_view(values)
+
+
+def group_amax(
+    x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
+) -> None:
+    """See ``protocol.Kernels.group_amax``."""
+    scales.amax(_live(x, sizes, slots), amax, tile, stream)
+
+
+def block_quantize_groups(
+    x: ArrayView,
+    q: ArrayView | None,
+    scale_inv: ArrayView | None,
+    q_t: ArrayView | None,
+    scale_inv_t: ArrayView | None,
+    sizes: ArrayView,
+    slots: int,
+    format: Format,
+    tile: tuple[int, int],
+    power_2: bool,
+    epsilon: float,
+    stream: int,
+) -> None:
+    """See ``protocol.Kernels.block_quantize_groups``."""
+    made = q, scale_inv, q_t, scale_inv_t
+    block.block_quantize(_live(x, sizes, slots), *made, format, tile, power_2, epsilon, stream)

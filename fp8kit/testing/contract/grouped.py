@@ -31,8 +31,9 @@ from fp8kit.testing.contract import (
     sum_slack,
     wide,
 )
-from fp8kit.testing.contract.block import LINE, SQUARE, each_scale
+from fp8kit.testing.contract.block import LINE, SQUARE, block_quantize, block_quantize_oracle, each_scale
 from fp8kit.testing.contract.gemm import fp8_slack, joining_slack, modelled
+from fp8kit.testing.contract.scales import tile_amax, tile_count
 
 Tile = tuple[int, int]
 TENSOR, ROW = (0, 0), (1, 0)
@@ -223,6 +224,53 @@ def modelled_groups(how: Accumulation, kernels: Any, a: Any) -> Results:
     return {"out": out}
 
 
+def group_amax(
+    s: Sampler,
+    m: int,
+    n: int,
+    sizes: tuple[int, ...] | None = None,
+    slots: int = 0,
+    by_column: bool = False,
+    start: float = 0.0,
+    strewn: bool = True,
+) -> Arguments:
+    """``m`` rows of ``n`` columns; ``start``: what the amaxes are before."""
+    tile = max(m, 1), 1 if by_column else max(n, 1)
+    return {
+        "x": s.strewn(m, n) if strewn else s.normal(m, n),
+        "amax": s.full(start, tile_count(m, n, tile)),
+        "sizes": s.put(_equal(m, sizes), int32),
+        "tile": tile,
+        "slots": slots,
+    }
+
+
+def live(x: Array, sizes: Array, slots: int) -> Array:
+    """x with zeros in the rows of no group."""
+    made = np.zeros_like(x)
+    for _, rows in groups_of(sizes, len(x), slots):
+        made[rows] = x[rows]
+    return made
+
+
+def group_amax_oracle(a: Any) -> Results:
+    """That of ``amax`` without the rows of no group."""
+    return {"amax": tile_amax(live(a.x, a.sizes, a.slots), a.tile, a.amax)}
+
+
+def block_quantize_groups(
+    s: Sampler, m: int, n: int, sizes: tuple[int, ...] | None = None, slots: int = 0, **options: Any
+) -> Arguments:
+    """``options``: as ``block_quantize``'s."""
+    made = block_quantize(s, m, n, **options)
+    return {**made, "sizes": s.put(_equal(m, sizes), int32), "slots": slots}
+
+
+def block_quantize_groups_oracle(a: Any) -> Results:
+    """That of ``block_quantize`` with zeros in the rows of no group."""
+    return block_quantize_oracle(SimpleNamespace(**{**vars(a), "x": live(a.x, a.sizes, a.slots)}))
+
+
 _SIZES: dict[str, Options] = {
     "uneven": {"m": 90, "n": 40, "k": 64, "sizes": (3, 0, 70, 17)},
     "odd": {"m": 37, "n": 21, "k": 19, "sizes": (5, 11, 9)},
@@ -284,7 +332,31 @@ for _kind in ("tensor", "row", "block"):
     _FP8[f"bias-{_kind}-large"] = _own | _LARGE | {"n": 144, "dtype": bfloat16}
     _FP8[f"bias-{_kind}-slots"] = _own | _SIZES["slots-full"] | {"dtype": float16}
 
+_AMAX: dict[str, Options] = {}
+_BLOCKS: dict[str, Options] = {}
+for _size, _options in _SIZES.items():
+    _own = {name: value for name, value in _options.items() if name != "k"}
+    for _by_column in (False, True):
+        _AMAX[f"{_size}-{'columns' if _by_column else 'whole'}"] = {**_own, "by_column": _by_column}
+    for _tile, _name in ((LINE, "lines"), (SQUARE, "squares")):
+        _BLOCKS[f"{_size}-{_name}"] = {**_own, "tile": _tile}
+for _dtype in HIGH_PRECISION:
+    for _by_column in (False, True):
+        _own = {"m": 70, "n": 2056, "sizes": (31, 0, 8), "start": 2.0**-70, "dtype": _dtype}
+        _AMAX[f"{_dtype.name}-{'columns' if _by_column else 'whole'}"] = _own | {"by_column": _by_column}
+    _BLOCKS[_dtype.name] = {"m": 300, "n": 136, "sizes": (100, 0, 61), "dtype": _dtype}
+for _only in ("q", "q_t"):
+    _BLOCKS[_only] = {"m": 300, "n": 136, "sizes": (3, 130), "only": _only, "epsilon": 1e-4, "fmt": E5M2}
+
 TESTS = (
     KernelTest("grouped_gemm", grouped_gemm, grouped_gemm_oracle, _CASES),
     KernelTest("grouped_fp8_gemm", grouped_fp8_gemm, grouped_fp8_gemm_oracle, _FP8, bits=modelled_groups),
+    KernelTest("group_amax", group_amax, group_amax_oracle, _AMAX, {"strewn": False}),
+    KernelTest(
+        "block_quantize_groups",
+        block_quantize_groups,
+        block_quantize_groups_oracle,
+        _BLOCKS,
+        {"strewn": False},
+    ),
 )

@@ -76,7 +76,7 @@ def test_a_converted_model_computes_the_same(name):
         assert 0 < error < 0.1  # E4M3's half step is 2^-4 a factor; most of a model is not in FP8 here
     assert "refuse delayed scaling" in row.why
     name_layers(model)
-    told = rf"^GroupedLinear '{re.escape(row.name)}\.\w+': .*delayed.*\(experts\).*Float8Current.*PerLayer"
+    told = rf"^the experts '{re.escape(row.name)}' \(\w+\): recipe: .*delayed.*Float8Current.*PerLayer"
     with pytest.raises(UnsupportedError, match=told), autocast(recipe=DelayedScaling()):
         model(ids)
     with autocast(recipe=PerLayer(DelayedScaling(), ((f"{row.name}.*", Float8CurrentScaling()),))):

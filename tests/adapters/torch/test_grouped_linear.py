@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init
 
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.support.combinations import combinations
@@ -278,3 +278,12 @@ def test_weights_that_ranks_share():
         GroupedLinear(2, K, 31, tp_size=2, parallel_mode="column", device="cpu")
     with pytest.raises(Fp8kitError, match="tp_group: got 3"):
         GroupedLinear(2, K, N, tp_group=3, device="cpu")
+
+
+def test_sizes_as_an_array():
+    """NumPy's integers, as a list of them."""
+    layer, x = GroupedLinear(len(SPLITS), K, N, device="cpu"), torch.randn(sum(SPLITS), K)
+    assert_same_bits("y", bits(layer(x, np.array(SPLITS))), bits(layer(x, SPLITS)))
+    for wrong in (np.array(SPLITS, np.float32), np.array([SPLITS])):
+        with pytest.raises(ArgumentError, match="GroupedLinear: m_splits"):
+            layer(x, wrong)

@@ -44,14 +44,20 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
 # one launch, x and its gradient by one each
 EXPERTS = {
     "current": {
-        "amax": 6,
+        "amax": 2,
+        "group_amax": 4,
         "scale_from_amax": 2,
         "quantize": 2,
         "quantize_transpose": 6,
         "quantize_stack": 2,
         "grouped_fp8_gemm": 6,
     },
-    "block": {"block_quantize": 8, "block_quantize_stack": 2, "grouped_fp8_gemm": 6},
+    "block": {
+        "block_quantize": 4,
+        "block_quantize_groups": 4,
+        "block_quantize_stack": 2,
+        "grouped_fp8_gemm": 6,
+    },
 }
 # calls, of two layers; a dozen of them look at the parameters here, and at a size that lies on the CPU
 MOST_AN_EXPERT = 24

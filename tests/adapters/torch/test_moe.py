@@ -7,7 +7,8 @@ import pytest
 import torch
 from fp8kit_torch import moe
 
-from fp8kit.errors import Fp8kitError, ShapeError
+import fp8kit as fk
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.support.combinations import combinations
 
@@ -185,8 +186,76 @@ def test_empty_inputs_and_refusals():
         moe.moe_unpermute(rows[:4], row_id_map, restore_shape=(3, 4))
     with pytest.warns(DeprecationWarning, match="merging_probs"):
         moe.moe_unpermute(rows, row_id_map, probs=torch.ones(3, 2))
-    with pytest.raises(ShapeError, match="split_sizes"):
-        moe.moe_sort_chunks_by_index(x, torch.tensor([1, 1]), torch.tensor([1, 0]))
+    for sizes, order, argument in (
+        ([1, 1], [1, 0], "split_sizes: got 2 rows together, expected 3"),
+        ([4, -1], [1, 0], "split_sizes: got .* at least 0"),
+        ([1, 2], [0, 0], "sorted_index: got .* a permutation of 2 chunks"),
+        ([1, 2], [0, 2], "sorted_index"),
+        ([1, 2], [-1, 0], "sorted_index"),
+    ):
+        with pytest.raises(ShapeError, match=f"moe_sort_chunks_by_index: {argument}"):
+            moe.moe_sort_chunks_by_index(x, torch.tensor(sizes), torch.tensor(order))
+    with pytest.raises(ArgumentError, match=r"tokens_per_expert: got \[3, 2\], expected the mask's \[3, 3\]"):
+        moe.moe_permute_and_pad_with_probs(x, torch.ones(3, 2), mask, torch.tensor([3, 2]), 4)
+    with pytest.raises(ShapeError, match="token_dispatch: routing_map"):
+        moe.token_dispatch(x, mask[:2], 6)
+    with pytest.raises(ArgumentError, match="token_dispatch: align_size"):
+        moe.token_dispatch(x, mask, 6, align_size=0)
+    with pytest.raises(ArgumentError, match="token_dispatch: num_experts"):
+        moe.token_dispatch(x, mask, 6, num_experts=0)
+
+
+def padded_and_back(x, probs, mask):
+    rows, weights, row_id_map, offsets, _ = moe.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 8)
+    rows = rows * rows * weights[:, None]
+    return moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape, pad_offsets=offsets)
+
+
+def dispatched_and_back(x, probs, mask):
+    rows, weights, row_id_map, _, _ = moe.token_dispatch(x, mask, TOKENS * EXPERTS, probs, 8)
+    return moe.moe_unpermute(rows * rows * weights[:, None], row_id_map, restore_shape=x.shape)
+
+
+@pytest.mark.parametrize("path", [padded_and_back, dispatched_and_back])
+def test_compiled_rows_are_padded(path):
+    """Without a look at the mask, with gradients; with and without numbers on the host."""
+    made = []
+    for call in (padded_and_back, torch.compile(path, fullgraph=True, backend="aot_eager")):
+        x, probs = (draw(i, TOKENS, n).requires_grad_() for i, n in ((1, HIDDEN), (2, EXPERTS)))
+        y = call(x, probs, mask_of(3))
+        y.sum().backward()
+        made.append((y, x.grad, probs.grad))
+    for name, got, want in zip(("y", "dx", "dprobs"), made[1], made[0], strict=True):
+        assert_same_bits(name, f64(got), f64(want))
+
+
+@pytest.mark.parametrize("indices", [False, True], ids=["mask", "indices"])
+@pytest.mark.parametrize("align", [None, 4])
+def test_rows_of_a_fixed_number(indices, align):
+    """``token_dispatch``: the rows of a loop, and the same as natively."""
+    mask, x, probs = mask_of(5), draw(1, TOKENS, HIDDEN), draw(2, TOKENS, EXPERTS)
+    routing = torch.where(mask, torch.arange(EXPERTS), -1) if indices else mask
+    experts = EXPERTS if indices else None
+    room = int(mask.sum()) + 3
+    rows, weights, row_id_map, nothing, sizes = moe.token_dispatch(x, routing, room, probs, align, experts)
+    step = align or 1
+    total = (room + EXPERTS * (step - 1)) // step * step
+    want, factors, start, counts = np.zeros((total, HIDDEN)), np.zeros(total), 0, []
+    for e in range(EXPERTS):
+        tokens = np.flatnonzero(mask[:, e])
+        want[start : start + len(tokens)] = f64(x)[tokens]
+        factors[start : start + len(tokens)] = f64(probs)[tokens, e]
+        counts.append(-(-len(tokens) // step) * step)
+        start += counts[-1]
+    assert nothing is None
+    assert sizes.tolist() == counts
+    assert_same_bits("rows", f64(rows), want)
+    assert_same_bits("probs", f64(weights), factors)
+    given = routing.int().numpy() if indices else mask.numpy().astype(np.uint8)
+    own = fk.nn.moe.token_dispatch(x.numpy(), given, room, probs.numpy(), align, experts)
+    for name, a, b in zip(("rows", "probs", "map"), (rows, weights, row_id_map), own, strict=False):
+        assert_same_bits(f"native {name}", a.numpy(), b.numpy())
+    assert moe.token_dispatch(x, mask, room)[1] is None
 
 
 @combinations({"map_type": ["mask", "index"], "tokens": [5, 0]})

@@ -39,7 +39,7 @@ from fp8kit.ops.ring_attention import RingSpec
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.router import AuxLossSpec, RouterSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
-from fp8kit.ops.scale_rows import ScaleRowsSpec
+from fp8kit.ops.scale_rows import ScaledActivationSpec, ScaleRowsSpec
 from fp8kit.ops.softmax import MseSpec, SoftmaxSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
@@ -156,6 +156,12 @@ def _operands(device):
             (),
         ),
         "scale_rows": (ScaleRowsSpec(16), {"x": r(6, 16), "probs": r(6)}, "x probs", ()),
+        "scaled_activation": (
+            ScaledActivationSpec("swiglu", 16),
+            {"x": r(6, 16), "probs": r(6)},
+            "x probs",
+            (),
+        ),
         **{name: (GroupSpec(ONE.ranks[0].name), {"x": r(6, 16)}, "x", ()) for name in ROWS},
         "ring_attention": (
             RingSpec(AttentionSpec(2, 8, layout="separate"), ONE.ranks[0].name),

@@ -95,8 +95,10 @@ CALLS: dict[str, Call] = {
         group_sizes=lambda: view(np.array([2, 0, 1], np.int32)),
         bias=lambda: view(np.ones((3, 2), np.float32)),
         layout=always("io"),
+        slots=always(0),
         name=always("n"),
     ),
+    "nn.moe.scaled_swiglu": plain(moe.scaled_swiglu, inp=view, probs=lambda: view(np.ones(3, np.float32))),
     "nn.moe.token_combine": plain(
         moe.token_combine,
         inp=lambda: view(np.ones((6, 4), np.float32)),
