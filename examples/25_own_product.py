@@ -1,10 +1,11 @@
 """An FP8 product of your own: another promotion interval, and an epilogue that is fused into it.
 
-Shows: on a Hopper GPU the engine's own product, ``hopper_gemm.cu``, with two lines changed: sums are added to
-float32 ones every 64 products instead of 128, and results beyond a limit are cut before they are rounded.
-``fk.override`` puts it in the place of the layers' products; every bit is compared with a model of it,
-``lab.measure`` says how fast it is, and a GPT trains with it. On other devices that model, a Python function,
-is what trains. Needs: a CPU, or a GPU. The exit status is 1 where a bit differs from the model.
+Shows: on a Hopper GPU the engine's own product, ``hopper_gemm.cu``, with another define and a changed line:
+sums are added to float32 ones every 64 products instead of 128, and results beyond a limit are cut before
+they are rounded. ``fk.override`` puts it in the place of the layers' products; every bit is compared with a
+model of it, ``lab.measure`` says how fast it is, and a GPT trains with it. On other devices that model, a
+Python function, is what trains. Needs: a CPU, or a GPU. The exit status is 1 where a bit differs from the
+model.
 """
 
 import contextlib
@@ -23,17 +24,17 @@ from fp8kit.models.train import fp8_recipe, train
 from fp8kit.raw_kernels import manifest
 
 INTERVAL, LIMIT = 64, 24.0
-# fast accumulation, PROMOTE 0, stays what it is
-SOURCE = (
-    manifest.text("hopper_gemm.cu")
-    .replace(
-        '#include "fp8.cuh"',
-        f'#if PROMOTE\n#undef PROMOTE\n#define PROMOTE {INTERVAL}\n#endif\n#include "fp8.cuh"',
-    )
-    .replace(
-        "values[h][2 * q + c] = value;", f"values[h][2 * q + c] = fminf(fmaxf(value, {-LIMIT}f), {LIMIT}f);"
-    )
-)
+OLD = "values[h][2 * q + c] = value;"
+NEW = f"values[h][2 * q + c] = fminf(fmaxf(value, {-LIMIT}f), {LIMIT}f);"
+OTHER = f"PROMOTE=128:{INTERVAL}"  # fast accumulation, PROMOTE 0, stays what it is
+
+
+def source() -> str:
+    """The engine's source with the limit."""
+    whole = manifest.text("hopper_gemm.cu")
+    if whole.count(OLD) != 1:
+        raise SystemExit(f"hopper_gemm.cu has {OLD!r} {whole.count(OLD)} times: change this example")
+    return whole.replace(OLD, NEW)
 
 
 def modelled(
@@ -71,7 +72,9 @@ def main(steps: int = 20) -> None:
     """Compare and time the product, then train with it."""
     device = dispatch.default_device()
     hopper = device.kind == "cuda" and arrays.provider(device).arch(device) == 90
-    mine = fk.override("fp8_gemm", SOURCE if hopper else modelled)
+    product, defines = (source(), OTHER) if hopper else (modelled, "")
+    mine = fk.override("fp8_gemm", product, defines=defines)
+    shape = None if hopper else (64, 128)
     size, corpus = preset("tiny").with_steps(steps), text.standard_library()
     want = bits(device, modelled)
     for name, block in (("the engine's", contextlib.nullcontext()), ("mine", mine)):
@@ -81,7 +84,7 @@ def main(steps: int = 20) -> None:
                 f"{name}: {same:.0%} of bits as modelled; largest "
                 f"{abs(bits(device).view(np.float32)).max():.1f}"
             )
-            print(f"{name}: {lab.measure('fp8_gemm', device, None if hopper else (64, 128))}")
+            print(f"{name}: {lab.measure('fp8_gemm', device, shape, fast=False)}")
             losses = train(size, corpus, fp8_recipe(size), name, device).losses
         print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/byte, {mine.calls} calls of mine")
     if same < 1:

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -18,6 +18,8 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
+from fp8kit.backends.cuda.compile import CompiledKernel
+from fp8kit.backends.protocol import KERNELS
 from fp8kit.commands import add_device, command, device_of, table
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.formats import DType
@@ -31,6 +33,7 @@ WRONG = 1  # exit status: a kernel is wrong, or does not compile
 # run
 UNCHECKED = 3
 POLL = 0.25  # seconds between two looks at a watched file
+_BESIDE = {"gemm": ("fp8_gemm", "block_gemm")}  # what `bench` of a name shows, too
 _NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
 
 
@@ -59,10 +62,7 @@ def add(commands: Any) -> None:
     kinds = show.add_mutually_exclusive_group()
     kinds.add_argument("--ptx", action="store_true", help="the PTX that NVRTC makes of it")
     kinds.add_argument("--sass", action="store_true", help="machine code (needs nvdisasm or cuobjdump)")
-    show.add_argument(
-        "--variant", default="", metavar="KEY=VALUE,...", help="for --ptx, --sass: defines (bfloat16, E4M3)"
-    )
-    action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
+    compiled = action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
     about = f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}"
     check = action("check", about, _on_device(_check), "name")
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
@@ -75,8 +75,24 @@ def add(commands: Any) -> None:
     )
     for each in (check, bench):
         add_device(each)
+    for each, of_it in (
+        (show, "for --ptx, --sass: the variant (bfloat16, E4M3)"),
+        (compiled, "variants with these defines (all)"),
+        (check, "with other defines where the engine launches these"),
+        (bench, "with other defines where the engine launches these"),
+    ):
+        more = ", NAME=OLD:NEW compiles NEW in OLD's place"
+        each.add_argument("--variant", default="", metavar="NAME=VALUE,...", help=of_it + more)
     bench.add_argument(
-        "--shape", type=int, nargs="+", metavar="N", help="of the arrays: rows, columns, terms of a product"
+        "--shape",
+        type=int,
+        nargs="+",
+        action="append",
+        metavar="N",
+        help="of the arrays: rows, columns, terms of a product; may be given several times",
+    )
+    bench.add_argument(
+        "--split", action="store_true", help="products with promoted sums, not by fast accumulation"
     )
     bench.add_argument(
         "--dtype",
@@ -130,15 +146,14 @@ def _list(options: argparse.Namespace) -> int:
     except BackendError as error:
         _say(f"no resources: {error}")
     else:
-        _say(f"{len(parts)} sources for {arch}, compiled where they are not in the cache yet")
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # NVRTC lets go of the interpreter
-            found = list(pool.map(lambda part: part.compiled(part.variant(), arch).resources, parts))
+        jobs = [(part, part.variant()) for part in parts]
+        found = [kernel.resources for kernel in _compiled(jobs, arch, "sources")]
     rows = [
         (
             f"{part.entry.name}:{function}",
             " ".join(sources.users(part.entry.name, function)),
             _axes(part.entry),
-            sources.said(part.variant()),
+            manifest.said(part.variant()),
             *_resources(used.get(function)),
         )
         for part, used in zip(parts, found, strict=True)
@@ -181,27 +196,39 @@ def _show(options: argparse.Namespace) -> int:
             text = compiler.compile_ptx(part.entry.name, defines, arch, part.unit)
         else:
             text = sources.sass(part.compiled(defines, arch).path)
-        print(f"// {part.entry.name}, {sources.said(defines)}, {arch}")
+        print(f"// {part.entry.name}, {manifest.said(defines)}, {arch}")
         print(text.rstrip())
     return 0
 
 
 def _compile(options: argparse.Namespace) -> int:
-    _print_resources(sources.find(options.name), _arch(options))
+    _print_resources(sources.find(options.name), _arch(options), options.variant)
     return 0
 
 
-def _print_resources(found: Found, arch: str) -> None:
+def _compiled(jobs: list[tuple[Part, manifest.Defines]], arch: str, what: str) -> list[CompiledKernel]:
+    """The jobs' kernels, compiled by several threads: NVRTC lets go of the interpreter. On a terminal a bar
+    shows how far that is."""
+    from fp8kit.models.progress import tracked
+
+    _say(f"{len(jobs)} {what} for {arch}, compiled where they are not in the cache yet")
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        return list(tracked(pool.map(lambda job: job[0].compiled(job[1], arch), jobs), what, len(jobs)))
+    finally:  # where one does not compile, or at Ctrl-C, the others are not waited for
+        pool.shutdown(cancel_futures=True)
+
+
+def _print_resources(found: Found, arch: str, wanted: str = "") -> None:
+    jobs = [(part, defines) for part in found.parts for defines in part.variants(wanted)]
     rows = []
-    for part in found.parts:
-        for defines in part.entry.variants:
-            kernel = part.compiled(defines, arch)
-            for function in part.functions:
-                used = _resources(kernel.resources.get(function))
-                rows.append((f"{part.entry.name}:{function}", sources.said(defines), *used))
-            for line in kernel.log.splitlines():
-                if "warning" in line.lower():
-                    print(line, file=sys.stderr)
+    for (part, defines), kernel in zip(jobs, _compiled(jobs, arch, "variants"), strict=True):
+        for function in part.functions:
+            used = _resources(kernel.resources.get(function))
+            rows.append((f"{part.entry.name}:{function}", manifest.said(defines), *used))
+        for line in kernel.log.splitlines():
+            if "warning" in line.lower():
+                print(line, file=sys.stderr)
     table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
 
 
@@ -224,24 +251,41 @@ def _on_device(run: Callable[[argparse.Namespace, Found, Device], int]) -> Calla
     return at
 
 
-def _with(found: Found, operation: str) -> AbstractContextManager[object]:
-    """The file's kernels in the place of fp8kit's, where the name is a file."""
-    return nullcontext() if found.file is None else override(operation, found.file)
+def _with(found: Found, operation: str, variant: str = "", own: bool = False) -> AbstractContextManager[Any]:
+    """The file's kernels in the place of fp8kit's, where the name is a file; the source's itself, with other
+    defines, or ``own``, where what is named is not what is in force."""
+    if found.file is None and not variant and not own:
+        return nullcontext()
+    text = manifest.text(found.parts[0].entry.name) if found.file is None else found.file
+    return override(operation, text, defines=variant)
 
 
-def _lacks_gpu(found: Found, device: Device) -> bool:
-    """Whether the name is a file, which no other device can run; then that is said."""
-    lacks = found.file is not None and device.kind != "cuda"
+def _lacks_gpu(found: Found, device: Device, variant: str = "") -> bool:
+    """Whether the name is a file, or a variant is asked for, which no other device can run; then that is
+    said. ArgumentError for a variant of a name that has several sources."""
+    for part in found.parts:
+        part.variants(variant)  # refuses
+    if variant and len(found.parts) > 1:
+        of_them = " or ".join(part.entry.name for part in found.parts)
+        raise ArgumentError(
+            "kernels", "--variant", repr(variant), f"a name of one source beside it, {of_them}"
+        )
+    lacks = (found.file is not None or bool(variant)) and device.kind != "cuda"
     if lacks:
         _say(f"{found.name}: {_NO_GPU}; `fp8kit kernels compile` needs none")
     return lacks
 
 
-def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most: int = 5) -> bool:
+def _is_wrong(
+    found: Found, device: Device, only: str = "", lead: str = "", most: int = 5, variant: str = ""
+) -> bool:
     """Check the operations, and print what came out, each line after ``lead``, with ``most`` failures."""
+    from fp8kit.backends.cuda import OWN
+
+    own = device.kind == "cuda" and found.name not in KERNELS and found.parts[0].like.name in OWN
     wrong = False
     for operation in [op for op in found.operations if checks.chosen(op, only)] or found.operations[:1]:
-        with _with(found, operation):
+        with _with(found, operation, variant, own):
             report = checks.check(operation, device, only)
         print(f"{lead}{report}")
         for name, what in report.failures[:most]:
@@ -251,9 +295,9 @@ def _is_wrong(found: Found, device: Device, only: str = "", lead: str = "", most
 
 
 def _check(options: argparse.Namespace, found: Found, device: Device) -> int:
-    if _lacks_gpu(found, device):
+    if _lacks_gpu(found, device, options.variant):
         return UNCHECKED
-    wrong = _is_wrong(found, device, options.only)
+    wrong = _is_wrong(found, device, options.only, variant=options.variant)
     if device.kind == "cpu" and not options.device:
         _say(_NO_GPU)
         return WRONG if wrong else UNCHECKED
@@ -261,18 +305,30 @@ def _check(options: argparse.Namespace, found: Found, device: Device) -> int:
 
 
 def _time(
-    found: Found, device: Device, lead: str = "", shape: Any = None, dtype: DType | str = "bfloat16"
+    found: Found,
+    device: Device,
+    lead: str = "",
+    shapes: Sequence[Sequence[int]] | None = None,
+    dtype: DType | str = "bfloat16",
+    variant: str = "",
+    **more: Any,
 ) -> None:
-    for operation in found.operations:
-        with _with(found, operation):
-            for each in timing.measure_all(operation, device, shape and tuple(shape), dtype):
+    """Time the operations, and print what came out; ``more``: options of those that have them."""
+    every: Sequence[Sequence[int] | None] = shapes or [None]
+    for operation, shape in itertools.product(found.operations, every):
+        with _with(found, operation, variant):
+            size = None if shape is None else tuple(shape)
+            options = {name: value for name, value in more.items() if timing.has_option(operation, name)}
+            for each in timing.measure_all(operation, device, size, dtype, **options):
                 print(f"{lead}{each}")
 
 
 def _bench(options: argparse.Namespace, found: Found, device: Device) -> int:
-    if _lacks_gpu(found, device):
+    if _lacks_gpu(found, device, options.variant):
         return UNCHECKED
-    _time(found, device, "", options.shape, options.dtype)
+    found = replace(found, operations=(*found.operations, *_BESIDE.get(found.name, ())))
+    more = {"fast": False} if options.split else {}
+    _time(found, device, "", options.shape, options.dtype, options.variant, **more)
     if device.kind == "cpu" and not options.device:
         _say(_NO_GPU)
         return UNCHECKED
@@ -304,7 +360,7 @@ def _diff(options: argparse.Namespace) -> int:
         pairs = zip(*(_resources(each.get(function)) for each in used), strict=True)
         rows.append((function, *itertools.chain(*pairs)))
     heads = [f"{what} {side}" for what in ("registers", "shared", "spills") for side in "AB"]
-    table((f"{sources.said(parts[0].variant())}, {arch}", *heads), rows)
+    table((f"{manifest.said(parts[0].variant())}, {arch}", *heads), rows)
     if not arrays.available("cuda"):
         print("time and errors of both: they need a GPU")
         return 0

@@ -39,7 +39,8 @@ class _Local(threading.local):
 
 class Override(ContextDecorator):
     """What ``override`` gives: a context manager and a decorator, to be entered as often as one likes.
-    ``calls`` counts the calls of the implementation (of kernels: the launches) since it was made."""
+    ``calls`` counts the calls of the implementation (of kernels: the launches, with ``defines`` those that
+    these ask for) since it was made."""
 
     def __init__(self, operation: str, make: Callable[[SelectionPolicy], OpImpl], where: str) -> None:
         self.operation = operation
@@ -76,7 +77,12 @@ class Override(ContextDecorator):
 
 
 def override(
-    operation: str, implementation: Any, *, function: str | None = None, verify: bool = False
+    operation: str,
+    implementation: Any,
+    *,
+    defines: str = "",
+    function: str | None = None,
+    verify: bool = False,
 ) -> Override:
     """Use ``implementation`` for ``operation``, a name of ``fp8kit.backends.protocol.KERNELS``, within a
     block or a decorated function.
@@ -87,7 +93,9 @@ def override(
       called without it.
     * A CUDA source, text or ``Path``, stands for the file of fp8kit's raw kernels whose functions it defines:
       every function that the operation takes from that file, with the same parameters. The engine's host code
-      launches it, compiled with the same defines.
+      launches it, compiled with the same defines, but for what ``defines`` says, as `fp8kit kernels bench
+      --variant` does: "PROMOTE=128:64" compiles 64 where the engine's PROMOTE is 128, "PROMOTE=64,BM=256"
+      where its BM is 256. Grid and arguments stay the engine's.
     * A ``cupy.RawKernel`` or a numba.cuda kernel takes the place of one function, ``function``, by default
       the one of the operation's name.
 
@@ -102,6 +110,9 @@ def override(
     if not isinstance(verify, bool):
         raise BackendError("override", "verify", repr(verify), "True or False")
     kind = _kind(implementation)
+    if not isinstance(defines, str) or (defines and kind != "text"):
+        wanted = "a text, NAME=VALUE or NAME=OLD:NEW by commas, beside a CUDA source"
+        raise BackendError("override", "defines", repr(defines), wanted)
     if function is not None and kind not in ("cupy", "numba"):
         raise BackendError(
             "override", "function", repr(function), "None, but for a cupy.RawKernel or a numba.cuda kernel"
@@ -118,11 +129,15 @@ def override(
             )
             return implement(_on_its_stream(operation, inner, made.count))
     else:
-        engine = _replaced(operation, implementation, kind, function)
+        engine, asked = _replaced(operation, implementation, kind, function, defines)
         devices = _CUDA
 
+        def note(variant: manifest.Defines) -> None:
+            if asked.of(variant) is not None:
+                made.count()
+
         def make(outer: SelectionPolicy) -> OpImpl:
-            return implement(engine(made.count))
+            return implement(engine(note))
 
     def implement(call: Callable[..., Any]) -> OpImpl:
         return OpImpl(
@@ -133,7 +148,8 @@ def override(
             devices=devices,
         )
 
-    made = Override(operation, make, " and ".join(sorted(devices)) + " arrays")
+    where = " and ".join(sorted(devices)) + " arrays" + (f", launches with {defines}" if defines else "")
+    made = Override(operation, make, where)
     return made
 
 
@@ -218,23 +234,29 @@ def _on_its_stream(
 
 
 def _replaced(
-    operation: str, implementation: Any, kind: str, function: str | None
-) -> Callable[[Callable[[], None]], Callable[..., Any]]:
+    operation: str, implementation: Any, kind: str, function: str | None, defines: str
+) -> tuple[Callable[[Callable[[manifest.Defines], None]], Callable[..., Any]], manifest.Asked]:
     """What makes the engine's implementation with the kernel in its place, given what is to be called at
-    every launch of it."""
+    every launch of it, with the engine's defines; and of these what ``defines`` asks for."""
     from fp8kit.backends.cuda import substitute
 
     if not manifest.uses(operation):
         raise BackendError(
             "override", "implementation", "a kernel", f"a Python function: {operation} launches none"
         )
+    asked = manifest.Asked()
     if kind == "text":
         unit = read(implementation)
-        table = substitute.of_text(unit, _source_of(operation, unit))
+        source = _source_of(operation, unit)
+        try:
+            asked = manifest.asked(defines, manifest.source(source), unit)
+        except ValueError as error:
+            raise BackendError("override", "defines", repr(defines), str(error)) from None
+        table = substitute.of_text(unit, source, asked)
     else:
         place = _place_of(operation, function)
         table = (substitute.of_cupy if kind == "cupy" else substitute.of_numba)(implementation, place)
-    return functools.partial(substitute.engine_with, operation, table)
+    return functools.partial(substitute.engine_with, operation, table), asked
 
 
 def read(text: str | Path) -> manifest.Unit:

@@ -40,15 +40,17 @@ class Part:
         """The source's text."""
         return self.unit.content if self.unit is not None else manifest.text(self.entry.name)
 
+    def variants(self, wanted: str = "") -> tuple[manifest.Defines, ...]:
+        """The sets of defines that ``wanted`` asks for (``manifest.asked``). ArgumentError for another
+        text."""
+        try:
+            return manifest.asked(wanted, self.like, self.unit).all_of(self.entry.variants)
+        except ValueError as error:
+            raise ArgumentError("kernels", "variant", repr(wanted), str(error)) from None
+
     def variant(self, wanted: str = "") -> manifest.Defines:
-        """The defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16, E4M3 or
-        GELU where there is a choice."""
-        asked = dict(part.split("=", 1) for part in wanted.split(",") if "=" in part)
-        fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
-        if not fits or (wanted and not asked):
-            like = f"defines of {self.entry.name}, such as {said(self.entry.variants[0])}"
-            raise ArgumentError("kernels", "variant", repr(wanted), like)
-        return max(fits, key=lambda v: sum(value in _PREFERRED for _, value in v))
+        """The one of ``variants`` to show: bfloat16, E4M3 or GELU where there is a choice."""
+        return max(self.variants(wanted), key=lambda v: sum(value in _PREFERRED for _, value in v))
 
     def compiled(self, defines: manifest.Defines, arch: str) -> compiler.CompiledKernel:
         """The source compiled, from the cache or afresh. BackendError as ``compile_cubin``."""
@@ -64,11 +66,6 @@ class Found:
     parts: tuple[Part, ...]
     operations: tuple[str, ...]
     file: Path | None = None
-
-
-def said(defines: manifest.Defines) -> str:
-    """Defines as one writes them on the command line: T=bf16,FORMAT=e4m3."""
-    return ",".join(f"{key}={value}" for key, value in defines) or "-"
 
 
 def find(name: str) -> Found:

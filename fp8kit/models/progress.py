@@ -1,15 +1,16 @@
-"""How far a training has come: a bar that rich draws in a terminal, sparse lines anywhere else."""
+"""How far a training has come, or other work: a bar that rich draws in a terminal; of a training sparse lines
+anywhere else."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Self, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self, TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, TextColumn, track
 from rich.progress import Progress as Bar
 
 LINES = 10  # of a whole run where there is no terminal
@@ -20,6 +21,16 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+Made = TypeVar("Made")
+
+
+def tracked(made: Iterable[Made], what: str, total: int) -> Iterator[Made]:
+    """What ``made`` gives, ``total`` values of ``what``, one after another; on a terminal a bar on standard
+    error shows how many there are yet."""
+    console = Console(file=sys.stderr)
+    yield from track(made, what, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Progress:

@@ -49,20 +49,30 @@ template <int MANTISSA_BITS, int LOWEST, u32 MAX_CODE> DEVICE u32 code_of(float 
   return min(code, MAX_CODE) | (bits >> 24 & 0x80);
 }
 
+// Two codes become the upper bytes of two halves of a word, and both halves are computed at once.
+DEVICE u32 upper_bytes(u16 codes) { return __byte_perm(codes, 0, 0x1404); }
+
+// Two float16 times 256, exactly where that is finite.
+DEVICE u32 times_256(u32 pair) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(0x5C005C00));
+  return product;
+}
+
+// Float16 without signs get those of `both`; where `nan` has a half's upper bit, that becomes 0x7FFF.
+DEVICE u32 with_signs(u32 pair, u32 both, u32 nan) {
+  return pair | (both & 0x80008000 & ~nan) | (nan - (nan >> 15));
+}
+
 struct e4m3 {
   static constexpr float MAX = 448.0f;
   static __device__ __forceinline__ u16 pair(float low, float high) {
     return (u16)(code_of<3, -6, 0x7E>(low) | code_of<3, -6, 0x7E>(high) << 8);
   }
-  static __device__ __forceinline__ u32 half(u32 code) {
-    const u32 magnitude = code & 0x7F;
-    if (magnitude == 0x7F) return 0x7FFF;
-    // as a float16 its exponent is 8 too small: also that of a subnormal, which is none in float16
-    const f16 exact = from_float<f16>(to_float(f16{(u16)(magnitude << 7)}) * 256.0f);
-    return exact.bits | (code & 0x80) << 8;
-  }
   static __device__ __forceinline__ u32 halves(u16 codes) {
-    return half(codes & 0xFF) | half(codes >> 8) << 16;
+    const u32 both = upper_bytes(codes), magnitude = both & 0x7F007F00;
+    // as float16 their exponents are 8 too small: also those of subnormals, which are none in float16
+    return with_signs(times_256(magnitude >> 1), both, (magnitude + 0x01000100) & 0x80008000);
   }
 };
 
@@ -71,9 +81,9 @@ struct e5m2 {
   static __device__ __forceinline__ u16 pair(float low, float high) {
     return (u16)(code_of<2, -14, 0x7B>(low) | code_of<2, -14, 0x7B>(high) << 8);
   }
-  static __device__ __forceinline__ u32 half(u32 code) { return (code & 0x7F) > 0x7C ? 0x7FFF : code << 8; }
   static __device__ __forceinline__ u32 halves(u16 codes) {
-    return half(codes & 0xFF) | half(codes >> 8) << 16;
+    const u32 both = upper_bytes(codes), magnitude = both & 0x7F007F00;
+    return with_signs(magnitude, both, (magnitude + 0x03000300) & 0x80008000);
   }
 };
 #endif

@@ -10,10 +10,17 @@ Behind a function stand the operations of the kernel contract that launch it; wi
 of its name; a list goes on in a comment line that begins with three blanks. Each ``variants`` line is the
 product of its lists, of which one may set several defines at once (``A B=1 2,3 4``); several lines are a
 union. A source without one has the single empty set of defines.
-``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them; without it
-none. Kernels are ``extern "C" __global__`` functions (their names stay as written) with parameters of four
-kinds only, so that the host can pack arguments without knowing more: pointers, ``i64`` (or ``u64``), ``f64``,
-and at most one structure by value, the last parameter.
+``spills: N`` allows a thread so many bytes of spilled registers, where accumulators fill them, ``spills: N
+bytes on sm_90a, sm_100a`` there alone; without it none. Kernels are ``extern "C" __global__`` functions
+(their names stay as written) with parameters of four kinds only, so that the host can pack arguments without
+knowing more: pointers, ``i64`` (or ``u64``), ``f64``, and at most one structure by value, the last parameter.
+
+A text asks for some of the variants, or for others than those (``asked``)::
+
+    T=f16,FORMAT=e5m2             the variants with these values
+    PROMOTE=128:64                those with PROMOTE=128, compiled with 64 instead
+    PROMOTE=64,BM=256             of a text from elsewhere: those with BM=256, compiled with a value that the
+                                  source does not list, or with another define that the text names
 
 ``uses`` answers the other way round: which functions an operation launches. A text from elsewhere that takes
 the place of one of these sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
@@ -25,6 +32,7 @@ import difflib
 import functools
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +43,7 @@ _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s+)*
 _EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
+_DEFINE = re.compile(r"[A-Za-z_]\w*=[^=:,]+(:[^=:,]+)?")
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
 
@@ -50,7 +59,8 @@ class Source:
     * ``early``: the functions that may be launched before the kernel in front of them has ended, since
       ``start_early();`` (common.cuh), their first statement, waits for it, and none of their pointers is
       ``__restrict__``.
-    * ``spills``: bytes of registers that a thread may spill.
+    * ``spills``: bytes of registers that a thread may spill, each with the architectures where it may, none
+      for all of them.
     """
 
     name: str
@@ -60,11 +70,34 @@ class Source:
     pointers: dict[str, tuple[str, ...]]
     early: frozenset[str]
     operations: dict[str, tuple[str, ...]]
-    spills: int = 0
+    spills: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def launched_by(self, function: str, operation: str) -> bool:
         """Whether an operation of the contract launches the function."""
         return operation in (self.operations[function] or (function, f"{function}_"))
+
+    def may_spill(self, arch: str) -> int:
+        """Bytes of registers that a thread may spill on ``arch``."""
+        return max((size for size, where in self.spills if not where or arch in where), default=0)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a text asks of a source's variants: those that have all defines ``where``, and in them ``instead``
+    in the place of their own values."""
+
+    where: Defines = ()
+    instead: Defines = ()
+
+    def of(self, variant: Defines) -> Defines | None:
+        """The variant as it is to be compiled; None for one that is not asked for."""
+        if not set(self.where) <= set(variant):
+            return None
+        return tuple(sorted((dict(variant) | dict(self.instead)).items()))
+
+    def all_of(self, variants: Iterable[Defines]) -> tuple[Defines, ...]:
+        """What is asked for of several, each once."""
+        return tuple(dict.fromkeys(found for each in variants if (found := self.of(each)) is not None))
 
 
 @dataclass(frozen=True)
@@ -166,6 +199,41 @@ def replaced_by(unit: Unit) -> Source:
     return like[0]
 
 
+def asked(text: str, entry: Source, unit: Unit | None = None) -> Asked:
+    """What ``text`` (see this module's) asks of the variants of ``entry``, or of ``unit``, a text from
+    elsewhere in its place. ValueError, which says what was expected, for anything else."""
+    listed: dict[str, set[str]] = {}
+    for name, value in itertools.chain(*entry.variants):
+        listed.setdefault(name, set()).add(value)
+    where: list[tuple[str, str]] = []
+    instead: list[tuple[str, str]] = []
+    expected = f"defines of {entry.name}, such as {said(entry.variants[0])}"
+    for part in _split(text, ","):
+        name, _, value = part.partition("=")
+        old, colon, new = value.partition(":")
+        if not _DEFINE.fullmatch(part):
+            raise ValueError(expected)
+        if old in listed.get(name, ()):
+            where.append((name, old))
+        elif colon or unit is None:
+            raise ValueError(expected)
+        elif name not in listed and not any(
+            re.search(rf"\b{name}\b", content) for content in (unit.content, *(h for _, h in unit.headers))
+        ):
+            raise ValueError(f"{expected}, or what {unit.name} names")
+        if colon or old not in listed.get(name, ()):
+            instead.append((name, new or old))
+    found = Asked(tuple(where), tuple(instead))
+    if not found.all_of(entry.variants):
+        raise ValueError(f"{expected}: no variant has {said(found.where)}")
+    return found
+
+
+def said(defines: Defines) -> str:
+    """Defines as one writes them on the command line: T=bf16,FORMAT=e4m3."""
+    return ",".join(f"{key}={value}" for key, value in defines) or "-"
+
+
 @functools.cache
 def source(name: str) -> Source:
     """The manifest entry of one .cu file; ValueError when its comments and its code do not fit together."""
@@ -182,7 +250,9 @@ def source(name: str) -> Source:
             f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; "
             "variants must not repeat"
         )
-    spills = sum(int(line.split()[0]) for line in _comments(content, "spills"))
+    spills = tuple(
+        (int(line.split()[0]), tuple(re.findall(r"\bsm_\w+", line))) for line in _comments(content, "spills")
+    )
     return replace(_source(name, variants, functions, kernels), spills=spills)
 
 

@@ -8,7 +8,8 @@
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; BM=128,32; SCALES=whole; PROMOTE=0,128
 // variants: LEFT=e5m2; RIGHT=e4m3; T=f32,bf16,f16; BM=128,32;
 //   SCALES=lines_squares,squares_lines,lines_lines; PROMOTE=128
-// spills: 112 bytes, where mma.sync decodes codes in registers first (compute capability 9.0 and 10.0)
+// spills: 112 bytes on sm_90a, sm_100a, where mma.sync decodes codes in registers first
+// spills: 16 bytes on sm_80, sm_120a
 //
 // A block makes one BM x 128 tile of the result. Its eight warps copy tiles of 128 codes of the contraction
 // into a ring of three places in shared memory, two ahead of the products, and each warp multiplies its part
@@ -27,6 +28,9 @@ constexpr int M = WARP_ROWS / 16, N = WARP_COLUMNS / 8;
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
 constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
+static_assert(BM % 32 == 0, "BM, rows of a tile, is a multiple of 32: two warps share them");
+static_assert(PROMOTE == 0 || PROMOTE == DEPTH, "PROMOTE, codes of a sum that is promoted, is 0 or 128");
+static_assert(SCALES == whole || PROMOTE, "SCALES of blocks are those of 128 codes: PROMOTE is 128");
 typedef Tile<BM, DEPTH / 2> Left;  // two codes are one element
 typedef Tile<BN, DEPTH / 2> Right;
 constexpr int STAGE = Left::bytes + Right::bytes;

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8kit import arrays, formats
-from fp8kit.accumulation import ACCUMULATIONS
+from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import OWN, gemm, hopper_gemm, launch, mma_gemm, own_gemm, register
@@ -21,6 +21,7 @@ from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.lab import override
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
@@ -111,6 +112,26 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("interval", [32, 64])
+@pytest.mark.parametrize("size", [(16, 528, 1040), (304, 528, 1040), (2100, 2064, 512)], ids=str)
+def test_another_interval_of_promotion_is_the_models(size: Any, interval: int, kernels: Any) -> None:
+    """Of small and of large tiles."""
+    m, n, k = size
+    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, seed, None) for seed, rows in enumerate((m, n)))
+    out, want = (arrays.empty((m, n), float32, GPU) for _ in range(2))
+    source = manifest.text("hopper_gemm.cu")
+    with override("fp8_gemm", source, defines=f"PROMOTE=128:{interval}") as used:
+        own = dispatch.kernels(GPU)
+        own.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, False, None, 0)
+    assert used.calls == 1
+    scales = [model_scales(inverse, None, rows, k) for inverse, rows in ((a_inv, m), (b_inv, n))]
+    how, whole = Accumulation(13, 32, interval), ((0, 0), (0, 0))
+    codes = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*codes, want, E4M3, E4M3, *scales, *whole, how, None, None, 0)
+    assert_same_bits("out", get(out), get(want))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "bias and addend"])
 @pytest.mark.parametrize("k", [128, 256, 384, 512, 1040, 2064])
 @pytest.mark.parametrize(("m", "n"), [(100, 256), (300, 2060), (2100, 2064)], ids=str)
@@ -160,16 +181,61 @@ def test_results_that_are_written_during_the_next_tile(
     assert_same_bits("out", get(whole), want)
 
 
+INVARIANT = pytest.mark.parametrize(
+    ("tiles", "fast"),
+    [(None, True), (None, False), ((LINE, SQUARE), False), ((LINE, LINE), False)],
+    ids=["fast", "split", "1x2", "1x1"],
+)
+
+
 @both
 @pytest.mark.gpu
-def test_a_row_of_the_result_does_not_depend_on_the_others(kernels: Any) -> None:
-    (a, scale), (b, _) = operand(640, 1024, E4M3, 1, None), operand(512, 1024, E4M3, 2, None)
-    whole = arrays.empty((640, 512), bfloat16, GPU)
-    kernels.fp8_gemm(a, b, whole, E4M3, E4M3, scale, scale, None, None, True, None, 0)
-    for rows in (16, 64, 272):
-        part = arrays.empty((rows, 512), bfloat16, GPU)
-        kernels.fp8_gemm(a.slice(0, 0, rows), b, part, E4M3, E4M3, scale, scale, None, None, True, None, 0)
-        assert_same_bits(f"{rows} rows", get(part), get(whole)[:rows])
+@INVARIANT
+@pytest.mark.parametrize("bits", [bfloat16, float32], ids=str)
+def test_a_row_of_the_result_does_not_depend_on_the_others(
+    bits: Any, tiles: Any, fast: bool, kernels: Any
+) -> None:
+    """By whichever tiles rows are made: from one row to more than any tile has. 1040 terms end within a block
+    of scales; 3072 columns choose the larger tiles."""
+    for n, k in ((520, 1040), (3072, 512)):
+        (b, b_inv), whole = operand(n, k, E4M3, 2, tiles and tiles[1]), None
+        for rows in (1100, 1, 16, 64, 130, 272):
+            a, a_inv = operand(1100, k, E4M3, 1, tiles and tiles[0])
+            out = arrays.empty((rows, n), bits, GPU)
+            if tiles is None:
+                a = a.slice(0, 0, rows + -rows % 16)
+                kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, fast, None, 0)
+            else:
+                (padded, _), scales = block_shapes(rows, k, LINE)
+                a, few = a.slice(0, 0, padded), get(a_inv)[: scales[0], : scales[1]]
+                scale = put(np.ascontiguousarray(few), GPU)
+                kernels.block_gemm(a, b, out, E4M3, E4M3, scale, b_inv, *tiles, None, None, None, 0)
+            whole = get(out) if whole is None else whole
+            assert_same_bits(f"{rows} rows", get(out), whole[:rows])
+
+
+@INVARIANT
+def test_nor_does_a_row_of_the_model(tiles: Any, fast: bool) -> None:
+    """Whose bits the kernels' are: on the CPU."""
+    rng, kernels = np.random.default_rng(3), dispatch.kernels(arrays.CPU)
+    k, n = 272, 33
+    codes = [rng.integers(0, 0x7F, (rows, k), np.uint8) for rows in (130, n)]
+    places = tiles or ((0, 0), (0, 0))
+    shapes = [
+        (1, 1) if tiles is None else (-(-rows // tile[0]), -(-k // tile[1]))
+        for rows, tile in zip((130, n), places, strict=True)
+    ]
+    scales = [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes]
+    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
+    made = {}
+    for rows in (130, 1, 16, 100):
+        out = arrays.empty((rows, n), float32, arrays.CPU)
+        few = scales[0] if tiles is None else scales[0][:rows]
+        given = [put(array, arrays.CPU) for array in (codes[0][:rows], codes[1], few, scales[1])]
+        operands = (*given[:2], out, E4M3, E4M3, *given[2:], *places, how, None, None, 0)
+        kernels.model_gemm(*operands)
+        made[rows] = get(out)
+        assert_same_bits(f"{rows} rows", made[rows], made[130][:rows])
 
 
 # --- recorded, moved, captured ------------------------------------------------------------------------------

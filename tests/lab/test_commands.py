@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from contextlib import redirect_stdout
+import time
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ import fp8kit as fk
 from fp8kit import arrays, cli, formats, lab
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import compile as compiler
+from fp8kit.backends.cuda import hopper_gemm
+from fp8kit.backends.registry import CannotTake
 from fp8kit.commands import kernels
-from fp8kit.errors import BackendError, Fp8kitError
-from fp8kit.lab import native, sources, timing
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
+from fp8kit.lab import native, peaks, sources, timing
 from fp8kit.lab.timing import TIMED
 from fp8kit.raw_kernels import manifest
 from tests.support.source import ROOT
@@ -148,6 +151,86 @@ def test_show_prints_source_ptx_and_machine_code(
     assert "Function : rope" in run("show", "rope.cu", "--sass")[1]
 
 
+def test_some_variants_are_compiled(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own_folders / "mine.cu").write_text(manifest.text("drop_path.cu"))
+    status, out = run("compile", "mine.cu", "--variant", "T=bf16", "--arch", "sm_90a")
+    assert (status, len(out.splitlines())) == (0, 2)
+    assert "T=bf16" in out
+    assert "1 variants for sm_90a, compiled where they are not in the cache yet" in capsys.readouterr().err
+    assert run("compile", "mine.cu", "--variant", "T=f64", "--arch", "sm_90a")[0] == 1
+    assert "mine.cu with {'T': 'f64'} for sm_90a failed" in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_bar_shows_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
+    run("compile", "drop_path", "--arch", "sm_90a")
+    assert re.search(r"variants .*━.*100%", shown.getvalue())
+
+
+def test_where_one_variant_does_not_compile_the_others_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = []
+
+    def compiled(part: Any, defines: manifest.Defines, arch: str) -> None:
+        begun.append(defines)
+        if len(begun) == 1:
+            raise BackendError("compile: the first one")
+        time.sleep(0.05)
+
+    monkeypatch.setattr(sources.Part, "compiled", compiled)
+    assert run("compile", "mma_gemm.cu")[0] == 1
+    assert len(begun) < len(manifest.source("mma_gemm.cu").variants)
+
+
+@pytest.mark.parametrize("action", ["check", "bench"])
+def test_another_variant_needs_a_gpu_and_one_source(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(action, "mma_gemm", "--variant", "BM=32", "--device", "cpu") == (3, "")
+    assert "it needs a GPU" in capsys.readouterr().err
+    assert run(action, "quantize_transpose", "--variant", "T=bf16", "--device", "cpu")[0] == 2
+    assert "--variant: got 'T=bf16', expected a name of one source beside it, qu" in capsys.readouterr().err
+
+
+def test_a_source_that_another_kernel_stands_before_is_checked_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a GPU's name it is put in that one's place, for the checks alone."""
+    used = []
+
+    def override(operation: str, text: str, defines: str = "") -> Any:
+        used.append((operation, text == manifest.text("mma_gemm.cu"), defines))
+        return nullcontext()
+
+    monkeypatch.setattr(kernels, "override", override)
+    gpu, found = arrays.Device("cuda", 0), sources.find("mma_gemm")
+    monkeypatch.setattr(kernels.checks, "check", lambda *arguments: lab.checks.Report("x", "y", gpu))
+    assert not kernels._is_wrong(found, gpu)
+    assert used == [("block_gemm", True, ""), ("fp8_gemm", True, "")]
+    kernels._is_wrong(found, arrays.CPU)
+    kernels._is_wrong(sources.find("fp8_gemm"), gpu)
+    assert len(used) == 2
+    kernels._is_wrong(found, gpu, "130x70", variant="BM=32")
+    assert used[2:] == [("fp8_gemm", True, "BM=32")]
+
+
+def test_products_are_timed_at_several_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of FP8 beside bfloat16's; columns are any, terms a multiple of 16."""
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    sizes = ["--shape", "33", "100", "48", "--shape", "1", "16", "16"]
+    status, out = run("bench", "gemm", "--device", "cpu", "--split", *sizes)
+    assert status == 0
+    assert re.findall(r"^(\S.*): reference.* on cpu, (.*): \d", out, re.M) == [
+        (name, size)
+        for name in ("gemm", "fp8_gemm (fast=False)", "block_gemm")
+        for size in ("33 x 100 x 48", "1 x 16 x 16")
+    ]
+
+
 SAID = {
     (
         "show",
@@ -249,6 +332,87 @@ def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_timed_is_refused(wrong: tuple[Any, ...], said: str) -> None:
     with pytest.raises(Fp8kitError, match=said):
         timing.measure("add", "cpu", *wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"fats": 1}, "measure: fats: got 1, expected one of .*fast"), ({"k": 16}, "measure: k: got 16")],
+)
+def test_options_that_a_call_does_not_have_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        lab.measure("fp8_gemm", "cpu", (16, 16), **options)
+
+
+def test_what_runs_a_source_is_timed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    names = {
+        "hopper_gemm": "fp8_gemm",
+        "mma_gemm.cu": "fp8_gemm",
+        "quantize.cu": "quantize",
+        "rope": "rope_fwd",
+    }
+    for name, operation in names.items():
+        assert lab.measure(name, "cpu", (32, 128)).operation == operation
+    with pytest.raises(
+        ArgumentError, match=r"got 'hoper_gemm', expected .* or a source of one; did you mean"
+    ):
+        lab.measure("hoper_gemm", "cpu")
+
+
+def test_of_a_source_of_its_own_no_other_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, own, other = (SimpleNamespace(kind="cuda"), SimpleNamespace(fn=hopper_gemm.fp8_gemm), object())
+    found: Any = ([SimpleNamespace(fn=None), own], [])
+    monkeypatch.setattr(dispatch, "candidates", lambda operation, device: found)
+    call: Any = ("hopper_gemm", "fp8_gemm", "hopper_gemm.cu", device, True)
+    assert timing._implementations(*call) == [own]
+    found = ([SimpleNamespace(fn=None)], [(own, "it needs 9.0"), (SimpleNamespace(fn=other), "no")])
+    with pytest.raises(BackendError, match=r"got 'hopper_gemm', expected what runs on .*: it needs 9\.0"):
+        timing._implementations(*call)
+
+
+def test_implementations_that_do_not_take_a_shape_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise CannotTake("add", "a", "a shape", "another one")
+
+    (usable, others) = dispatch.candidates("add", arrays.CPU)
+    second = [SimpleNamespace(impl_id=name, fn=refuse) for name in ("never", "nor")]
+    found = ([*usable, *second], others)
+    monkeypatch.setattr(dispatch, "candidates", lambda operation, device: found)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    made = timing.measure_all("add", arrays.CPU, (2, 128))
+    assert [each.implementation for each in made] == [impl.impl_id for impl in usable]
+    monkeypatch.setattr(timing, "_implementations", lambda *asked: second)
+    with pytest.raises(CannotTake, match="expected another one"):
+        lab.measure("elementwise.cu", "cpu", (2, 128))
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "teraflops"),
+    [
+        ("fp8_gemm", "float32", 1979),
+        ("block_gemm", "bfloat16", 1979),
+        ("grouped_fp8_gemm", "bfloat16", 1979),
+        ("gemm", "bfloat16", 989.5),
+        ("gemm", "float32", 0),
+        ("model_gemm", "bfloat16", 0),
+        ("add", "bfloat16", 0),
+    ],
+)
+def test_a_products_ceiling_is_the_chips(
+    operation: str, dtype: str, teraflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, kind = arrays.Device("cuda", 0), formats.dtype(dtype, "", "")
+    monkeypatch.setattr(peaks, "machine", lambda device: "NVIDIA H200")
+    assert peaks.peak(operation, gpu, kind) == teraflops * 1e12
+    assert peaks.peak(operation, arrays.CPU, kind) == 0
+    monkeypatch.setattr(peaks, "machine", lambda device: "a chip of next year")
+    assert peaks.peak(operation, gpu, kind) == 0
+
+
+def test_the_share_of_the_peak_is_said() -> None:
+    found = timing.Measurement("fp8_gemm", "x", arrays.CPU, (1, 1), 1, 2.0, 1.0, 3e12, 2e12)
+    assert found.share == 0.75
+    assert str(found).endswith("1,500.0 GFLOP/s, 75% of the chip's 2 TFLOP/s")
 
 
 def test_names_of_devices_and_dtypes_will_do() -> None:

@@ -201,6 +201,71 @@ def test_the_engine_launches_the_text_with_its_own_grid_and_arguments(driver: Dr
     assert used.calls == 1
 
 
+@pytest.mark.parametrize(
+    ("defines", "compiled", "calls"),
+    [
+        ("", {"T=f32", "T=bf16"}, 2),
+        ("T=f32:f16", {"T=f16", "T=bf16"}, 1),
+        ("period=8", {"T=f32,period=8", "T=bf16,period=8"}, 2),
+        ("T=bf16,period=8", {"T=f32", "T=bf16,period=8"}, 1),
+        ("T=tf32", {"T=tf32"}, 2),
+        ("T=f16", {"T=f32", "T=bf16"}, 0),
+    ],
+)
+def test_a_text_is_compiled_with_other_defines_where_they_are_asked_for(
+    defines: str, compiled: set[str], calls: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the launches that they are asked for are counted."""
+    made = []
+
+    def module(source: str, variant: manifest.Defines, device: int, unit: Any) -> Any:
+        made.append(manifest.said(variant))
+        return driver.module(source, variant, device, unit)
+
+    monkeypatch.setattr(launch, "_module", module)
+    with fk.override("add", TEXT, defines=defines) as used:
+        for dtype in (float32, bfloat16):
+            overriding("add")(*(there(8, dtype=dtype, at=1 << bits) for bits in (20, 24, 28)), 0)
+    assert (set(made), used.calls) == (compiled, calls)
+
+
+BAD_DEFINES = {
+    "T": r"defines: got 'T', expected defines of elementwise\.cu, such as T=f32",
+    "T=f64:f16": "got 'T=f64:f16'",
+    "factor=3": r"got 'factor=3', expected .* such as T=f32, or what override\.cu names",
+    "T=f16,T=f32": r"no variant has T=f16,T=f32",
+}
+
+
+@pytest.mark.parametrize("defines", BAD_DEFINES)
+def test_other_defines_that_no_variant_has_are_refused(defines: str) -> None:
+    with pytest.raises(BackendError, match="override: .*" + BAD_DEFINES[defines]):
+        fk.override("add", TEXT, defines=defines)
+
+
+def test_only_a_source_takes_defines() -> None:
+    with pytest.raises(BackendError, match=r"defines: got 'T=f16', expected .* beside a CUDA source"):
+        fk.override("add", lambda a, b, out, stream: None, defines="T=f16")
+    with pytest.raises(BackendError, match=r"defines: got \{'T': 'f16'\}, expected a text"):
+        fk.override("add", TEXT, defines={"T": "f16"})  # type: ignore[arg-type]
+
+
+# of mma_gemm.cu: what cannot be -> the compiler's words
+CANNOT_BE = {
+    "PROMOTE=128:64": "PROMOTE, codes of a sum that is promoted, is 0 or 128",
+    "BM=128:48": "BM, rows of a tile, is a multiple of 32: two warps",
+    "SCALES=lines_lines,PROMOTE=128:0": "SCALES of blocks are those of 128 codes: PROMOTE is 128",
+}
+
+
+@pytest.mark.parametrize("defines", CANNOT_BE)
+def test_defines_that_do_not_go_together_are_told_by_the_compiler(defines: str, cache: Path) -> None:
+    entry = manifest.source("mma_gemm.cu")
+    variant = manifest.asked(defines, entry).all_of(entry.variants)[0]
+    with pytest.raises(BackendError, match=CANNOT_BE[defines]):
+        compile_cubin("mma_gemm.cu", variant, "sm_89")
+
+
 def test_other_functions_and_other_threads_keep_the_engines_kernels(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +285,7 @@ def test_other_functions_and_other_threads_keep_the_engines_kernels(
         start("add")
 
     monkeypatch.setattr(substitute.cuda, "implementation", lambda operation, source: body)
-    replaced = substitute.engine_with("add", table, lambda: notes.append(None))
+    replaced = substitute.engine_with("add", table, lambda defines: notes.append(None))
     with launch.launching_by(lambda *arguments: pytest.fail("another block's launcher")):
         replaced(None, None, None, 0)
     ours, own = driver.texts[TEXT], driver.texts[""]

@@ -12,7 +12,9 @@ import pytest
 
 import fp8kit as fk
 from fp8kit import collectives, lab
+from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.lab.checks import Report
+from fp8kit.raw_kernels import manifest
 from tests.support.examples import EXAMPLES, HALF_STEP, numbers
 
 LINES = 120
@@ -230,6 +232,23 @@ def test_own_product(printed):
     assert calls[1] > 4 * 12  # steps, products of two layers
     losses = numbers(r"-> ([\d.]+) nats", text)
     assert abs(losses[0] - losses[1]) < 0.02
+
+
+@pytest.mark.programs
+def test_what_own_product_changes_is_there_and_compiles(monkeypatch):
+    """For Hopper, where no GPU runs it here."""
+    found = runpy.run_path(str(EXAMPLES[24]))
+    entry, unit = manifest.source("hopper_gemm.cu"), manifest.foreign(found["source"]())
+    assert "fminf(fmaxf(value, -24.0f), 24.0f)" in unit.content
+    variants = manifest.asked(f"{found['OTHER']},EPILOGUE=bare,GROUPS=none", entry, unit).all_of(
+        entry.variants
+    )
+    assert all(dict(variant)["PROMOTE"] == "64" for variant in variants)
+    largest = next(v for v in variants if ("BM", "256") in v and ("T", "f32") in v)
+    assert compile_cubin("hopper_gemm.cu", largest, "sm_90a", unit).resources["hopper_gemm"].spill_stores == 0
+    monkeypatch.setattr(manifest, "text", lambda name: "another version")
+    with pytest.raises(SystemExit, match=r"has 'values.* 0 times: change this example"):
+        found["source"]()
 
 
 @pytest.mark.programs

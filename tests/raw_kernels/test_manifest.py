@@ -27,6 +27,32 @@ def test_one_list_may_set_several_defines(sources: Path) -> None:
     assert found == {manifest.defines(T=t, A=a, B=b) for t in ("f32", "bf16") for a, b in ("12", "34")}
 
 
+def test_spills_may_be_those_of_some_architectures(sources: Path) -> None:
+    head = "// functions: f\n// spills: 96 bytes on sm_90a, sm_100a, where it is full\n// spills: 16\n"
+    (sources / "a.cu").write_text(head + KERNEL.format("f", ""))
+    found = manifest.source("a.cu")
+    assert [found.may_spill(arch) for arch in ("sm_90a", "sm_100a", "sm_80")] == [96, 96, 16]
+
+
+def test_variants_are_asked_for_by_a_text(sources: Path) -> None:
+    head = "// functions: f\n// variants: T=f32,bf16; N=0,128\n"
+    (sources / "a.cu").write_text(head + KERNEL.format("f", "i64 n"))
+    entry = manifest.source("a.cu")
+    copy = manifest.foreign("int WIDTH;" + KERNEL.format("f", "i64 n"), "b.cu")
+
+    def made(text: str, unit: manifest.Unit | None = None) -> list[str]:
+        return sorted(map(manifest.said, manifest.asked(text, entry, unit).all_of(entry.variants)))
+
+    assert len(made("")) == 4
+    assert made("T=f32") == ["N=0,T=f32", "N=128,T=f32"]
+    assert made("N=128:64, T=bf16") == ["N=64,T=bf16"]
+    assert made("N=64", copy) == ["N=64,T=bf16", "N=64,T=f32"]  # each once
+    assert made("WIDTH=3,N=0,T=f32", copy) == ["N=0,T=f32,WIDTH=3"]
+    for text, unit in (("N=64", None), ("WIDTH=3", None), ("N=64:32", copy), ("HEIGHT=3", copy), ("N", copy)):
+        with pytest.raises(ValueError, match=r"^defines of a\.cu, such as N=0,T=f32"):
+            manifest.asked(text, entry, unit)
+
+
 def test_parameters_are_read_from_the_code(sources: Path) -> None:
     declared = (
         "const float* x, u8 *q, i64 n, // a remark, with a comma\n f64 p, __grid_constant__ const Table t"

@@ -44,10 +44,19 @@ _BODIES = {
     "bf16 from_float<bf16>(float x)": _BFLOAT16,
     "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
     "float to_float(f16 x)": "return (float)cast_bits<_Float16>(x.bits);",
+    "u32 times_256(u32 pair)": (
+        "u32 made = 0; for (int i = 0; i < 32; i += 16) made |= "
+        "(u32)cast_bits<u16>((_Float16)(cast_bits<_Float16>((u16)(pair >> i)) * 256)) << i; return made;"
+    ),
 }
-# the multipliers' part of the kernel for `count` tiles, which `places` gives four numbers each: row, column,
-# group, depths. `sums`: their products, BM x BN each
+# two codes as two float16, as chips without FP8 instructions compute them; and the multipliers' part of the
+# kernel for `count` tiles, which `places` gives four numbers each: row, column, group, depths. `sums`: their
+# products, BM x BN each
 _RUN = """
+extern "C" u32 decoded(int is_e5m2, int codes) {
+  return is_e5m2 ? e5m2::halves((u16)codes) : e4m3::halves((u16)codes);
+}
+
 extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
   std::vector<int> places(4 * count);
   va_list list;

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fp8kit.backends import cuda
@@ -21,6 +22,7 @@ from fp8kit.backends.cuda.device import cupy
 from fp8kit.errors import BackendError
 from fp8kit.raw_kernels import manifest
 
+ALL = manifest.Asked()  # every variant, as it is
 Place = tuple[str, str]  # source, function
 Maker = Callable[[int, manifest.Defines], Any]  # device index, defines -> what is launched there
 Extent = int | tuple[int, ...]  # of a grid or a block
@@ -46,10 +48,10 @@ _TYPES = {
 
 
 def engine_with(
-    operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
+    operation: str, replacements: Mapping[Place, Maker], note: Callable[[manifest.Defines], object]
 ) -> Callable[..., Any]:
     """The engine's implementation of an operation of the contract, the one that launches what is replaced
-    (functions of one source); ``note`` is called at every use of one."""
+    (functions of one source); ``note`` is called at every use of one, with the engine's defines."""
     function = cuda.implementation(operation, next(iter(replacements))[0])
 
     def launcher(
@@ -58,7 +60,7 @@ def engine_with(
         found: Any = kernel
         maker = replacements.get((kernel.source, kernel.name))
         if maker is not None:
-            note()
+            note(kernel.defines)
             found = maker(kernel.device, kernel.defines)
         if isinstance(found, _Numba):
             found.launch(grid, block, args, stream, shared)
@@ -74,16 +76,24 @@ def engine_with(
     return call
 
 
-def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
-    """Replacements of every function of ``source`` that a text defines. BackendError, naming the function,
-    where it does not fit."""
+def of_text(unit: manifest.Unit, source: str, asked: manifest.Asked = ALL) -> dict[Place, Maker]:
+    """Replacements of every function of ``source`` that a text defines, compiled with what is ``asked`` for,
+    or with the engine's defines where that asks for nothing. BackendError, naming the function, where it does
+    not fit."""
+
+    def compiled(defines: manifest.Defines) -> manifest.Defines:
+        return asked.of(defines) or defines
+
     try:
         entry = manifest.stands_for(unit, manifest.source(source))
     except ValueError as error:
         raise BackendError(f"override: {error}") from None
+    entry = replace(entry, variants=tuple(dict.fromkeys(map(compiled, entry.variants))))
 
     def maker(function: str) -> Maker:
-        return functools.cache(lambda device, defines: launch.variant(entry, function, device, defines, unit))
+        return functools.cache(
+            lambda device, defines: launch.variant(entry, function, device, compiled(defines), unit)
+        )
 
     return {(source, function): maker(function) for function in entry.functions}
 
