@@ -491,7 +491,7 @@ def lag_of(parts: dict[str, Tensor]) -> int | None:
     """By how much the memory of the codes was written more often than that of the transposed ones; None where
     nobody counts."""
     try:
-        return parts["w_q"]._version - parts["w_qt"]._version
+        return torch_compat.version(parts["w_q"]) - torch_compat.version(parts["w_qt"])
     except (KeyError, RuntimeError):  # of tensors of inference mode
         return None
 
