@@ -16,7 +16,7 @@ from fp8kit.errors import ArgumentError, BackendError
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.torch_compat import default_device_is_set, own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, default_device_is_set, own_parameters
 from fp8kit_torch.views import FLOATS
 
 Init = Callable[[Tensor], Any]
@@ -100,7 +100,7 @@ class ParameterModule(TorchLayer):
 
     def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
         # what stands for a parameter as an attribute counts; a parameter as an attribute is slow to find
-        own = own_parameters(self)
+        own = self.__dict__[PARAMETERS]
         return {
             name: own[attribute] if attribute in own else getattr(self, attribute)
             for name, attribute in names

@@ -164,25 +164,23 @@ def global_hooks() -> bool:
 
 # --- modules ------------------------------------------------------------------------------------------------
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks = attrgetter(*_HOOKS)
-# what there is beside them: how the hooks are called, and what ``compile()`` made
-_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_OF_HOOKS += ("_is_full_backward_hook",)
-_changed = attrgetter("_compiled_call_impl", *_HOOKS)
-# The hooks that run after a module's forward, and before it.
-forward_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_hooks")
-forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_pre_hooks")
+# Attributes of a module: what ``own_parameters`` and ``own_modules`` return, and its hooks after and before
+# forward. In the path of every call ``module.__dict__[PARAMETERS]`` saves the call of a function.
+PARAMETERS, MODULES = "_parameters", "_modules"
+FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+_OF_HOOKS = (  # what there is beside them: how hooks are called
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    "_is_full_backward_hook",
+)
+_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
+# What comes into a module's own call: hooks, and what ``compile()`` made of it.
+call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter("_compiled_call_impl", *_HOOKS)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own, on forward or backward."""
     return any(_hooks(module))
-
-
-def call_is_changed(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, or was compiled in place (``compile()``)."""
-    return any(_changed(module))
 
 
 def take_hooks(module: nn.Module, source: nn.Module) -> None:
@@ -215,7 +213,7 @@ def twin_of(
 ) -> nn.Module:
     """A shallow copy of a module that has these parameters, or these modules, in the place of its own."""
     twin = copy.copy(module)
-    of = {"_parameters": parameters, "_modules": modules}
+    of = {PARAMETERS: parameters, MODULES: modules}
     vars(twin).update((name, own) for name, own in of.items() if own is not None)
     return twin
 

@@ -12,7 +12,7 @@ from fp8kit.autocast import checking_finite, current, looks
 from fp8kit_torch import recompute
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.chains import Call, Pending, run_chain
-from fp8kit_torch.torch_compat import any_autocast, call_is_changed, global_hooks
+from fp8kit_torch.torch_compat import MODULES, any_autocast, call_changes, global_hooks
 
 # bytes of x from which on a layer runs operation by operation: the GPU's work then takes longer than the
 # calls, and each operation frees its memory as soon as it can
@@ -37,7 +37,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         for NaN)."""
         if self.is_compiling() or inspection.inspector is not None or (looks.ever and checking_finite()):
             return False
-        state, modules = current(), self.parts
+        state, modules = current(), self.__dict__[MODULES]
         if type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
             return False
         if core["checkpoint_core"] is not False or "inference_params" in core["options"]:
@@ -47,7 +47,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
-        own = attention.parts
+        own = attention.__dict__[MODULES]
         if own["core_attention"].context is not None:  # several operations, between which ranks communicate
             return False
         here = self.frontend
@@ -61,7 +61,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             # somebody else's code: another class, a forward set on the object or its class, compile()
             if type(part) is not kind or "forward" in vars(part) or "forward" in vars(kind):
                 return False
-            if call_is_changed(part):
+            if any(call_changes(part)):
                 return False
         for part, _ in products:
             if part.microbatch is not None:  # casts that micro-batches share are taken by each part
