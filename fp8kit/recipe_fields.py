@@ -167,6 +167,8 @@ class Recipe(Strict):
     backward_override: str | None
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
+    # whether a layer without a name has the recipe of none, since rules go by names
+    by_name: ClassVar[bool] = False
     # Transformer Engine's attributes that follow from fields here -> those fields
     follows: ClassVar[Mapping[str, str]] = {}
 
@@ -192,6 +194,11 @@ class Recipe(Strict):
     def attention_for(self, name: str) -> AttentionQuantization | None:
         """``attention`` of a layer that is called ``name``."""
         return self.attention
+
+    @property
+    def any_attention(self) -> bool:
+        """Whether the products of some layer's attention are quantised."""
+        return self.attention is not None
 
     @property
     def needs_rng(self) -> bool:
