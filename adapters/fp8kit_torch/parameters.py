@@ -12,12 +12,10 @@ from torch.nn import Parameter
 
 from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ArgumentError, BackendError
-from fp8kit.formats import HIGH_PRECISION
+from fp8kit.errors import BackendError
 from fp8kit_torch import checks
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.torch_compat import PARAMETERS, default_device_is_set, own_parameters
-from fp8kit_torch.views import FLOATS
 
 Init = Callable[[Tensor], Any]
 
@@ -70,9 +68,7 @@ class ParameterModule(TorchLayer):
         self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in FLOATS:
-            names = ", ".join(kind.name for kind in HIGH_PRECISION)
-            raise ArgumentError(type(self).__name__, "params_dtype", dtype, f"one of {names}")
+        checks.parameter_dtype(type(self).__name__, "params_dtype", dtype)
         where = placed(type(self).__name__, device)
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
         if not callable(init):
