@@ -173,9 +173,12 @@ _OF_HOOKS = (  # what there is beside them: how hooks are called
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
     "_is_full_backward_hook",
 )
+_COMPILED = "_compiled_call_impl"
+for _name in (PARAMETERS, MODULES, *_HOOKS, *_OF_HOOKS, _COMPILED):
+    _required(nn.Module(), _name)
 _hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
 # What comes into a module's own call: hooks, and what ``compile()`` made of it.
-call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter("_compiled_call_impl", *_HOOKS)
+call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(_COMPILED, *_HOOKS)
 
 
 def has_hooks(module: nn.Module) -> bool:
