@@ -4,10 +4,11 @@ nothing for them, and what ``importlib.metadata`` finds."""
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -128,10 +129,19 @@ def is_refused(value: object) -> bool:
     return isinstance(value, _Refused)
 
 
-def run_program(command: str, arguments: Sequence[str], prepare: Callable[[], Any]) -> int:
-    """Run ``arguments``, ``script.py args...`` or ``-m module args...``, as Python itself would, after
-    ``prepare``. Returns 2, with a word on the usage of ``command``, where no program is named, or a file that
-    is not there."""
+def program_runner(
+    command: str, prepare: Callable[[], Any], startup: Path | None = None
+) -> Callable[[Sequence[str]], int]:
+    """The function that runs its arguments, ``script.py args...`` or ``-m module args...``, as Python itself
+    would, after ``prepare``. Python processes that the program starts find ``sitecustomize`` in ``startup``.
+    It returns 2, with a word on the usage of ``command``, where no program is named, or a file that is not
+    there."""
+    return partial(_run_program, command, prepare, startup)
+
+
+def _run_program(
+    command: str, prepare: Callable[[], Any], startup: Path | None, arguments: Sequence[str]
+) -> int:
     is_module = list(arguments[:1]) == ["-m"]
     program = list(arguments[1:] if is_module else arguments)
     usage = f"usage: python -m {command} [-m module | script.py] args..."
@@ -142,6 +152,10 @@ def run_program(command: str, arguments: Sequence[str], prepare: Callable[[], An
         print(f"{program[0]}: no such file\n{usage}" if program else usage, file=sys.stderr)
         return 2
     prepare()
+    if startup is not None:
+        known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+        others = [place for place in known if place != str(startup)]
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(startup), *others])
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -152,6 +152,7 @@ class PerLayer(Recipe):
     rules: tuple[tuple[str, Recipe | None], ...] = ()
 
     by_layer: ClassVar[bool] = True
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._want(Recipe, "default")
@@ -162,7 +163,9 @@ class PerLayer(Recipe):
             fits = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
             if not fits or not (rule[1] is None or isinstance(rule[1], Recipe)):
                 raise RecipeError(type(self).__name__, "rules", shown(rule), wanted)
-        if any(isinstance(each, PerLayer) for each in (self.default, *(rule[1] for rule in self.rules))):
+        if any(
+            each is not None and each.by_name for each in (self.default, *(rule[1] for rule in self.rules))
+        ):
             raise self._refuse("rules", "recipes that are no PerLayer")
         rules = tuple((pattern, None if own is None else own.fixed) for pattern, own in self.rules)
         object.__setattr__(self, "rules", rules)
@@ -254,9 +257,16 @@ class PerLayer(Recipe):
         return None if found is None else found.attention_for(name)
 
     @property
+    def any_attention(self) -> bool:
+        return any(own.any_attention for own in self._all())
+
+    @property
     def needs_rng(self) -> bool:
         """Whether a rule's recipe or the default draws random bits."""
-        return any(own is not None and own.needs_rng for own in (self.default, *(r[1] for r in self.rules)))
+        return any(own.needs_rng for own in self._all())
+
+    def _all(self) -> list[Recipe]:
+        return [own for own in (self.default, *(own for _, own in self.rules)) if own is not None]
 
     def _found(self, name: str) -> Recipe | None:
         return next((recipe for pattern, recipe in self.rules if fnmatchcase(name, pattern)), self.default)

@@ -251,6 +251,11 @@ class Quantizer(KnownFields):
         return self.scale_source == "static"
 
     @property
+    def coded_scales(self) -> bool:
+        """Whether the blocks' scales are a byte each, in E8M0 or E4M3."""
+        return self.granularity.startswith(("mx", "nvfp4", "moss"))
+
+    @property
     def two_level(self) -> bool:
         """Whether the tensor, or each row, has a scale besides those of its blocks."""
         return self.granularity.startswith(("nvfp4", "moss"))

@@ -194,6 +194,8 @@ class Recipe(Strict):
     by_layer: ClassVar[bool] = False
     # of the fields that make recipes equal; None of a class that is by_layer or a program's own
     _values: Any = None
+    # whether a layer without a name has the recipe of none, since rules go by names
+    by_name: ClassVar[bool] = False
     # Transformer Engine's attributes that follow from fields here -> those fields
     follows: ClassVar[Mapping[str, str]] = {}
 
@@ -222,6 +224,11 @@ class Recipe(Strict):
     def attention_for(self, name: str) -> AttentionQuantization | None:
         """``attention`` of a layer that is called ``name``."""
         return self.attention
+
+    @property
+    def any_attention(self) -> bool:
+        """Whether the products of some layer's attention are quantised."""
+        return self.attention is not None
 
     @property
     def needs_rng(self) -> bool:

@@ -118,6 +118,8 @@ class Operation:
     * ``parameters``: how the names of inputs that are a layer's parameters end, the number of a segment
       aside.
     * ``arguments``: input -> what errors call it, where that is another name.
+    * ``takes_codes``: whether the input "x" may come as FP8 codes and scales, which the product reads in its
+      place (``ProductSpec.input_cached``).
     * ``holds_interpreter``: whether a kernel of it may keep the interpreter while it waits for room in a
       GPU's queue of launches, as cuDNN's frontend does.
     """
@@ -128,6 +130,7 @@ class Operation:
     mutates: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
     arguments: ClassVar[Mapping[str, str]] = {}
+    takes_codes: ClassVar[bool] = False
     holds_interpreter: ClassVar[bool] = False
 
     def outputs(self, spec: Any) -> tuple[str, ...]:

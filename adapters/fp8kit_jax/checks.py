@@ -3,14 +3,14 @@ parameters are made."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
-from fp8kit.errors import ArgumentError
-from fp8kit.layers.arguments import CONSTRUCTED, probability, size
+from fp8kit.errors import ArgumentError, FormatError
+from fp8kit.layers.arguments import CONSTRUCTED, parameter_dtype, probability, size
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.activations import ACTIVATION_TYPES
 
@@ -39,15 +39,15 @@ def factor(operation: str, name: str, value: Any) -> None:
 
 
 def dtype(operation: str, name: str, value: Any) -> None:
-    """float32, bfloat16 or float16, in a way that JAX takes."""
+    """float32, bfloat16 or float16, in a way that JAX takes. FormatError for others, and for no dtype."""
     array = hasattr(value, "__array__") and not isinstance(value, type)
-    plain = not array and not isinstance(value, tuple | list | dict | None)
-    try:
-        if plain and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return
-    except (TypeError, ValueError):
-        pass
-    raise ArgumentError(operation, name, shown(value), "float32, bfloat16 or float16")
+    known: Any = None
+    if not array and not isinstance(value, tuple | list | dict | None):
+        with suppress(TypeError, ValueError):
+            known = np.dtype(value)
+    if known is None:
+        raise FormatError(operation, name, shown(value), "a dtype of JAX, such as jnp.bfloat16")
+    parameter_dtype(operation, name, known)
 
 
 def activations(operation: str, name: str, value: Any) -> None:

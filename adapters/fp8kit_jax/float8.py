@@ -169,14 +169,13 @@ def _by_blocks(
     fmt, tile = quantizer.format, quantizer.tile if along else quantizer.tile[::-1]
     if not x.size:  # as fp8kit.quantize has it: no tile, but its scale, that of zeros; of float32 ones 1
         inverse = {"nvfp4": 0.0, "block": 1.0}.get(quantizer.granularity.partition("_")[0], 2.0**-127)
-        coded = not quantizer.granularity.startswith("block")
         lines = math.prod(x.shape[:-1]) if along else x.shape[-1]
         return ScaledTensor(
             jnp.zeros(x.shape, _native("quantize", fmt)),
             jnp.full(grid, inverse, jnp.float32),
             fmt,
             scaling,
-            jnp.zeros(grid, jnp.uint8) if coded else None,
+            jnp.zeros(grid, jnp.uint8) if quantizer.coded_scales else None,
             jnp.ones(max(lines, 1) if quantizer.row_scaled else 1) if quantizer.two_level else None,
             along,
         )

@@ -17,7 +17,7 @@ from fp8kit.autocast import WANTED, current, want_no_checks
 from fp8kit.autocast import autocast as scope
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory
-from fp8kit.recipe import PerLayer, Recipe
+from fp8kit.recipe import Recipe
 from fp8kit.scoped import Scoped
 from fp8kit_jax.arguments import is_key
 
@@ -112,7 +112,7 @@ def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
     want_no_checks(kind or "recipe", state)
     if state is None or not state.enabled:
         return None
-    if isinstance(state.recipe, PerLayer) and name is None:
+    if state.recipe.by_name and name is None:
         wanted = (
             "a recipe that goes by no names: dense(name=...) has one, Flax's linen modules, and those that "
         )
@@ -128,7 +128,7 @@ def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
 def goes_by_names() -> bool:
     """Whether the autocast in force has a recipe that differs from layer to layer by their names."""
     state = current()
-    return state is not None and state.enabled and isinstance(state.recipe, PerLayer)
+    return state is not None and state.enabled and state.recipe.by_name
 
 
 def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
@@ -138,9 +138,8 @@ def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
     if state is None or not state.enabled or _PLAIN_ATTENTION.get():
         return None
     recipe = state.recipe
-    if isinstance(recipe, PerLayer) and not name:
-        every = (recipe.default, *(own for _, own in recipe.rules))
-        if not any(own is not None and own.attention is not None for own in every):
+    if recipe.by_name and not name:
+        if not recipe.any_attention:
             return None
         recipe_in_force(kind)
     return recipe.attention_for(name)

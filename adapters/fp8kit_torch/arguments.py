@@ -18,7 +18,7 @@ from fp8kit.layers.unsupported import refuse
 from fp8kit.layers.unsupported import refuse_others as only
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.distributed_weights import arrived
-from fp8kit_torch.torch_compat import any_autocast
+from fp8kit_torch.torch_compat import FORWARD_PRE_HOOKS, PARAMETERS, any_autocast
 from fp8kit_torch.views import FLOATS
 
 
@@ -46,7 +46,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def has_foreign_code(module: torch.nn.Module) -> bool:
     """Whether a call of ``module`` may begin with somebody else's code, which may supply its parameters
     (``fully_shard``, offloading)."""
-    return bool(module._forward_pre_hooks) or "forward" in vars(module)
+    return bool(module.__dict__[FORWARD_PRE_HOOKS]) or "forward" in vars(module)
 
 
 _kind, is_there = attrgetter("dtype", "device"), partial(is_not, None)
@@ -126,7 +126,7 @@ def want_like(operation: str, path: str, module: torch.nn.Module | None, x: Tens
     """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another
     part runs. ``operation``, ``path``: the layer, and its name for the part."""
     if module is not None and not has_foreign_code(module):
-        want_parameters(operation, module._parameters, x, "hidden_states", f"{path}.")
+        want_parameters(operation, module.__dict__[PARAMETERS], x, "hidden_states", f"{path}.")
 
 
 def want_input(

@@ -25,7 +25,7 @@ from fp8kit_torch.library import policy_now
 from fp8kit_torch.module import part_of
 from fp8kit_torch.specs import attention_draws, attention_text
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import global_forward_hooks
+from fp8kit_torch.torch_compat import FORWARD_HOOKS, MODULES, global_forward_hooks
 from fp8kit_torch.views import FLOATS, as_view, dtype_of, kind_of
 
 # parts that may have no FP8 products
@@ -42,7 +42,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        return self._modules
+        return self.__dict__[MODULES]  # type: ignore[no-any-return]
 
     def attention_quantization(self) -> AttentionQuantization | None:
         found = super().attention_quantization()
@@ -63,7 +63,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         if name in _PLAIN:
             want_like(operation, name, getattr(self, name), x)
         else:
-            part_of(self.layer_name, name, self._modules[name]).want_ready(operation, name, x)
+            part_of(self.layer_name, name, self.__dict__[MODULES][name]).want_ready(operation, name, x)
 
     def may_fuse(self, *parts: Any) -> bool:
         if global_forward_hooks():
@@ -71,7 +71,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         here = self.frontend
         known = here.MultiheadAttention, here.Linear, here.LayerNormMLP
         for part in parts:
-            if type(part) not in known or part._forward_hooks or "forward" in vars(part):
+            if type(part) not in known or part.__dict__[FORWARD_HOOKS] or "forward" in vars(part):
                 return False
         return True
 

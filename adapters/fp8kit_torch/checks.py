@@ -82,9 +82,16 @@ def device(operation: str, name: str, value: Any) -> torch.device:
 
 
 dtype, module = (
-    instance(torch.dtype, "a torch.dtype, such as torch.bfloat16"),
+    instance(torch.dtype, "a torch.dtype, such as torch.bfloat16", FormatError),
     instance(torch.nn.Module, "a torch.nn.Module"),
 )
+
+
+def parameter_dtype(operation: str, name: str, value: Any) -> torch.dtype:
+    """torch.float32, torch.bfloat16 or torch.float16. FormatError for others, and for no dtype."""
+    found: torch.dtype = dtype(operation, name, value)
+    arguments.parameter_dtype(operation, name, found)
+    return found
 
 
 def splits(operation: str, name: str, value: Any) -> None:
@@ -144,7 +151,7 @@ def betas(operation: str, name: str, value: Any) -> None:
 CONSTRUCTED: dict[str, Rule] = {
     **arguments.CONSTRUCTED,
     **named(optional(init), "init_method output_layer_init_method"),
-    **named(optional(dtype), "params_dtype dtype"),
+    **named(optional(parameter_dtype), "params_dtype dtype"),
     "device": optional(device),
     "tp_group": ranks_group,
     "cp_group": cp_group,

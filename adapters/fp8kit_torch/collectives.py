@@ -217,8 +217,8 @@ def _doing(error: BaseException) -> str:
         if where.startswith("torch.distributed"):
             function = frame.f_code.co_name
         # a group of parameters of fully_shard's, or a module
-        if isinstance(name := getattr(owner, "_module_fqn", None), str):
-            layer = name
+        if (path := torch_compat.path_of_shards(owner)) is not None:
+            layer = path
         elif isinstance(owner, torch.nn.Module):
             layer = type(owner).__name__
     return f"{function} for {layer}" if layer else function

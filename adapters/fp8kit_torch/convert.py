@@ -20,6 +20,7 @@ from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm
 from fp8kit_torch.converted_attention import hand_back, take_over
 from fp8kit_torch.converted_mlp import fuse, separate
 from fp8kit_torch.convertible import replacement
+from fp8kit_torch.torch_compat import own_modules
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -102,7 +103,7 @@ def convert(
             swapped[child] = made()
         chosen.append((parent, name, swapped[child]))
     for parent, name, made_one in chosen:
-        parent._modules[name] = made_one
+        parent.register_module(name, made_one)
     hand_over()
     for layer in model.modules():
         for kind, name, without in _PAST_PARTS:
@@ -132,7 +133,7 @@ def revert(model: nn.Module) -> nn.Module:
     module("revert", "model", model)
     for parent, name, child, _ in list(children(model)):
         if isinstance(child, Converted):
-            parent._modules[name] = child.give_back()
+            parent.register_module(name, child.give_back())
     for layer in model.modules():
         for kind, name, _ in _PAST_PARTS:
             if isinstance(layer, kind) and _ALLOWED in vars(layer):
@@ -145,7 +146,7 @@ def revert(model: nn.Module) -> nn.Module:
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
     """(parent, name in it, child, path), every place that a module stands in."""
     for path, parent in model.named_modules():
-        for name, child in parent._modules.items():
+        for name, child in own_modules(parent).items():
             if child is not None:
                 yield parent, name, child, f"{path}.{name}" if path else name
 

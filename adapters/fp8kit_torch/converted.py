@@ -4,7 +4,6 @@ of the plain layers' classes, so that libraries that look for ``nn.Linear`` or `
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -29,20 +28,8 @@ from fp8kit_torch.distributed_weights import (
     rows_in_parts,
 )
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.torch_compat import unseen
+from fp8kit_torch.torch_compat import own_parameters, take_hooks, twin_of, unseen
 from fp8kit_torch.views import FLOATS
-
-# what a user or a library has hung on a module, and which goes with it
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 
 
 class _Bare(nn.Module):
@@ -62,15 +49,15 @@ class Converted(nn.Module):
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(plain, name, None))
         self.training = plain.training
-        for name in _HOOKS:
-            self.__dict__[name] = plain.__dict__[name]
+        take_hooks(self, plain)  # what a user or a library has hung on a module goes with it
         for name, value in vars(plain).items():
             self.__dict__.setdefault(name, value)
 
     def give_back(self) -> nn.Module:
         """The plain module, with what this one's parameters are now."""
         plain: nn.Module = self.__dict__["plain"]
-        plain._parameters.update((n, p) for n, p in self._parameters.items() if n in plain._parameters)
+        given = own_parameters(plain)
+        given.update((name, p) for name, p in own_parameters(self).items() if name in given)
         plain.train(self.training)
         return plain
 
@@ -243,15 +230,14 @@ def _result(
     plain: nn.Module, x: torch.dtype, weight: torch.dtype, device: torch.device
 ) -> torch.dtype | None:
     """The dtype of a norm's result for those of its input and its weight; None where it refuses them."""
-    twin = copy.copy(plain)
     # a selective checkpoint counts the calls of both passes, of which the second one has none of these
     with torch.inference_mode(False), torch.no_grad(), unseen(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of pairs for which it has no fused kernel
         own = {
             name: None if p is None else torch.ones(p.shape, dtype=weight, device=device)
-            for name, p in plain._parameters.items()
+            for name, p in own_parameters(plain).items()
         }
-        twin.__dict__["_parameters"] = own
+        twin = twin_of(plain, own)
         with contextlib.suppress(TypeError, RuntimeError, ValueError):
             row = torch.zeros(1, plain.weight.numel(), dtype=x, device=device)  # type: ignore[operator]
             # past hooks, which are for the user's calls

@@ -11,7 +11,6 @@ the graph has the operation.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from fp8kit_torch.constants import constant_result, exporting
 from fp8kit_torch.converted import ConvertedLinear
 from fp8kit_torch.library import trace
 from fp8kit_torch.state import StateBinding
-from fp8kit_torch.torch_compat import unseen
+from fp8kit_torch.torch_compat import own_modules, own_parameters, twin_of, unseen
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 PREFIXES = ("gate_", "up_", "down_")
@@ -44,7 +43,6 @@ _SCALES = scale_names(PREFIXES)
 _TRIED = "_fp8kit_tried"  # where such an MLP has its last trial
 _TRIALS = 8  # of which there are no more: something is set anew at each call
 _OF_ALL = frozenset([*vars(nn.Module()), _TRIED])  # attributes that tell nothing of a forward
-_SEEN_BY_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Layers = tuple[ConvertedLinear, ConvertedLinear, ConvertedLinear]
 
 
@@ -142,7 +140,7 @@ def _read(mlp: nn.Module) -> list[Any]:
     """What the MLP's forward may depend on beside its layers, and that forward."""
     forward = _own_forward(mlp)
     found = [getattr(forward, "__func__", forward)]
-    for name, part in mlp._modules.items():
+    for name, part in own_modules(mlp).items():
         if name not in LAYERS:
             found.append(part)
             if part is not None:
@@ -175,11 +173,14 @@ class _Given(nn.Module):
 
 def _activation_of(mlp: nn.Module) -> str:
     """Name of the activation of an MLP whose forward is that of this module; "" for anything else."""
-    layers = {mlp._modules.get(name) for name in LAYERS}
-    further = [part for name, part in mlp._modules.items() if name not in LAYERS and part is not None]
+    within = own_modules(mlp)
+    layers = {within.get(name) for name in LAYERS}
+    further = [part for name, part in within.items() if name not in LAYERS and part is not None]
     if len(layers) < len(LAYERS) or not all(isinstance(layer, ConvertedLinear) for layer in layers):
         return ""
-    if mlp._parameters or mlp._buffers or "forward" in vars(mlp) or len(further) > 1:
+    if "forward" in vars(mlp) or len(further) > 1:
+        return ""
+    if [*mlp.parameters(recurse=False), *mlp.buffers(recurse=False)]:
         return ""
     if any([*part.parameters(), *part.buffers(), *part.children()] or hasattr(part, "p") for part in further):
         return ""  # the activation learns or has parts, or there is dropout
@@ -190,7 +191,6 @@ def _activation_of(mlp: nn.Module) -> str:
 def _trial(mlp: nn.Module, training: bool) -> str:
     """``_activation_of`` such an MLP in that mode. Its own forward runs on a few numbers, also on such as no
     limit would let pass, with layers that give what they are told; the gradients count, too."""
-    twin = copy.copy(mlp)
     # nothing that is around this call sees it: a checkpoint counts what is saved within
     saving = torch.autograd.graph.saved_tensors_hooks(lambda own: own, lambda own: own)
     random = torch.random.fork_rng(devices=[])
@@ -198,7 +198,7 @@ def _trial(mlp: nn.Module, training: bool) -> str:
         given = x, g, u, y = [own.requires_grad_() for own in _numbers()]
         before, v = [own.detach().clone() for own in given], u.detach().sin()
         parts = [_Given(own) for own in (g, u, y)]
-        vars(twin)["_modules"] = {**mlp._modules, **dict(zip(LAYERS, parts, strict=True))}
+        twin = twin_of(mlp, modules={**own_modules(mlp), **dict(zip(LAYERS, parts, strict=True))})
         vars(twin)["training"] = training
         there = dict(vars(twin))
         try:
@@ -212,7 +212,7 @@ def _trial(mlp: nn.Module, training: bool) -> str:
             return ""
         if result is not y or of_gate is not x or of_up is not x or act.shape != g.shape:
             return ""
-        if _differ_in(there, vars(twin)) or any(own._backward_hooks for own in given):
+        if _differ_in(there, vars(twin)) or any(map(torch_compat.has_gradient_hooks, given)):
             return ""
         if not all(map(torch.equal, given, before)):
             return ""
@@ -273,7 +273,7 @@ def _fused(mlp: GatedMLP, x: Any) -> Tensor | None:
         return None
     if _passed_by(mlp) or type(x) is not Tensor or torch.jit.is_tracing():
         return None
-    layers: Layers = tuple(mlp._modules[name] for name in LAYERS)  # type: ignore[assignment]
+    layers: Layers = tuple(map(own_modules(mlp).__getitem__, LAYERS))  # type: ignore[assignment]
     gate = layers[0]
     if state.recipe.by_layer:
         own = [layer.own_state(state) for layer in layers]
@@ -294,11 +294,10 @@ def _passed_by(mlp: nn.Module) -> str:
     nothing."""
     if torch_compat.any_global_hook():
         return "a hook on all modules"
-    for name, part in mlp._modules.items():
-        own = {"forward": None} if part is None else vars(part)
-        if "forward" in own:
+    for name, part in own_modules(mlp).items():
+        if part is None or "forward" in vars(part):
             return f"a forward of {name} that was replaced"
-        if any(own[hooks] for hooks in _SEEN_BY_HOOKS):
+        if torch_compat.has_hooks(part):
             return f"a hook on {name}"
         if name in LAYERS and not isinstance(part, ConvertedLinear):
             return f"{type(part).__name__} as {name}"
@@ -312,7 +311,7 @@ def layer_by_layer(model: nn.Module) -> dict[str, str]:
     "" where it would run as one operation."""
     found = {}
     for name, mlp in model.named_modules():
-        layers = [mlp._modules.get(own) for own in LAYERS]
+        layers = [own_modules(mlp).get(own) for own in LAYERS]
         if isinstance(mlp, GatedMLP):
             found[name] = _passed_by(mlp)
             if not found[name]:
@@ -337,7 +336,7 @@ def _is_plain_now(layer: ConvertedLinear) -> bool:
         return False
     if layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute or layer._held is not None:
         return False
-    if type(layer._parameters.get("weight")) not in (Parameter, Tensor) or layer._part is not None:
+    if type(own_parameters(layer).get("weight")) not in (Parameter, Tensor) or layer._part is not None:
         return False
     return not layer._changed()
 

@@ -45,7 +45,7 @@ def replacement(module: nn.Module, linears: tuple[type[nn.Module], ...] = ()) ->
         return "its parameters are not contiguous"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if module._modules:
+    if list(module.children()):
         return "it has modules within"
     if kind is nn.Linear:
         return lambda: standing_for(ConvertedLinear, kind)(module, "oi")

@@ -84,7 +84,7 @@ def kind_of(module: nn.Module) -> ExpertKind | str | None:
     own = list(module.parameters(recurse=False))
     if own[0].dtype not in FLOATS or any(p.dtype is not own[0].dtype or not p.is_contiguous() for p in own):
         return "experts whose weights are not contiguous arrays of float32, bfloat16 or float16"
-    if "forward" in vars(module) or module._buffers:
+    if "forward" in vars(module) or list(module.buffers(recurse=False)):
         return "experts whose forward was replaced, or that have buffers"
     if own[0].is_meta:
         return "on the meta device: what its forward computes is not known"

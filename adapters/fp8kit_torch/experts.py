@@ -80,7 +80,7 @@ class ConvertedExperts(Converted, _Bare):
         super().__init__()
         self.adopt(plain)
         for name in ("weight", "bias"):
-            del self._parameters[name]
+            delattr(self, name)
         for name, own in plain.named_parameters(recurse=False):
             self.register_parameter(name, own)
         self.name, self.kind = "", kind

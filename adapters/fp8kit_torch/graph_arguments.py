@@ -13,7 +13,7 @@ from fp8kit.errors import ArgumentError, BackendError, RecipeError, UnsupportedE
 from fp8kit_torch.checks import named, optional
 from fp8kit_torch.graph_capture import Hooks
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.torch_compat import tree_leaves
+from fp8kit_torch.torch_compat import has_hooks, tree_leaves
 
 _OP = "make_graphed_callables"
 _HOOKS = ["forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"]
@@ -66,7 +66,7 @@ def want_callables(given: Sequence[Any]) -> bool:
             raise ArgumentError(_OP, "modules", shown(each), "modules or functions")
         if not isinstance(each, nn.Module):
             continue
-        if each._backward_hooks or each._forward_hooks or each._forward_pre_hooks or each._backward_pre_hooks:
+        if has_hooks(each):
             wanted = "one without hooks: a graph would hold or leave out what they do (capture_time_hooks)"
             raise ArgumentError(_OP, "modules", f"a {type(each).__name__} with hooks", wanted)
         if any(buffer.requires_grad for buffer in each.buffers()):

@@ -27,6 +27,7 @@ from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one, want_unchanged
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
+from fp8kit_torch.torch_compat import own_parameters
 
 
 class _Into(torch.autograd.Function):
@@ -144,7 +145,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     def _group_parameters(self) -> None:
         """Make one parameter of the weights, and of the biases, where that is asked for."""
         for name in self._grouped_names():
-            parts = [self._parameters[f"{name}{i}"] for i in range(self.num_gemms)]
+            own = own_parameters(self)
+            parts = [own[f"{name}{i}"] for i in range(self.num_gemms)]
             whole: Any = stacked(parts)  # type: ignore[arg-type]
             made: Any = torch.nn.Parameter(whole, parts[0].requires_grad)  # type: ignore[union-attr]
             if isinstance(whole, QuantizedTensor):
@@ -155,24 +157,29 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _members(self, name: str) -> list[Any]:
         """The groups' weights or biases."""
-        if name in self._grouped_names() and self._parameters.get(name) is not None:
-            return members_of(self._parameters[name])  # type: ignore[arg-type]
+        whole = own_parameters(self).get(name) if name in self._grouped_names() else None
+        if whole is not None:
+            return members_of(whole)
         names = [f"{name}{i}" for i in range(self.num_gemms)]
         return list(self.parameters_by(zip(names, names, strict=True)).values())
 
     def _put_side_by_side(self) -> None:
         """Let the groups' weights, and their biases, lie in one memory each, where they can."""
+        own = own_parameters(self)
         for name in ("weight", "bias") if self.use_bias else ("weight",):
             if name not in self._grouped_names():
-                self._stacks.put(name, [self._parameters.get(f"{name}{i}") for i in range(self.num_gemms)])
+                self._stacks.put(name, [own.get(f"{name}{i}") for i in range(self.num_gemms)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items() if p is not None}
+        before = self._kinds()
         super()._apply(fn, recurse)
         # not what stays where it is, or goes into memory that processes share
-        if any((p.dtype, p.device) != kinds[name] for name, p in self._parameters.items() if p is not None):
+        if self._kinds() != before:
             self._put_side_by_side()
         return self
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(p.dtype, p.device) for p in self.parameters(recurse=False)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -194,23 +201,24 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     def main_grad_weights(self) -> dict[str, Any]:
         if not self.single_grouped_weight:
             return super().main_grad_weights()
-        whole = self._parameters["weight"]
+        whole = own_parameters(self)["weight"]
         return {f"{i}_weight0": MemberGrad(whole, i) for i in range(self.num_gemms)}
 
     def waiting_weights(self) -> dict[str, Tensor]:
         if not self.single_grouped_weight:
             return super().waiting_weights()
-        whole = self.waiting.held(self._parameters["weight"])  # type: ignore[arg-type]
+        whole = self.waiting.held(own_parameters(self)["weight"])  # type: ignore[arg-type]
         return {f"{i}_weight0": weight for i, weight in enumerate(members_of(whole))}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; see ``ParameterModule``."""
         names = [] if defer_init else self._grouped_names()
         for name in names:
-            whole: Any = self._parameters.pop(name)
+            whole: Any = getattr(self, name)
+            delattr(self, name)
             for i, part in enumerate(_separate(whole)):
-                self._parameters[f"{name}{i}"] = torch.nn.Parameter(part, whole.requires_grad)
-        remade = any(p is not None and p.is_meta for p in self._parameters.values())
+                self.register_parameter(f"{name}{i}", torch.nn.Parameter(part, whole.requires_grad))
+        remade = any(p.is_meta for p in self.parameters(recurse=False))
         super().reset_parameters(defer_init)
         if names:
             self._group_parameters()
@@ -246,8 +254,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _mark_parts(self, mode: str) -> None:
         """Say on the parameters how ranks share them."""
-        for name, parameter in self._parameters.items():
-            if parameter is not None and (name.startswith("weight") or mode == "column"):
+        for name, _ in self.named_parameters(recurse=False):
+            if name.startswith("weight") or mode == "column":
                 self.mark_parameter(name, int(mode == "row"), False)
 
     def set_tensor_parallel_group(self, tp_group: object) -> None:
@@ -369,7 +377,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
         and of one parameter, none."""
         if name in self._grouped_names():
-            one: Any = self._parameters[name]
+            one: Any = own_parameters(self)[name]
             return one.view_as(one), []
         members = self._members(name)
         whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)

@@ -12,14 +12,14 @@ from torch import Tensor
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, UnsupportedError
-from fp8kit.formats import HIGH_PRECISION, DType
+from fp8kit.formats import DType
 from fp8kit.layers import inference
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.te_compat.capture import is_graph_capturing
-from fp8kit_torch.views import FLOATS, as_view, kind_of
+from fp8kit_torch.views import as_view
 
 
 class InferenceParams(inference.InferenceParams):
@@ -30,12 +30,6 @@ class InferenceParams(inference.InferenceParams):
     def _place(self, device: Any) -> None:
         self.device = placed("InferenceParams", device)
         self.handle = handle_of(self)  # by which a compiled graph names the object
-
-    def _kind(self, dtype: torch.dtype) -> DType:
-        if dtype not in FLOATS:
-            names = ", ".join(known.name for known in HIGH_PRECISION)
-            raise ArgumentError("InferenceParams", "dtype", dtype, f"one of {names}")
-        return kind_of(dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

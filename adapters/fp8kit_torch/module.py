@@ -22,7 +22,7 @@ from fp8kit.execution.codec import encode
 from fp8kit.layers.base import Branch, branch_of
 from fp8kit.layers.fp8_layer import Operands, WeightCache
 from fp8kit.layers.recompute import Kept
-from fp8kit.ops.linear import linear, weight_cast
+from fp8kit.ops.linear import weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
@@ -344,7 +344,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     def _multiplies(self, x: OperandTensor, state: AutocastState | None) -> bool:
         """Whether the operation can multiply its codes as they are."""
         direct = (
-            self.operation is linear
+            self.operation.takes_codes
             and state is not None
             and state.enabled
             and autocast_dtype(x) in (None, x.dtype)
@@ -361,7 +361,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         layer's name in errors, and its name for this part."""
         if has_foreign_code(self):
             return
-        want_parameters(operation, self._parameters, x, "hidden_states", f"{path}.")
+        want_parameters(operation, self.__dict__[torch_compat.PARAMETERS], x, "hidden_states", f"{path}.")
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             self._main_grads(None, autocast_dtype(x) or x.dtype)
 

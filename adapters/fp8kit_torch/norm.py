@@ -10,6 +10,7 @@ from fp8kit import layers
 from fp8kit_torch.distributed_weights import is_distributed, rows_in_parts
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.torch_compat import own_parameters, set_own_parameters
 
 
 class _Norm(layers.norm.Norm, ParameterModule):
@@ -22,12 +23,12 @@ class _Norm(layers.norm.Norm, ParameterModule):
         return rows_in_parts(self._of_rows, inp, self.weight, self.bias)
 
     def _of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        whole = self._parameters
-        self._parameters = {**whole, "weight": weight, "bias": bias}  # type: ignore[dict-item]
+        whole = own_parameters(self)
+        set_own_parameters(self, {**whole, "weight": weight, "bias": bias})
         try:
             return super().forward(x)  # type: ignore[no-any-return]
         finally:
-            self._parameters = whole
+            set_own_parameters(self, whole)
 
 
 class LayerNorm(_Norm, layers.LayerNorm):

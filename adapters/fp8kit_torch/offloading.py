@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError
 from fp8kit_torch.offloaded_weights import ModuleCalls, OffloadedWeight, offloaded, restore_before_state
+from fp8kit_torch.torch_compat import base, version
 
 LEAST = 256 * 1024  # elements of a tensor that is worth a copy
 HELD, LEAVING, AWAY, COMING = "held", "leaving", "away", "coming"
@@ -128,7 +129,7 @@ class OffloadableLayer:
 
     def push(self, tensor: Tensor) -> _Slot:
         """The slot of a tensor, the same one for a tensor that is saved twice."""
-        key = tensor.data_ptr(), _like(tensor), tensor.device, tensor._version
+        key = tensor.data_ptr(), _like(tensor), tensor.device, version(tensor)
         found = self._known.get(key)
         if found is None:
             keeper = self.keeper if self.owner.offloads_weights else None
@@ -288,7 +289,8 @@ class OffloadSynchronizer:
         layer = self.current
         if layer is None or not self._offloads(layer):
             return tensor
-        of = tensor if tensor._base is None else tensor._base
+        whole = base(tensor)
+        of = tensor if whole is None else whole
         weight = self._calls is not None and type(of) is Parameter and type(tensor) in (Tensor, Parameter)
         stays = (
             weight

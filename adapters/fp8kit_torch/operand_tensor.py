@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8kit.errors import ArgumentError, FormatError, RecipeError, UnsupportedError
 from fp8kit.execution.codec import decode, encode
-from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.formats import E4M3
 from fp8kit.lru import memoized
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
@@ -26,7 +26,7 @@ from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import shown
 from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
 from fp8kit_torch.state import NO_STATE, StateBinding
-from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.views import as_view
 
 # makes a quantizer that casts as a tensor was cast; ``te_compat.quantizers``, which needs this file, puts its
@@ -477,21 +477,11 @@ def scaled_as(rule: Quantizer, partner: Quantizer | None = None) -> Quantization
     return Quantization.of(x=other, w=rule, g=other, fprop="split")
 
 
-def format_of(operation: str, dtype: Any) -> Format:
-    """E4M3 or E5M2 of Transformer Engine's or torch's dtype. ArgumentError for others."""
-    known = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, **{_FLOAT8[f.name]: f for f in (E4M3, E5M2)}}
-    try:
-        return known[dtype]
-    except (KeyError, TypeError):
-        wanted = "DType.kFloat8E4M3 or DType.kFloat8E5M2"
-        raise ArgumentError(operation, "fp8_dtype", shown(dtype), wanted) from None
-
-
 def lag_of(parts: dict[str, Tensor]) -> int | None:
     """By how much the memory of the codes was written more often than that of the transposed ones; None where
     nobody counts."""
     try:
-        return parts["w_q"]._version - parts["w_qt"]._version
+        return torch_compat.version(parts["w_q"]) - torch_compat.version(parts["w_qt"])
     except (KeyError, RuntimeError):  # of tensors of inference mode
         return None
 

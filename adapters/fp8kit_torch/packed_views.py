@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp8kit_torch.torch_compat import base as base_of
+
 Found = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 
 
@@ -56,10 +58,10 @@ def packed_views(
 
 def _base_of(*views: Any) -> Tensor | None:
     """The tensor that all of them are views of."""
-    base = views[0]._base if type(views[0]) is Tensor else None
+    base = base_of(views[0]) if type(views[0]) is Tensor else None
     if base is None or type(base) not in (Tensor, Parameter) or not base.is_contiguous():
         return None
-    alike = all(type(view) is Tensor and view._base is base and view.dtype is base.dtype for view in views)
+    alike = all(type(view) is Tensor and base_of(view) is base and view.dtype is base.dtype for view in views)
     return base if alike else None
 
 

@@ -12,12 +12,10 @@ from torch.nn import Parameter
 
 from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ArgumentError, BackendError
-from fp8kit.formats import HIGH_PRECISION
+from fp8kit.errors import BackendError
 from fp8kit_torch import checks
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.torch_compat import default_device_is_set
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.torch_compat import PARAMETERS, default_device_is_set, own_parameters
 
 Init = Callable[[Tensor], Any]
 
@@ -70,9 +68,7 @@ class ParameterModule(TorchLayer):
         self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in FLOATS:
-            names = ", ".join(kind.name for kind in HIGH_PRECISION)
-            raise ArgumentError(type(self).__name__, "params_dtype", dtype, f"one of {names}")
+        checks.parameter_dtype(type(self).__name__, "params_dtype", dtype)
         where = placed(type(self).__name__, device)
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
         if not callable(init):
@@ -80,7 +76,7 @@ class ParameterModule(TorchLayer):
         self._inits[name] = init
         if where.type != "meta":
             with torch.no_grad(), self.forked():
-                init(self._parameters[name])  # type: ignore[arg-type]
+                init(getattr(self, name))
 
     def host_array(self, value: Any) -> Any:
         return value.detach().cpu().numpy()
@@ -93,14 +89,14 @@ class ParameterModule(TorchLayer):
             getattr(self, name).copy_(torch.from_numpy(values))
 
     def freeze(self, name: str) -> None:
-        self._parameters[name].requires_grad_(False)  # type: ignore[union-attr]
+        getattr(self, name).requires_grad_(False)
 
     def add_no_parameter(self, name: str) -> None:
         self.register_parameter(name, None)
 
     def parameters_by(self, names: Iterable[tuple[str, str]]) -> dict[str, Any]:
         # what stands for a parameter as an attribute counts; a parameter as an attribute is slow to find
-        own = self._parameters
+        own = self.__dict__[PARAMETERS]
         return {
             name: own[attribute] if attribute in own else getattr(self, attribute)
             for name, attribute in names
@@ -120,11 +116,11 @@ class ParameterModule(TorchLayer):
         if defer_init:
             return
         for name, init in self._inits.items():
-            old = self._parameters[name]
+            old = own_parameters(self)[name]
             assert old is not None
             if old.is_meta:
                 device = default_device()
                 fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
-                self._parameters[name] = Parameter(fresh, old.requires_grad)
+                self.register_parameter(name, Parameter(fresh, old.requires_grad))
             with torch.no_grad(), self.forked():
-                init(self._parameters[name])  # type: ignore[arg-type]
+                init(own_parameters(self)[name])  # type: ignore[arg-type]

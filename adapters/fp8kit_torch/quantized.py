@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import flag, named_well
-from fp8kit.errors import RecipeError, UnsupportedError
+from fp8kit.errors import RecipeError, UnsupportedError, on_behalf_of
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
 from fp8kit.quantization import Quantization
@@ -97,7 +97,7 @@ def quantized_model_init(
       before the cast, on the CPU, to start an optimiser's master weights with, and
       ``weight.clear_high_precision_init_val()`` drops them.
 
-    Weights of MXFP8BlockScaling and NVFP4BlockScaling are ``MXFP8Tensor`` and ``NVFP4Tensor``, of sizes that
+    Weights of recipes with MXFP8's and NVFP4's scales are ``MXFP8Tensor`` and ``NVFP4Tensor``, of sizes that
     are multiples of the block: a layer casts their values anew in each call, fprop's to the same codes.
 
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with
@@ -120,8 +120,9 @@ def quantized_model_init(
     held = None
     if enabled:
         fp8, quantizer = recipe.quantization, None
-        if recipe.mxfp8() or recipe.nvfp4():
-            quantizer = quantizer_of_operand(recipe, "w")
+        if fp8.w.coded_scales and fp8.fprop.compute == "quantized":
+            with on_behalf_of("quantized_model_init"):
+                quantizer = quantizer_of_operand(recipe, "w")
         else:
             want_codes("quantized_model_init", "recipe", fp8)
         held = Held(_held(fp8), bool(preserve_high_precision_init_val), quantizer)

@@ -22,7 +22,7 @@ from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
 class QuantizedTensor(torch.Tensor):
@@ -331,7 +331,7 @@ class QuantizedTensor(torch.Tensor):
                 with _counting():
                     own._take(args[1])
                 return own
-            if func is _aten._to_copy.default and kwargs.get("dtype") in (None, own.dtype):
+            if func is torch_compat.TO_COPY and kwargs.get("dtype") in (None, own.dtype):
                 device = kwargs.get("device") or own.device
                 return own._like(
                     lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)

@@ -25,12 +25,10 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
         self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
 
-    def angles(self, max_seq_len: int, offset: int, scale: float | None) -> Tensor:
+    def angles(self, max_seq_len: int, offset: int, scale: float) -> Tensor:
         speeds = self.inv_freq.to(torch.float32)  # .half() on a model must not coarsen the angles further
         positions = torch.arange(max_seq_len, device=speeds.device, dtype=torch.float32) + offset
-        if scale is not None:
-            positions = positions * scale
-        angles = torch.outer(positions, speeds)
+        angles = torch.outer(positions * scale, speeds)
         doubled = angles.repeat_interleave(2, 1) if self.interleaved else torch.cat([angles, angles], 1)
         return doubled.reshape(max_seq_len, 1, 1, self.rotated)
 

@@ -79,7 +79,7 @@ class _Rows:
         self.scale: Tensor | None = None
         self.inverse: Tensor | None = None
         self.codes: Tensor | None = None
-        self._version = -1
+        self._taken = -1
         self.casting: _Cast | None = None  # of what lies where it lay before
         self._filling: tuple[Sequence[int], list[_Move], list[str]] = ((), [], [])
         self._known = _Known()
@@ -87,7 +87,7 @@ class _Rows:
     @property
     def changed(self) -> bool:
         """Whether rows were written to since ``take``, also by a view of them."""
-        return self.written or self._version != self._now()
+        return self.written or self._taken != self._now()
 
     def join(self, mesh: Any, count: int) -> None:
         """Know the processes and the whole weight's rows."""
@@ -107,7 +107,7 @@ class _Rows:
     def take(self, amax: Tensor | None, scale: Tensor, inverse: Tensor) -> None:
         """Know the scales of the rows as they are."""
         self.amax, self.scale, self.inverse, self.stale = amax, scale, inverse, True
-        self.written, self._version = False, self._now()
+        self.written, self._taken = False, self._now()
 
     def follow(self, source: _Seen, target: _Seen) -> None:
         """Take the place of rows of which all were copied here. ``fully_shard`` pads rows again when a state
@@ -169,7 +169,7 @@ class _Rows:
         return made
 
     def _now(self) -> int:
-        return 0 if self.padded.is_inference() else self.padded._version
+        return 0 if self.padded.is_inference() else torch_compat.version(self.padded)
 
 
 class _Cast:
@@ -441,7 +441,7 @@ class ShardedWeight(_Seen):
         gave before, is filled anew."""
         (rows, inverse), first = metadata, all_gather_outputs[0]
         size = rows.count, first.shape[-1]
-        local: OperandTensor | None = getattr(out, "_local_tensor", out)
+        local: OperandTensor | None = torch_compat.local_part(out)
         rows.gathering = False
         if first.dtype is torch.uint8:
             if inverse is None:
@@ -558,6 +558,6 @@ def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
 
 
 SHARDED_BY.append(_rows_of)
-_MOVING = (_aten._to_copy.default, _aten.clone.default, _aten._pin_memory.default)
+_MOVING = (torch_compat.TO_COPY, _aten.clone.default, torch_compat.PIN_MEMORY)
 _LISTS = (list, tuple)
 _OWN = {_Seen, ShardedWeight, *_LISTS}

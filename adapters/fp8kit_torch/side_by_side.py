@@ -18,13 +18,13 @@ from torch.nn import Parameter
 
 from fp8kit.errors import AutogradError
 from fp8kit_torch.once import once
-from fp8kit_torch.torch_compat import applier, storage_of
+from fp8kit_torch.torch_compat import applier, storage_of, version
 
 # bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
 _ALIGNED = 256
 
 
-_address, _is_contiguous, _version = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("_version")
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _kind = attrgetter("shape", "dtype", "device")
 
 
@@ -119,10 +119,10 @@ def want_unchanged(y: Tensor, members: Sequence[Tensor]) -> None:
     one was changed in place meanwhile: what torch says of a tensor that it has saved."""
     if not y.requires_grad:
         return
-    versions = [*map(_version, members)]
+    versions = [*map(version, members)]
 
     def look(grad: Tensor) -> None:
-        now = [*map(_version, members)]
+        now = [*map(version, members)]
         if now != versions:
             i = next(i for i, (old, new) in enumerate(zip(versions, now, strict=True)) if old != new)
             wanted = "the one that forward had, until backward has read it"

@@ -25,6 +25,7 @@ from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
 from fp8kit_torch.te_compat.module_state import Meta
+from fp8kit_torch.torch_compat import own_parameters, set_own_parameters
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -66,21 +67,22 @@ class StatefulModule(FP8Layer, ParameterModule):
                 "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
             )
             raise UnsupportedError("quantized_model_init", "weights", got, wanted)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        names = {id(parameter): name for name, parameter in own_parameters(self).items()}
         for weight in weights.values():
             if is_distributed(weight) and not weight.is_meta and not isinstance(weight, QuantizedTensor):
                 wanted = "layers made on a device that has memory, before fully_shard"
                 raise UnsupportedError("quantized_model_init", "weights", "parts of a meta layer's", wanted)
             if not weight.is_meta and not isinstance(weight, QuantizedTensor):
-                self._parameters[names[id(weight)]] = self._held.parameter(weight)
+                own_parameters(self)[names[id(weight)]] = self._held.parameter(weight)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
         check(type(self).__name__, CALLED, {"defer_init": defer_init})
         if not defer_init and self._held is not None:
-            for name, parameter in self._parameters.items():
+            for name, parameter in own_parameters(self).items():
                 if isinstance(parameter, QuantizedTensor):
-                    self._parameters[name] = Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                    fresh = Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                    self.register_parameter(name, fresh)
         super().reset_parameters(defer_init)
         if not defer_init:
             self._hold()
@@ -99,17 +101,17 @@ class StatefulModule(FP8Layer, ParameterModule):
     # --- moved, saved, loaded -------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        whole = self._parameters
-        self._parameters = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
+        whole = own_parameters(self)
+        plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
+        set_own_parameters(self, plain)
         try:
             super()._apply(fn, recurse)
             for parameter in whole.values():
                 if isinstance(parameter, QuantizedTensor):
                     parameter.follow(fn)
         finally:
-            self._parameters = {
-                name: self._parameters.get(name, parameter) for name, parameter in whole.items()
-            }
+            plain = own_parameters(self)  # which torch may have replaced
+            set_own_parameters(self, {name: plain.get(name, parameter) for name, parameter in whole.items()})
         self.fp8_meta = Meta(moved(self.fp8_meta, fn), self.fp8_meta.beside)
         self._forget()
         return self

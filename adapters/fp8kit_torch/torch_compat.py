@@ -7,12 +7,15 @@ refused at import, as a BackendError: its numbers would be wrong.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
@@ -171,6 +174,65 @@ def global_hooks() -> bool:
     )
 
 
+# --- modules ------------------------------------------------------------------------------------------------
+
+# Attributes of a module: what ``own_parameters`` and ``own_modules`` return, and its hooks after and before
+# forward. In the path of every call ``module.__dict__[PARAMETERS]`` saves the call of a function.
+PARAMETERS, MODULES = "_parameters", "_modules"
+FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+_OF_HOOKS = (  # what there is beside them: how hooks are called
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    "_is_full_backward_hook",
+)
+_COMPILED = "_compiled_call_impl"
+for _name in (PARAMETERS, MODULES, *_HOOKS, *_OF_HOOKS, _COMPILED):
+    _required(nn.Module(), _name)
+_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
+# What comes into a module's own call: hooks, and what ``compile()`` made of it.
+call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(_COMPILED, *_HOOKS)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, on forward or backward."""
+    return any(_hooks(module))
+
+
+def take_hooks(module: nn.Module, source: nn.Module) -> None:
+    """Let a module have another one's hooks, those that come later among them."""
+    for name in (*_HOOKS, *_OF_HOOKS):
+        vars(module)[name] = vars(source)[name]
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The mapping in which a module keeps its own parameters: to look one up, which is slow as an attribute,
+    and to put what torch would not take as one."""
+    return module._parameters
+
+
+def set_own_parameters(module: nn.Module, parameters: Mapping[str, Tensor | None]) -> None:
+    """Let a module keep its own parameters in another mapping from now on."""
+    module._parameters = parameters  # type: ignore[assignment]
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The mapping in which a module keeps the modules within it: with each of a module's names, which
+    ``named_children`` gives once."""
+    return module._modules
+
+
+def twin_of(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor | None] | None = None,
+    modules: Mapping[str, nn.Module | None] | None = None,
+) -> nn.Module:
+    """A shallow copy of a module that has these parameters, or these modules, in the place of its own."""
+    twin = copy.copy(module)
+    of = {PARAMETERS: parameters, MODULES: modules}
+    vars(twin).update((name, own) for name, own in of.items() if own is not None)
+    return twin
+
+
 # A library for the definition of one op, in the place of the one that defined it when this package was
 # imported before.
 library_of_op: Callable[..., Any] = _required(torch._library.custom_ops, "get_library_allowing_overwrite")
@@ -188,6 +250,31 @@ def below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
+
+# How often a tensor's memory was written to, as autograd counts. RuntimeError for one of inference mode.
+version: Callable[[Tensor], int] = attrgetter("_version")
+# The tensor that this one is a view of; None for one that is no view.
+base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook on the tensor's gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def local_part(tensor: Any) -> Any:
+    """This process's part of a DTensor, without the autograd of ``to_local``; anything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# Operations of ATen behind ``to``, ``pin_memory`` and ``view``.
+TO_COPY, PIN_MEMORY, UNSAFE_VIEW = (
+    _required(torch.ops.aten, name).default for name in ("_to_copy", "_pin_memory", "_unsafe_view")
+)
+# What the pickles of ``torch.save`` and of tensors name as a function: module and name. Of a tensor of a
+# storage; of the storage's bytes.
+REBUILT_TENSOR, LOADED_STORAGE = ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")
+
 
 # For a subclass that decides by ``__torch_dispatch__`` alone.
 no_torch_function: Any = _required(torch._C, "_disabled_torch_function_impl")
@@ -300,6 +387,12 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     options = getattr(group._get_backend(device), "options", None)
     found: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
     return found
+
+
+def path_of_shards(owner: Any) -> str | None:
+    """The path of the module whose parameters a group of ``fully_shard`` holds; None for anything else."""
+    path = getattr(owner, "_module_fqn", None)
+    return path if isinstance(path, str) else None
 
 
 def has_symmetric_memory(name: str) -> bool:

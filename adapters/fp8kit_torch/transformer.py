@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +12,11 @@ from fp8kit.autocast import checking_finite, current, looks
 from fp8kit_torch import recompute
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.chains import Call, Pending, run_chain
-from fp8kit_torch.torch_compat import any_autocast, global_hooks
+from fp8kit_torch.torch_compat import MODULES, any_autocast, call_changes, global_hooks
 
 # bytes of x from which on a layer runs operation by operation: the GPU's work then takes longer than the
 # calls, and each operation frees its memory as soon as it can
 LARGE = 16 << 20
-# of a module: compile(), and hooks
-_foreign = attrgetter(
-    "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
@@ -42,7 +37,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         for NaN)."""
         if self.is_compiling() or inspection.inspector is not None or (looks.ever and checking_finite()):
             return False
-        state, modules = current(), self._modules
+        state, modules = current(), self.__dict__[MODULES]
         if type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():
             return False
         if core["checkpoint_core"] is not False or "inference_params" in core["options"]:
@@ -52,7 +47,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
         if not attention.input_layernorm or attention._separate or self.layernorm is not None:
             return False
-        own = attention._modules
+        own = attention.__dict__[MODULES]
         if own["core_attention"].context is not None:  # several operations, between which ranks communicate
             return False
         here = self.frontend
@@ -66,7 +61,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             # somebody else's code: another class, a forward set on the object or its class, compile()
             if type(part) is not kind or "forward" in vars(part) or "forward" in vars(kind):
                 return False
-            if any(_foreign(part)):
+            if any(call_changes(part)):
                 return False
         for part, _ in products:
             if part.microbatch is not None:  # casts that micro-batches share are taken by each part

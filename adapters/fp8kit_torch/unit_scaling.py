@@ -18,6 +18,8 @@ from fp8kit_torch.specs import spec_for
 
 
 class _OfTensors(shared.UnitScaling):
+    core_attention = DotProductAttention
+
     def operation(self, operation: Any, spec: tuple[Any, ...], inputs: Any) -> Any:
         return next(iter(apply(operation, spec_for(*spec), inputs).values()))
 
@@ -29,14 +31,6 @@ class _OfTensors(shared.UnitScaling):
 
     def constants(self, values: list[float], like: torch.Tensor) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=like.device)
-
-    def own_attention(
-        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
-    ) -> Any:
-        heads, dim = query.shape[2:]
-        options: dict[str, Any] = {"attn_mask_type": mask, "softmax_scale": scale, **random}
-        core = DotProductAttention(heads, dim, key.shape[2], p, "bshd", **options)
-        return core(query, key, value)
 
 
 class Linear(shared.Linear, TransformerEngineBaseModule):

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8kit import formats
 from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, shown
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.layers.attention_inputs import QK_NORMS
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.smooth import LINES
 
 NORM_POSITIONS = ("before", "after")  # of a layer's branches
 MASK_ALIASES = ("padding,causal", "causal,padding")
+
+
+def parameter_dtype(operation: str, name: str, value: Any) -> formats.DType:
+    """A dtype of parameters: float32, bfloat16 or float16. FormatError for another, and for what is none."""
+    return formats.dtype(value, operation, name, formats.HIGH_PRECISION)
 
 
 def size(operation: str, name: str, value: Any) -> int:
@@ -35,12 +41,12 @@ def whole(operation: str, name: str, value: Any) -> int:
     return integer(operation, name, value, -(2**31), 2**31 - 1)
 
 
-def instance(kind: type, wanted: str) -> Rule:
+def instance(kind: type, wanted: str, error: type[Fp8kitError] = ArgumentError) -> Rule:
     """An object of that class, called ``wanted`` in the message."""
 
     def rule(operation: str, name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ArgumentError(operation, name, shown(value), wanted)
+            raise error(operation, name, shown(value), wanted)
         return value
 
     return rule

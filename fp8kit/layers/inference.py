@@ -17,7 +17,7 @@ from fp8kit.arguments import NamedWell, Rule, check, integer
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType, int32
-from fp8kit.layers.arguments import size
+from fp8kit.layers.arguments import parameter_dtype, size
 from fp8kit.layers.cache_manager import CacheManager
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.spec import Meta
@@ -101,7 +101,7 @@ class InferenceParams(NamedWell):
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
         self.head_dim_v = head_dim_v if head_dim_v else head_dim_k
-        self.dtype = None if dtype is None else self._kind(dtype)
+        self.dtype = None if dtype is None else parameter_dtype("InferenceParams", "dtype", dtype)
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         # without pages, one page holds a whole sequence
         self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
@@ -119,10 +119,6 @@ class InferenceParams(NamedWell):
 
     def _place(self, device: Any) -> None:
         """Set ``device`` to what the argument means. BackendError for a device that is not there."""
-        raise NotImplementedError
-
-    def _kind(self, dtype: Any) -> DType:
-        """The dtype that the argument means. Fp8kitError kinds for one that caches cannot have."""
         raise NotImplementedError
 
     def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Any:

@@ -72,7 +72,7 @@ class RotaryPositionEmbedding(Layer):
         """Keep the device, or what is on it."""
         raise NotImplementedError
 
-    def angles(self, max_seq_len: int, offset: int, scale: float | None) -> Any:
+    def angles(self, max_seq_len: int, offset: int, scale: float) -> Any:
         """``forward``, the positions times ``scale``."""
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class RotaryPositionEmbedding(Layer):
         integer(self.layer_name, "max_seq_len", max_seq_len, 1, 2**31 - 1)
         offset = integer(self.layer_name, "offset", offset, -(2**31), 2**31)
         factor, most = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
-        scale = None
+        scale = 1.0
         if factor is not None and most is not None:
             scale = most / max_seq_len if max_seq_len > most * factor else 1 / factor
         return self.angles(max_seq_len, offset, scale)

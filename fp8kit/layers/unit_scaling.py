@@ -162,13 +162,15 @@ def learning_rate_factor(role: str, fan_in: int = 1, branches: int = 1) -> float
 
 class UnitScaling:
     """The functions. A frontend's subclass gives ``operation``, ``dtype_name``, ``own_dropout``,
-    ``constants`` and ``own_attention``.
+    ``constants`` and ``core_attention``, its class of attention, or ``own_attention``.
 
     Every function takes and returns arrays of the frontend, h of any leading dimensions, and raises what the
     operations raise.
     """
 
     # --- what a frontend gives ------------------------------------------------------------------------------
+
+    core_attention: Any
 
     def operation(self, operation: Operation, spec: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
         """The first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
@@ -192,7 +194,9 @@ class UnitScaling:
     ) -> Any:
         """The core attention of layers (b, s, heads, d) with ``scale`` for the scores, a mask's name and
         dropout; returns the heads side by side, (b, s, heads d)."""
-        raise NotImplementedError
+        options = {"attention_dropout": p, "qkv_format": "bshd", "attn_mask_type": mask, **random}
+        core = self.core_attention(*query.shape[2:], key.shape[2], softmax_scale=scale, **options)
+        return core(query, key, value)
 
     # --- functions ------------------------------------------------------------------------------------------
 

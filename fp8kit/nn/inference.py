@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, formats
+from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.formats import DType
@@ -21,9 +21,6 @@ class InferenceParams(inference.InferenceParams):
 
     def _place(self, device: Any) -> None:
         self.device = resolve("InferenceParams", None, device)[1]
-
-    def _kind(self, dtype: Any) -> DType:
-        return formats.dtype(dtype, "InferenceParams", "dtype", formats.HIGH_PRECISION)
 
     def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> ArrayView:
         return (arrays.zeros if zero else arrays.empty)(shape, dtype, self.device)

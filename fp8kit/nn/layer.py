@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, formats
+from fp8kit import arrays
 from fp8kit.arguments import Rule, function, named, optional
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, tensor, validate
@@ -23,11 +23,6 @@ from fp8kit.nn.recompute import checkpoint
 from fp8kit.spec import Operation
 
 
-def _dtype(operation: str, name: str, value: Any) -> formats.DType:
-    """A dtype of parameters."""
-    return formats.dtype(value, operation, name, formats.HIGH_PRECISION)
-
-
 def _device(operation: str, name: str, value: Any) -> arrays.Device:
     """A device that is here."""
     return arrays.usable(value, operation, name)
@@ -36,7 +31,7 @@ def _device(operation: str, name: str, value: Any) -> arrays.Device:
 CONSTRUCTED: dict[str, Rule] = {
     **arguments.CONSTRUCTED,
     **named(optional(function), "init_method output_layer_init_method"),
-    **named(optional(_dtype), "params_dtype dtype"),
+    **named(optional(arguments.parameter_dtype), "params_dtype dtype"),
     "device": optional(_device),
 }
 

@@ -20,6 +20,7 @@ from fp8kit.autograd.tensors import fresh
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError
 from fp8kit.formats import DType
+from fp8kit.layers.arguments import parameter_dtype
 from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
@@ -352,7 +353,7 @@ def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Devi
     float32 and 16-bit floats, BackendError for a device that is not here."""
     kind = formats.float32
     if params_dtype is not None:
-        kind = formats.dtype(params_dtype, operation, "params_dtype", formats.HIGH_PRECISION)
+        kind = parameter_dtype(operation, "params_dtype", params_dtype)
     where = dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
     return kind, where
 

@@ -21,13 +21,11 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, NativeLayer):
         self._device = resolve(self.layer_name, None, device)[1]
         self._made: dict[tuple[int, int], Tensor] = {}  # those of the last call
 
-    def angles(self, max_seq_len: int, offset: int, scale: float | None) -> Tensor:
+    def angles(self, max_seq_len: int, offset: int, scale: float) -> Tensor:
         found = self._made.get((max_seq_len, offset))
         if found is not None:
             return found
-        positions = (np.arange(max_seq_len) + offset).astype(np.float32)
-        if scale is not None:
-            positions *= np.float32(scale)
+        positions = (np.arange(max_seq_len) + offset).astype(np.float32) * np.float32(scale)
         speeds = 1 / np.float32(self.rotary_base) ** (
             np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
         )

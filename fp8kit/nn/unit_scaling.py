@@ -24,6 +24,8 @@ from fp8kit.spec import Operation
 class _Functions(shared.UnitScaling):
     """On native tensors."""
 
+    core_attention = DotProductAttention
+
     def operation(self, operation: Operation, spec: tuple[Any, ...], inputs: Mapping[str, Any]) -> Tensor:
         given = {
             name: None if value is None else as_tensor("unit_scaling", name, value)
@@ -39,16 +41,6 @@ class _Functions(shared.UnitScaling):
 
     def constants(self, values: list[float], like: Tensor) -> Tensor:
         return tensor(np.array(values, np.float32), device=like.device)
-
-    def own_attention(
-        self, query: Any, key: Any, value: Any, scale: float, mask: str, p: float, **random: Any
-    ) -> Any:
-        heads, dim = query.shape[2:]
-        options: dict[str, Any] = {"attn_mask_type": mask, "softmax_scale": scale, **random}
-        core = DotProductAttention(
-            heads, dim, key.shape[2], attention_dropout=p, qkv_format="bshd", **options
-        )
-        return core(query, key, value)
 
 
 class Linear(shared.Linear, Fp8Module):

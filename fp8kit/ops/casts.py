@@ -113,7 +113,7 @@ class Quantize(Operation):
 
     def outputs(self, spec: QuantizeSpec) -> tuple[str, ...]:
         own = spec.blocks
-        codes = own is not None and not own.granularity.startswith("block")
+        codes = own is not None and own.coded_scales
         two_level = own is not None and own.two_level
         return self.results + ("scale_codes",) * codes + ("tensor_scale_inv",) * two_level
 

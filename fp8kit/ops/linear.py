@@ -45,6 +45,7 @@ class Linear(OneProduct):
     """
 
     name = "linear"
+    takes_codes = True
     arguments: ClassVar[Mapping[str, str]] = {"x": "inp", "weight0": "weight", "bias0": "bias"}
 
     def independent_rows(self, spec: LinearSpec, saved: Collection[str]) -> tuple[str, ...]:

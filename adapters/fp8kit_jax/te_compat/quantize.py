@@ -232,7 +232,7 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 def get_delayed_scaling() -> DelayedScaling:
     """The DelayedScaling of the autocast in force; the default one where there is none."""
     found = recipe_in_force()
-    return found if isinstance(found, DelayedScaling) else DelayedScaling()
+    return found if found is not None and found.delayed() else DelayedScaling()
 
 
 def fp8_autocast(

@@ -21,9 +21,8 @@ from fp8kit.quantized_array import QuantizedArray
 from fp8kit.tiles import Rotation
 from fp8kit_torch.checks import of_one, shown
 from fp8kit_torch.layer import next_rng
-from fp8kit_torch.operand_tensor import format_of
 from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
-from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.quantizers import Quantizer
 
 _NVFP4_MAX = 6.0  # of E2M1; that of E4M3 is the quantizer's

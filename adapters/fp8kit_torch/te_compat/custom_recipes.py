@@ -18,10 +18,9 @@ from fp8kit.layer_recipes import QuantizerRole, answers_with
 from fp8kit.quantization import OPERANDS, AmaxHistory
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit.recipe import DelayedScaling, Format, Recipe
-from fp8kit_torch.operand_tensor import format_of
 from fp8kit_torch.parameters import default_device
 from fp8kit_torch.te_compat.block_tensors import MXFP8Quantizer, NVFP4Quantizer
-from fp8kit_torch.te_compat.dtypes import DType
+from fp8kit_torch.te_compat.dtypes import DType, format_of
 from fp8kit_torch.te_compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from fp8kit.errors import ArgumentError
+from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.formats import DType as Kind
 from fp8kit.ops.attention_spec import BIASES, MASKS
+from fp8kit_torch.checks import shown
 
 
 class DType(IntEnum):
@@ -49,6 +53,16 @@ def of_format(kind: Kind) -> DType:
     """The member for one of fp8kit's formats of eight or four bits. KeyError for others."""
     known = {"E4M3": DType.kFloat8E4M3, "E5M2": DType.kFloat8E5M2, "E2M1": DType.kFloat4E2M1}
     return known[kind.name]
+
+
+def format_of(operation: str, dtype: Any) -> Format:
+    """E4M3 or E5M2 of Transformer Engine's or torch's dtype. ArgumentError for others."""
+    known = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
+    try:
+        return known[TE_DType.get(dtype, dtype)]
+    except (KeyError, TypeError):
+        wanted = "DType.kFloat8E4M3 or DType.kFloat8E5M2"
+        raise ArgumentError(operation, "fp8_dtype", shown(dtype), wanted) from None
 
 
 class FP8FwdTensors(IntEnum):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8kit.errors import CheckpointError
 from fp8kit_torch import extra_state
-from fp8kit_torch.torch_compat import untyped_storage
+from fp8kit_torch.torch_compat import LOADED_STORAGE, REBUILT_TENSOR, untyped_storage
 
 _DIRECTIONS = {"fwd": 3, "bwd": 2}  # slots a GEMM
 _TENSORS = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"}
@@ -120,8 +120,8 @@ def _tensor(held: _Held, offset: int, size: tuple[int, ...], stride: tuple[int, 
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Builder(_tensor),
-    ("torch.storage", "_load_from_bytes"): _Builder(_storage),
+    REBUILT_TENSOR: _Builder(_tensor),
+    LOADED_STORAGE: _Builder(_storage),
     ("_codecs", "encode"): _Builder(_bytes),
     ("collections", "OrderedDict"): _Builder(dict),
 }

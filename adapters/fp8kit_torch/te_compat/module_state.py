@@ -142,8 +142,8 @@ class TransformerEngineState:
             return {"scaling_fwd": [], "scaling_bwd": []}
 
         numbers = range(len(self.gemms))
-        custom = current().recipe  # type: ignore[union-attr]
-        if isinstance(custom, CustomRecipe) and self._has_own_roles:
+        custom: Any = current().recipe  # type: ignore[union-attr]
+        if custom.custom() and self._has_own_roles:
             slots = {"scaling_fwd": 3 * len(numbers), "scaling_bwd": 2 * len(numbers)}
             return {key: self._answers(custom, key == "scaling_fwd", n) for key, n in slots.items()}
 

@@ -16,8 +16,18 @@ from typing import Any
 from fp8kit.errors import UnsupportedError
 from fp8kit.execution.codec import decode
 from fp8kit.formats import E4M3
+from fp8kit.ops.activation import activation
+from fp8kit.ops.attention import attention
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec
+from fp8kit.ops.dropout_add import add, dropout_add
+from fp8kit.ops.embedding import embedding
+from fp8kit.ops.linear import linear
+from fp8kit.ops.norm import norm
+from fp8kit.ops.norm_linear import norm_linear
 from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.rope import rope
+from fp8kit.ops.split_heads import split_heads
+from fp8kit.spec import Operation
 from fp8kit_torch.library import OPERATIONS, OPS
 
 FLOAT, FLOAT8E4M3FN, INT64 = 1, 17, 7  # onnx.TensorProto
@@ -31,6 +41,8 @@ def _refuse(what: str, got: object, wanted: str) -> UnsupportedError:
 
 def check(spec: Any) -> None:
     """Refuses an operation's spec with a product that has no form here, when the model is traced."""
+    if getattr(spec, "smoothing", None):
+        raise _refuse("smooth_swiglu", repr(spec.smooth), "None")
     products = [spec] if isinstance(spec, ProductSpec) else []
     if is_dataclass(spec):
         products += [part for name in spec.__dataclass_fields__ for part in _products(getattr(spec, name))]
@@ -186,20 +198,6 @@ def _norm_linear(g: Graph, spec: Any) -> dict[str, Any]:
     normed = g.norm(spec.norm, g.input("x"))
     y = g.like(g.product(spec.product, normed))
     return {"y": y, "normed": g.like(normed), "residual": g.inputs["x"]}
-
-
-def _norm_mlp(g: Graph, spec: Any) -> dict[str, Any]:
-    if spec.smoothing:
-        raise _refuse("smooth_swiglu", repr(spec.smooth), "None")
-    x = g.input("x")
-    normed = g.norm(spec.norm, x)
-    h = g.product(spec.fc1, normed)
-    if spec.fc1.bias == "deferred":
-        h = g.op.Add(h, g.bias(spec.fc1))
-    act = g.activation(spec.activation, spec.activation_params, h, spec.fc1.out_features)
-    y = g.product(spec.fc2, act)
-    y = g.op.Add(y, x) if spec.fused_residual else y
-    return {"y": g.like(y), "normed": g.like(normed), "residual": g.inputs["x"]}
 
 
 def _activation(g: Graph, spec: Any) -> dict[str, Any]:
@@ -388,36 +386,51 @@ def _seen(g: Graph, spec: AttentionSpec, q: Any, k: Any, groups: int, each: int)
     return seen
 
 
-_TRANSLATIONS: dict[str, Callable[[Graph, Any], dict[str, Any]]] = {
-    "linear": _linear,
-    "norm": _norm,
-    "norm_linear": _norm_linear,
-    "norm_mlp": _norm_mlp,
-    "activation": _activation,
-    "dropout_add": _dropout_add,
-    "add": _add,
-    "embedding": _embedding,
-    "split_heads": _split_heads,
-    "rope": _rope,
-    "attention": _attention,
+_TRANSLATIONS: dict[Operation, Callable[[Graph, Any], dict[str, Any]]] = {
+    linear: _linear,
+    norm: _norm,
+    norm_linear: _norm_linear,
+    activation: _activation,
+    dropout_add: _dropout_add,
+    add: _add,
+    embedding: _embedding,
+    split_heads: _split_heads,
+    rope: _rope,
+    attention: _attention,
 }
 
 
-def _translation(name: str) -> Callable[..., tuple[Any, ...]]:
+def _translated(operation: Operation, g: Graph, spec: Any) -> dict[str, Any]:
+    """An operation's outputs: by its own translation, or by those of what it is made of."""
+    if operation in _TRANSLATIONS:
+        return _TRANSLATIONS[operation](g, spec)
+    found = dict(g.inputs)
+    for part in operation.decompose(spec):
+        own = Graph({name: found[known] for name, known in part.inputs.items() if known in found})
+        made = _translated(part.operation, own, part.spec)
+        found |= {part.results.get(name, name): value for name, value in made.items()}
+    return found
+
+
+def _translation(operation: Operation) -> Callable[..., tuple[Any, ...]]:
     def translate(inputs: Any, state: Any, call: str) -> tuple[Any, ...]:
         _, spec, names, *_ = decode(call)
-        graph = Graph(dict(zip(names, inputs, strict=True)))
-        made = _TRANSLATIONS[name](graph, spec)
-        return tuple([made[output] for output in OPERATIONS[name].outputs(spec)])
+        made = _translated(operation, Graph(dict(zip(names, inputs, strict=True))), spec)
+        return tuple([made[output] for output in operation.outputs(spec)])
 
     return translate
 
 
-TRANSLATED = frozenset(_TRANSLATIONS)  # names of operations
+_TRANSLATED = {
+    name: operation
+    for name, operation in OPERATIONS.items()
+    if operation in _TRANSLATIONS or type(operation).decompose is not Operation.decompose
+}
+TRANSLATED = frozenset(_TRANSLATED)  # names of operations
 
 # operation of torch -> its translation
 te_translation_table: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    OPS[name].call: _translation(name) for name in _TRANSLATIONS
+    OPS[name].call: _translation(operation) for name, operation in _TRANSLATED.items()
 }
 
 __all__ = ["te_translation_table"]

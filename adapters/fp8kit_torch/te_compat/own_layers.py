@@ -19,6 +19,7 @@ from fp8kit_torch.parameters import normal_init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import finish_backward
 from fp8kit_torch.te_compat.quantizers import Quantizer
+from fp8kit_torch.torch_compat import own_parameters
 
 Init = Callable[[Tensor], Any]
 # what makes a forward one that torch.compile is not to look into, as Transformer Engine's own are: tensors
@@ -70,7 +71,7 @@ class OwnLayer:
 
     def weight_inputs(self) -> dict[str, Tensor]:
         """The parameters."""
-        own = {name: p for name, p in self._parameters.items() if p is not None}
+        own = {name: p for name, p in own_parameters(self).items() if p is not None}
         return own or {"": torch.empty(0)}
 
     def get_weight_workspace(

@@ -23,10 +23,10 @@ from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit_torch.checks import device as checked_device
 from fp8kit_torch.checks import of_one, shown, tensor
-from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, format_of, scaled_as
+from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.state import NO_STATE, StateBinding, _stream, slot_addresses
-from fp8kit_torch.te_compat.dtypes import DType, of_format
+from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.unsupported import METHODS
 from fp8kit_torch.views import FLOATS, as_view
 

@@ -32,13 +32,18 @@ def quantizer_of_operand(
     rule = getattr(fp8, operand)
     again = {"x": fp8.wgrad.b, "w": fp8.dgrad.b, "g": fp8.wgrad.a}[operand]  # as the other product reads it
     kind, scale_rule = rule.granularity, rule.scale_rule
+    plain = not (rule.levers or rule.hadamard or rule.static)  # no quantizer has these
+    nearest = plain and not rule.stochastic_bits
     how = {"force_pow_2_scales": rule.power_2, "amax_epsilon": rule.epsilon}
-    if kind in ("mx_1x32", "mx_32x32") and scale_rule == "te":
+    if nearest and kind in ("mx_1x32", "mx_32x32") and scale_rule == "te":
         return MXFP8Quantizer(of_format(rule.format), with_2d_quantization=kind == "mx_32x32")
-    if kind.startswith("nvfp4") and rule.format == E2M1 and scale_rule != "eden":
+    rotated = bool(again.hadamard)
+    if rotated:  # as the quantizer's columns are, which have no 4over6 rule then
+        plain = plain and again.rotation == (16, "te") and scale_rule == "exact"
+    if plain and kind.startswith("nvfp4") and rule.format == E2M1 and scale_rule != "eden":
         return NVFP4Quantizer(
-            with_rht=bool(again.hadamard),
-            with_post_rht_amax=bool(again.hadamard),
+            with_rht=rotated,
+            with_post_rht_amax=rotated,
             with_2d_quantization=kind == "nvfp4_16x16",
             stochastic_rounding=bool(rule.stochastic_bits),
             row_scaled_nvfp4=rule.row_scaled,
@@ -46,7 +51,7 @@ def quantizer_of_operand(
             nvfp4_e4m3_max=256 if scale_rule.endswith("_256") else 448,
             nvfp4_4over6_err_mode="MSE" if "mse" in scale_rule else "MAE",
         )
-    if kind in ("block_1x128", "block_128x128"):
+    if nearest and kind in ("block_1x128", "block_128x128"):
         return Float8BlockQuantizer(
             of_format(rule.format),
             rowwise=True,
@@ -54,7 +59,7 @@ def quantizer_of_operand(
             block_scaling_dim=1 if kind == "block_1x128" else 2,
             **how,
         )
-    if kind != "tensor" or rule.static:
+    if not nearest or kind != "tensor":
         wanted = "a recipe of Transformer Engine's formats and scales"
         raise UnsupportedError("get_quantizer", "recipe", str(rule), wanted)
     if not rule.needs_state or prepare is None or fp8_meta is None:

@@ -14,6 +14,7 @@ from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit_torch.availability import get_cudnn_version, get_device_compute_capability, is_bf16_available
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.parameters import default_device, normal_init
+from fp8kit_torch.torch_compat import base
 
 Init = Callable[[Tensor], Any]
 
@@ -198,7 +199,7 @@ def compare_tensors(a: Tensor, b: Tensor) -> None:
 def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
     """``tensor`` or a list of them, as it is. ArgumentError, a ValueError, for a view of another one."""
     for each in tensor if isinstance(tensor, list) else [tensor]:
-        if isinstance(each, Tensor) and each._base is not None:
+        if isinstance(each, Tensor) and base(each) is not None:
             wanted = "a tensor that is no view" + (f"; {extra_msg}" if extra_msg else "")
             raise ArgumentError("assert_viewless_tensor", "tensor", "a view", wanted)
     return tensor

@@ -104,7 +104,7 @@ def convert_to_float8_training(
                 made[child] = Float8Linear.from_float(child, config)
             places.append((parent, name, made[child]))
     for parent, name, new in places:
-        parent._modules[name] = new
+        parent.register_module(name, new)
     return module
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 
 import fp8kit_torch as ft
 import pytest
 import torch
 
-from fp8kit.errors import ShapeError
+from fp8kit.errors import ShapeError, UnsupportedError
 
 from .twins import RECIPES, WIDTH, batches, held_pair, same
 
@@ -81,10 +82,14 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_weights_held_by_small_blocks(device, name):
+# a recipe that is data is asked for what its weights' casts are, not for its class
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*BLOCKS.items(), ("MXFP8Tensor", ft.recipe.DataRecipe(BLOCKS["MXFP8Tensor"].quantization))],
+    ids=[*BLOCKS, "data"],
+)
+def test_weights_held_by_small_blocks(device, name, recipe):
     """fprop multiplies the codes of casting at each step; wgrad has no weight in it."""
-    recipe = BLOCKS[name]
     with ft.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         held = ft.Linear(64, 32, device=device)
     assert type(held.weight).__name__ == name
@@ -107,6 +112,16 @@ def test_weights_held_by_small_blocks(device, name):
     torch.testing.assert_close(dw, dw2, rtol=2.0**-20, atol=2.0**-18)
     # whose operand is cast along the other axis, of values that were cast before: a step of the format
     assert (dx - dx2).norm() < (2.0**-4 if name == "MXFP8Tensor" else 0.25) * dx2.norm()
+
+
+@pytest.mark.parametrize("change", [{"factor": 0.5}, {"hadamard": 32}, {"stochastic_bits": 8}], ids=str)
+def test_casts_that_no_quantizer_makes_are_refused(change):
+    how = BLOCKS["MXFP8Tensor"].quantization
+    fprop = replace(how.fprop, a=replace(how.x, **change), b=replace(how.w, **change))
+    recipe = ft.recipe.DataRecipe(replace(how, fprop=fprop))
+    said = "quantized_model_init: recipe: got E4M3 by mx_1x32"
+    with pytest.raises(UnsupportedError, match=said), ft.quantized_model_init(recipe=recipe):
+        pass
 
 
 @pytest.mark.parametrize("name", BLOCKS)
