@@ -305,8 +305,8 @@ def _placed(own: Program, have: dict[str, Any], chosen: Sequence[Chosen]) -> tup
 
 
 def explicit_mesh(tree: Any) -> Any:
-    """The mesh whose explicit axes the types of the leaves name, None where there is none: there an array's
-    type says how it is split, and so must a result's."""
+    """Returns the mesh of the leaves' types where it has axes of the kind Explicit, else None. On such a mesh
+    an array's type says how it is split, and a result's type must say it too."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 

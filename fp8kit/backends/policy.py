@@ -225,14 +225,16 @@ _CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", defau
 
 
 class _Task:
-    """What torch.compile reads: ``policy`` is that of ``_CURRENT``, or this object where there is none."""
+    """Its ``policy`` is the value of ``_CURRENT``, which torch.compile can read so; inside no block it is the
+    object itself, which ``_CURRENT.get`` takes for the default."""
 
     policy: Any = property(_CURRENT.get)
 
 
 _task = _Task()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
-# a policy that was forgotten is another object when it comes again, and is resolved again
+# of the policies that were used last: one that has left is a new object at its next use, whose kernels are
+# chosen anew
 _INTERNED_LIMIT = 256
 _GLOBAL: SelectionPolicy | None = None
 # thread -> what a Switch will make the process's, unless it is entered as a block

@@ -16,10 +16,9 @@ from fp8kit.errors import BackendError, meant
 from fp8kit.formats import DTYPES
 from fp8kit.settings import KIND_ALIASES
 
-# of every table of implementations and policies: what changes them is rare and short
+# one lock for all tables of implementations and policies: changes are rare and short
 LOCK = threading.RLock()
-# a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and
-# lets go of it there too
+# fork waits until no table is half changed. It holds the lock, and parent and child each release it
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 

@@ -107,11 +107,12 @@ class AttentionBase(Grouped):
         raise NotImplementedError
 
     def may_fuse(self, *parts: Any) -> bool:
-        """Whether the last product of these parts may add the residual: nobody sees what each returns."""
+        """Whether the last product of these parts may add the residual: True where no hook or override could
+        read what a part returns."""
         return True
 
     def has_hooks(self, part: Any) -> bool:
-        """Whether a call of ``part`` may begin with somebody else's code, which may supply its parameters."""
+        """Whether calling ``part`` may first run a hook or an override, which may replace its parameters."""
         return False
 
     def add_offset(self, zeros: bool, device: Any) -> None:

@@ -29,13 +29,13 @@ CORE_OPTIONS: dict[str, Any] = {
     "fast_zero_fill": True,
     "pad_between_seqs": None,
 }
-# what an encoder's constructor takes of the cross-attention, where that is not None
+# cross-attention's arguments whose default is not None, which a layer without cross-attention must leave
 CROSS_DEFAULTS = {"enc_dec_attn_mask_type": "no_mask"}
 _NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
-# layer -> what is in it
+# argument -> the projections that it holds
 PARTS = {"query_layer": "q", "key_layer": "k", "value_layer": "v", "kv_layer": "kv", "qkv_layer": "qkv"}
-LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # what is a layer of its own
+LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # where it holds one alone
 _LAYOUTS = {
     ("query_layer", "key_layer", "value_layer"): "separate",
     ("query_layer", "kv_layer"): "q_kv",

@@ -259,8 +259,7 @@ class RandomState(serialization.Loadable):
         return get_rng_state()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is
-        returned goes back to it."""
+        """Check a state as ``set_rng_state`` does, with its errors, and return the function that sets it."""
         return check_rng_state(state)
 
 

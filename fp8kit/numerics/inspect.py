@@ -27,9 +27,9 @@ Names = Callable[[Any], str | None]
 
 
 def layer_names(model: Any, hint: str = "") -> Names:
-    """The names of a model's layers: that under which ``named_modules()`` has each, its own ``name`` where it
-    is the model. ArgumentError for what is no module; a model without layers is warned of, and its user
-    told the ``hint``."""
+    """Returns a function from a layer to its name in ``model.named_modules()``; the model itself has its
+    attribute ``name``, else its class's. ArgumentError unless ``model`` is a module. Logs a warning, with
+    the ``hint``, where the model has no layer of fp8kit."""
     if isinstance(model, type) or not callable(getattr(model, "named_modules", None)):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentError("inspect", "model", got, "a module")

@@ -164,8 +164,8 @@ def _losses(run: RunFolder, asked: str | None) -> dict[str, Any]:
 
 
 def _thinned(steps: HostArray, values: HostArray, most: int) -> tuple[HostArray, HostArray]:
-    """At most so many points: the last step, and the mean of the values, of equally many each. steps (n,),
-    values (rows, n)."""
+    """Returns curves of at most ``most`` points: parts of equally many steps, each by its last step and the
+    mean of its values. steps (n,), values (rows, n)."""
     if steps.size <= most:
         return steps, values
     parts = np.array_split(np.arange(steps.size), most)

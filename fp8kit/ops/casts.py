@@ -31,7 +31,8 @@ def no_gradient(operation: str, needs: Needs) -> None:
 
 
 def whole(shape: Shape, tile: tuple[int, int]) -> tuple[int, int]:
-    """A tile of an array of ``shape``, its leading dimensions flattened into rows: 0 is all of them."""
+    """The tile (rows, columns) with its zeros replaced: 0 rows are all rows of an array of ``shape``, whose
+    leading dimensions are flattened into rows, and 0 columns are its last dimension."""
     return tile[0] or math.prod(shape[:-1]) or 1, tile[1] or (shape[-1] if shape else 1) or 1
 
 

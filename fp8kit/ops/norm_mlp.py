@@ -117,8 +117,8 @@ class _Stages:
 
     @property
     def casts(self) -> bool:
-        """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
-        not known before. So nothing in high precision is written to be read again."""
+        """Whether the activation's kernel writes fc2's input in FP8 and never in high precision. Where the
+        amax is not known before, a first pass over the activation takes it."""
         return self.fuses and self.smoothing is None and self.fc2.fuses_cast and not self.fc2.fprop_reads_x
 
     @property

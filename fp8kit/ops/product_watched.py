@@ -240,17 +240,17 @@ class WatchedProduct(Product):
         return f"{self.spec.prefix}{WATCHED}{buffer}"
 
     def _arrays_of(self, tensor: str) -> list[str]:
-        """The arrays of a tensor."""
+        """Names of the arrays that hold a tensor's statistics and dumps."""
         return [name for name, own in self.entries.items() if own.tensor == tensor]
 
     def _sees(self, ws: WorkingSet, tensor: str) -> bool:
-        """Whether this pass has a place for what is collected of a tensor; a recomputed one has none."""
+        """Whether this pass has output arrays for a tensor's statistics; a recomputed pass has none."""
         return any(name in ws.outputs for name in self._arrays_of(tensor))
 
     def _look(
         self, ws: WorkingSet, tensor: str, view: ArrayView, twin: ArrayView | None = None, part: int = 0
     ) -> None:
-        """Collect what is wanted of a tensor, beside its ``twin`` where it has one."""
+        """Write a tensor's statistics, against its ``twin`` where it has one, and its dump to their arrays."""
         for name in self._arrays_of(tensor):
             entry, out = self.entries[name], ws.outputs.get(name)
             if out is None or entry.part != part:

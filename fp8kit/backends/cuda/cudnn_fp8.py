@@ -57,7 +57,7 @@ UIDS = {name: uid for uid, name in enumerate((*_NAMES, "stats", "lengths_q", "le
 
 
 def names(backward: bool) -> tuple[str, ...]:
-    """What a direction's graph is given addresses of, but lengths."""
+    """Names of the arrays that the graph of forward or backward takes by address, without the lengths."""
     return (*_ARRAYS[backward], *_DESCALES[backward], *_SCALES[backward], *_AMAXES[backward], "stats")
 
 

@@ -89,7 +89,7 @@ class Moving(Replay):
         self._shifts = np.array([shift for _, shift in places + others], np.uint64)
 
     def _launch(self, launched: Launch, at: int) -> partial[int]:
-        """The launch, from word ``at`` of this call's memory."""
+        """Copy the launch to word ``at`` of this call's memory, and return a function that makes it there."""
         start, kernel = self._words.ctypes.data + _WORD * at, launched.kernel
         ctypes.memmove(start, launched.start, launched.size)
         first, count = start + launch.CONFIG + _WORD * kernel.table, len(kernel.parameters)
@@ -97,8 +97,8 @@ class Moving(Replay):
         return partial(launched.func, ctypes.c_void_p(start), kernel.handle, table, None)
 
     def __call__(self, addresses: Sequence[int | None]) -> bool:
-        """Do it on the arrays at ``addresses``, in the recorded call's order; False, and nothing is done,
-        where another thread is at it."""
+        """Make the call on the arrays at ``addresses``, which are in the recorded call's order. Returns
+        True; or False, having done nothing, while another thread makes this call."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
