@@ -147,13 +147,13 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     scratch = XlaOp(program, DEVICES[platform]).temporaries.nbytes
     extra = [jax.core.ShapedArray((scratch,), np.uint8)] if scratch else []
     text = program.text(scratch)
-    told = calls.constant(text)
-    whole = [jax.core.ShapedArray(told.shape, told.dtype), *ctx.avals_in]
+    constant = calls.constant(text)
+    whole = [jax.core.ShapedArray(constant.shape, constant.dtype), *ctx.avals_in]
     inner = ctx.replace(avals_in=whole, avals_out=[*ctx.avals_out, *extra])
     if _devices(ctx.module_context.axis_context) > 1:  # GPUs that run programs of their own wait for no other
         several_gpus.note_devices(platform)
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
-    values = lower(inner, mlir.ir_constant(told), *operands, **calls.attributes(text))
+    values = lower(inner, mlir.ir_constant(constant), *operands, **calls.attributes(text))
     return values[: len(ctx.avals_out)]
 
 

@@ -107,13 +107,13 @@ def override(
             "override", "function", repr(function), "None, but for a cupy.RawKernel or a numba.cuda kernel"
         )
     if kind == "python":
-        wants_original = _check_signature(operation, implementation)
+        takes_original = _check_signature(operation, implementation)
         devices = _ANY
 
         def make(outer: SelectionPolicy) -> OpImpl:
             inner = (
                 functools.partial(_with_original, implementation, operation, outer)
-                if wants_original
+                if takes_original
                 else implementation
             )
             return implement(_on_its_stream(operation, inner, made.count))
@@ -155,7 +155,7 @@ def _kind(implementation: Any) -> str:
 
 
 def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
-    """Whether the function wants the original; BackendError where its parameters are not the contract's."""
+    """Whether the function takes the original; BackendError where its parameters are not the contract's."""
     wanted = [p.replace(annotation=inspect.Parameter.empty) for p in signature(operation).parameters.values()]
     text = f"({', '.join(p.name for p in wanted)})"
     name = getattr(function, "__name__", type(function).__name__)
@@ -165,20 +165,20 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
         raise BackendError(
             "override", "implementation", f"{name}, whose parameters are unknown", _KINDS
         ) from None
-    wants_original = bool(given) and given[0].name == "original"
-    if wants_original and not SPECS[operation].launches:
+    takes_original = bool(given) and given[0].name == "original"
+    if takes_original and not SPECS[operation].launches:
         raise BackendError(
             "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
         )
-    given = given[wants_original:]
+    given = given[takes_original:]
     if any(p.kind is p.VAR_POSITIONAL for p in given):
-        return wants_original
+        return takes_original
     if [p.name for p in given] != [p.name for p in wanted] or any(p.kind is p.KEYWORD_ONLY for p in given):
         got = f"{name}({', '.join(map(str, (p.name for p in given)))})"
         raise BackendError(
             "override", "implementation", got, f"the contract's parameters of {operation}, {text}"
         )
-    return wants_original
+    return takes_original
 
 
 def _with_original(function: Callable[..., Any], operation: str, outer: SelectionPolicy, *args: Any) -> Any:

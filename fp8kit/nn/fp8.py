@@ -107,10 +107,10 @@ class Fp8Module(FP8Layer, NativeLayer):
         return spec, inputs
 
     def execute(self, prepared: tuple[Any, Inputs], binding: Binding, main: Any) -> dict[str, Tensor]:
-        (spec, inputs), (_, scales, amaxes, _, late, finish) = prepared, binding
+        (spec, inputs), (_, scales, amaxes, _, backward_inputs, finish) = prepared, binding
         if scales:
             inputs = {**inputs, **scales}
-        return apply(self.operation, spec, inputs, amaxes, late, finish, self)
+        return apply(self.operation, spec, inputs, amaxes, backward_inputs, finish, self)
 
     def cast_weight(self, spec: Any, inputs: Inputs, prefix: str, binding: Binding) -> dict[str, ArrayView]:
         if binding.scales:

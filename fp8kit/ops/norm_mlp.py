@@ -207,8 +207,8 @@ class _Passes:
         able = (("fprop", fc1, forward), ("dgrad", fc2, backward))
         return tuple(gemm for gemm, product, can in able if can and product.fuses(gemm, kernels))
 
-    def again(self) -> dict[str, Meta]:
-        """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
+    def recomputed(self) -> dict[str, Meta]:
+        """Returns the buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
         for fc2's product."""
         left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
         saved = self.backward.saved()
@@ -365,7 +365,7 @@ class NormMLP(Products):
         backward = st.norm.backward_scratch() | fc2.backward_scratch() | fc2.bias_workspace(kernels) | space
         if passes.numbers is not None:
             forward |= first.saved()
-            backward |= passes.again()
+            backward |= passes.recomputed()
         if st.reach and "dgrad" not in passes.fused:
             sums = gradient_workspace(kernels, spec.activation, fc1.y_rows, fc1.n)
             (backward["sums"],) = workspace(sums).values()

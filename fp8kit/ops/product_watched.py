@@ -250,7 +250,7 @@ class WatchedProduct(Product):
     def _look(
         self, ws: WorkingSet, tensor: str, view: ArrayView, twin: ArrayView | None = None, part: int = 0
     ) -> None:
-        """Write a tensor's statistics, against its ``twin`` where it has one, and its dump to their arrays."""
+        """Write a tensor's statistics, against its ``twin`` where it has one, and its dump."""
         for name in self._arrays_of(tensor):
             entry, out = self.entries[name], ws.outputs.get(name)
             if out is None or entry.part != part:

@@ -45,10 +45,10 @@ def _place(
 
 
 def fused_workspace(rows: int, columns: int, itemsize: int) -> int:
-    """See ``backends.protocol``: the product, and behind it what it or the pass wants, whichever is more."""
+    """See ``backends.protocol``: the product, and behind it the larger workspace of the GEMM and the pass."""
     sums = ceil_div(rows, SUM_ROWS) * 2 * columns * 4
-    wants = fp8_gemm_workspace(rows, columns), act_bwd_workspace(rows, 2 * columns), sums
-    return _bytes(rows, columns, itemsize) + max(wants)
+    behind = fp8_gemm_workspace(rows, columns), act_bwd_workspace(rows, 2 * columns), sums
+    return _bytes(rows, columns, itemsize) + max(behind)
 
 
 fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines = composed(

@@ -43,8 +43,8 @@ def _inputs(
     ignored: int = 0,
     stray: bool = False,
 ) -> Arguments:
-    """Sample arguments. Every ``ignored``-th target is ``IGNORE``, with 0 none; with ``stray`` two targets are
-    out of range."""
+    """Returns sample arguments: every ``ignored``-th target is ``IGNORE``, none with 0; with ``stray`` two
+    targets are out of range."""
 
     def targets() -> Array:
         found = s.random.integers(0, max(n, 1), m)
