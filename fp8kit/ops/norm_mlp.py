@@ -208,8 +208,8 @@ class _Passes:
         return tuple(gemm for gemm, product, can in able if can and product.fuses(gemm, kernels))
 
     def recomputed(self) -> dict[str, Meta]:
-        """Returns the buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
-        for fc2's product."""
+        """Returns the buffers of the pass that backward recomputes: what forward would have kept, and its
+        temporaries but for fc2's product."""
         left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
         saved = self.backward.saved()
         metas = saved | self.backward.scratch()

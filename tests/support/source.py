@@ -15,7 +15,7 @@ PACKAGES = {
     "fp8kit_torch": ROOT / "adapters/fp8kit_torch",
     "fp8kit_jax": ROOT / "adapters/fp8kit_jax",
 }
-TEXTS = (".py", ".cu", ".cuh", ".md", ".toml")
+TEXTS = (".py", ".cu", ".cuh", ".h", ".md", ".toml")
 
 
 class Import(NamedTuple):
