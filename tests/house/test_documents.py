@@ -165,6 +165,14 @@ def test_readme_is_short() -> None:
     assert len(text.split()) <= README_WORDS
 
 
+def test_results_are_cited() -> None:
+    """Each committed measurement, those of `python -m studies` aside, which come as one folder."""
+    named = "".join(path.read_text() for path in DOCUMENTS if path != ROOT / "benchmarks/README.md")
+    results = [path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file()]
+    unknown = [str(path) for path in results if path.name not in named and "convergence" not in path.parts]
+    assert not unknown, unknown
+
+
 def test_no_sentence_is_written_twice() -> None:
     seen: dict[str, str] = {}
     twice = []
