@@ -203,8 +203,8 @@ Rule = Callable[[str, str, Any], Any]
 
 
 def check(operation: str, rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
-    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are
-    passed over."""
+    """Call the rule of each argument in ``given``, by name; names without a rule are passed over. Raises what
+    a rule raises, mostly ArgumentError."""
     for name, value in given.items():
         rule = rules.get(name)
         if rule is not None:

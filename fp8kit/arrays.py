@@ -176,8 +176,8 @@ class ArrayView:
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
     def repeated(self, count: int) -> ArrayView:
-        """A single element as an array (count,), each of which it is. ShapeError for another size, and for
-        what is no count."""
+        """A single element as an array (count,), each of which it is. ShapeError for another size, and for a
+        ``count`` that is not one."""
         (extent,) = sizes("repeated", (count,), ShapeError)
         if self.size != 1 or extent < 0:
             got = f"{extent} times one of {self.shape}"

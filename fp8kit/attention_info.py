@@ -120,8 +120,9 @@ class Question:
 
 
 def question(text: str = "") -> Question:
-    """Read a question. ArgumentError for a part that is no ``key=value``, an unknown or repeated key, or a
-    value that is none; ShapeError for values that do not fit together, as the operation refuses them."""
+    """Read a question. ArgumentError for a part that is not ``key=value``, an unknown or repeated key, or a
+    value that the key cannot have; ShapeError for values that do not fit together, as the operation refuses
+    them."""
     asked: dict[str, str] = {}
     for part in text.split():
         name, equals, value = part.partition("=")

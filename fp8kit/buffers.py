@@ -4,7 +4,7 @@ operation has finished with them.
 An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much
 memory, each large buffer is *streamed*: it is allocated when the operation first asks for it (``Buffers``),
 and goes back to its allocator once the operation has called ``free``. What still reads it is on the stream
-already, and whoever gets the memory next writes to it behind that. The buffers of small calls lie in one
+already, and the next user of the memory writes to it after that. The buffers of small calls lie in one
 block, since there a call of the allocator costs more than the bytes.
 """
 
@@ -49,7 +49,7 @@ class Buffers(dict[str, ArrayView | None]):
         return view
 
     def allocate_all(self) -> None:
-        """Allocate what nobody has read yet."""
+        """Allocate the buffers that have not been read yet."""
         for name in self.metas:
             self[name]
 

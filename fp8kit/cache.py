@@ -33,7 +33,7 @@ from fp8kit import settings, slowness
 from fp8kit.errors import BackendError
 
 FOLDERS = ("kernels", "products", "numba")
-_OLD = 3600  # seconds after which a temporary file is nobody's: writing one takes milliseconds
+_OLD = 3600  # seconds after which a temporary file is abandoned: writing one takes milliseconds
 _LARGEST = 1 << 28  # bytes of an entry; the largest cubin has some megabytes
 _HEAD, _DIGITS, _NEXT = b'{"sha256": "', 64, b'", '
 EFFECT = "what is compiled lasts for this process alone"
@@ -270,7 +270,7 @@ _SWEPT: dict[Path, float] = {}  # folder -> when
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed writers left, once an hour: those that are older than an hour
-    and that nobody holds a lock of."""
+    and not locked."""
     now = time.time()
     if now - _SWEPT.get(folder, 0) < _OLD:
         return

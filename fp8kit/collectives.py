@@ -166,7 +166,7 @@ class Collectives:
         self._do("shift", label, self._shift, stream, source, target)
 
     def broadcast(self, x: ArrayView, root: int, stream: int, label: str = "") -> None:
-        """x = that of the rank ``root``, in place. ArgumentError for what is no rank."""
+        """x = that of the rank ``root``, in place. ArgumentError if ``root`` is not a rank."""
         integer("broadcast", "root", root, 0, self.size - 1)
         if self.size > 1:
             what = f"broadcast from {root}"
@@ -320,8 +320,8 @@ class CallFailed(BackendError):
 
 
 def call_failed(got: str) -> CallFailed:
-    """The error that says what the ranks did, such as ``differing`` of it. Where nobody catches it, the
-    program's own lines are printed: each rank ends with one."""
+    """Returns the error that says what the ranks did, such as ``differing`` of it. Uncaught, it is printed
+    with the program's own lines alone, since each rank ends with one."""
     if not isinstance(sys.excepthook, _Shortening):
         sys.excepthook = _Shortening(sys.excepthook)
     return CallFailed("collectives", "ranks", got, "the same call of all ranks")

@@ -168,7 +168,7 @@ def provider(where: Device) -> DeviceProvider:
     library is missing."""
     try:
         found = _PROVIDERS.get(where.kind)
-    except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
+    except (AttributeError, TypeError, ValueError):  # not a device, or not hashable
         raise BackendError("device", "value", shown(where), "a Device, such as arrays.CPU") from None
     if found is None:
         if where.kind not in _LOADERS:
@@ -219,7 +219,7 @@ def say_unused() -> None:
 
 
 def current_stream(where: Device) -> int:
-    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError if this is not a
     device."""
     return 0 if where is CPU else provider(where).current_stream(where)
 

@@ -232,7 +232,7 @@ def _ask(array: Any, stream: dict[str, int]) -> Any:
 
 
 def _managed(capsule: Any) -> tuple[_Managed, bytes]:
-    """The struct inside a capsule that nobody has taken yet, and the capsule's name."""
+    """Returns the struct inside a capsule that has not been consumed yet, and the capsule's name."""
     try:
         name = _capsule_name(capsule)
     except ValueError:  # no capsule

@@ -295,8 +295,8 @@ def dtype_from_dlpack(code: int, bits: int) -> DType:
 
 
 def dtype_of_format(fmt: Format) -> DType | None:
-    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for
-    what is no Format."""
+    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError if
+    ``fmt`` is not a Format."""
     if not isinstance(fmt, Format):
         raise FormatError("dtype_of_format", "fmt", shown(fmt), "a Format")
     return next((d for d in DTYPES.values() if d.format == fmt), None)

@@ -50,7 +50,7 @@ class _Captured(NamedTuple):
 
 
 def _view(value: Any) -> ArrayView | None:
-    """An array's view, None for what is no array."""
+    """Returns an array's view, None for anything else."""
     if isinstance(value, Tensor):
         return value.view
     known = (
@@ -111,7 +111,8 @@ class Graph:
             held.check()
 
     def _looked_at(self, given: Any) -> list[ArrayView]:
-        """The arrays among the arguments; Fp8kitError kinds where they are no longer what they were."""
+        """Returns the arrays among the arguments. BackendError unless they lie on one CUDA device,
+        Fp8kitError if shapes, dtypes or values differ from the first call's."""
         views: list[ArrayView] = []
 
         def look(value: Any) -> Any:
@@ -190,7 +191,7 @@ def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:
       since: optimisers' hyperparameters (let an ``lr`` that changes be a float32 array of one element) and
       state, ``GradScaler``'s settings, modules' settings (``training``, dropout rates), the memory of their
       arrays (a loaded history of another length), the policy (``fk.deterministic``). Other numbers, such as
-      the ``max_norm`` of ``clip_grad_norm_``, are constants that nobody watches.
+      the ``max_norm`` of ``clip_grad_norm_``, are constants, whose changes are not noticed.
     * ``autocast`` is entered within ``function``. Nothing within may wait for the device.
 
     The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that

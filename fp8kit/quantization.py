@@ -125,7 +125,7 @@ class Quantizer(KnownFields):
       first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
       Engine, repeated) or "random" (drawn for each call).
 
-    RecipeError for another word, a number out of its range, and a format that is none.
+    RecipeError for another word, a number out of its range, and for a format that is not one.
     """
 
     format: Format

@@ -30,9 +30,9 @@ def matmul(
     multiply the float32 result. Modelled sums take formats of at most 5 exponent bits, and rows and blocks
     that run along K.
 
-    Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, and for
-    rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for another
-    ``accumulate``.
+    Raises FormatError for an argument that is not a quantised array, for a format or a scaling that does not
+    fit, and for rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for
+    another ``accumulate``.
     """
     op = "matmul"
     for name, value in (("a", a), ("b", b)):

@@ -26,7 +26,7 @@ class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
     codes' values in high precision; "refused". ``why`` it is refused; or how it is emulated, and which GEMMs
     are not; or what is emulated where the rest is native: sums that are a chip's on every device, attention;
-    and that nobody has run it so."""
+    and that it has not been run so."""
 
     status: str
     why: str = ""

@@ -281,8 +281,9 @@ def add(name: str, recipe: Recipe, source: str = "of one's own") -> None:
     (``mine_sqnr``), comparisons and reports know it then, and ``fp8kit.cli.main``.
 
     ``name``: ASCII letters, digits and underscores. ``source``: what ``fp8kit recipes list`` says of it.
-    ArgumentError for a name that is none or that another recipe has, and for a recipe that asks a function
-    or differs by layer: a ``DataRecipe`` may have what such a one says for a layer, its ``quantization``.
+    ArgumentError for a name that is not a word or that another recipe has, and for a recipe that asks a
+    function or differs by layer: a ``DataRecipe`` may have what such a one says for a layer, its
+    ``quantization``.
     """
     if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
         raise ArgumentError("add", "name", shown(name), "letters, digits and underscores, no digit first")

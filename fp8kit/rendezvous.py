@@ -31,7 +31,7 @@ class _Answers(socketserver.StreamRequestHandler):
         while line := self.rfile.readline(_LONGEST):
             try:
                 what, name, value = json.loads(line)
-            except ValueError:  # whoever that is, it is none of us
+            except ValueError:  # not a process of this job
                 return
             if what == "set":
                 server.texts[name] = value
@@ -124,11 +124,11 @@ class Store:
         self._ask("set", name, text)
 
     def peek(self, name: str) -> str | None:
-        """The text; None where nobody has set it."""
+        """Returns the text, None where it has not been set."""
         return self._ask("get", name)
 
     def get(self, name: str, timeout: float) -> str:
-        """The text, once somebody has set it; BackendError where nobody has within ``timeout`` seconds."""
+        """Wait for the text to be set and return it; BackendError after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while True:
             with suppress(TimeoutError):

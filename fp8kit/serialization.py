@@ -150,7 +150,7 @@ def save(
             )
     try:
         _replace(target, lambda file: checkpoint_format.write(file, host, metadata or {}))
-    except OSError as error:  # which may name a file of ours, and that says nothing to whoever asked
+    except OSError as error:  # which may name a temporary file, unknown to the caller
         raise OSError(error.errno, error.strerror, str(target)) from None
 
 
@@ -232,7 +232,7 @@ def sweep(path: str | os.PathLike[str]) -> None:
     writing stays: it holds a lock."""
     target = Path(os.path.realpath(arguments.path("sweep", path)))
     for beside in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 8}{_BESIDE}"):
-        # what is no file of ours stays; a pipe does not hold us up
+        # a file of another kind stays; a pipe does not block
         with contextlib.suppress(OSError), open(beside, "rb", opener=_carefully) as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

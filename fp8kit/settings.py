@@ -23,7 +23,7 @@ FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8ki
                              logging says)
 ===========================  ================================================================================
 
-What several processes are to each other is said by whoever starts them: torchrun and ``fp8kit launch``
+The ranks of several processes are set by the program that starts them: torchrun and ``fp8kit launch``
 (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun (OMPI_COMM_WORLD_*, PMI_*) or
 Slurm's srun (SLURM_*).
 

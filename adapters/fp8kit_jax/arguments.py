@@ -45,7 +45,7 @@ def as_rows(operation: str, argument: str, value: Any, last: str = "features") -
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
     """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError
-    for what is no array or has no dtype of fp8kit."""
+    if it is not an array of a dtype of fp8kit."""
     if is_key(value) or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         value = as_array(operation, argument, value)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))

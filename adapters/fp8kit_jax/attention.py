@@ -75,8 +75,8 @@ def dot_product_attention(
       "causal_padding"), "padding_causal_bottom_right" or "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1
       | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``, int32 (b + 1,), running sums
       of the true lengths: 0 first, never falling, at most t, no sequence longer than s or ``max_seqlen_q``.
-      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU
-      nobody checks them: rows may come out wrong, but nothing out of bounds is touched.
+      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU they
+      are not checked: rows may come out wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is
       "post_scale_bias" where there is one.
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it

@@ -244,10 +244,10 @@ def _finish(process: int) -> None:
     """Wait until XLA has run what was launched: the interpreter must not end under a handler.
 
     XLA's clients are given up, as JAX does at its own end, and a client that goes finishes all that it was
-    given, whoever launched it. A program that keeps arrays or devices to its end keeps the client. What is
-    waited for then is every result that is still held and, since XLA runs what one thread has launched on a
-    device in the order of its launches, all that this thread has launched; but not what another thread has
-    launched and whose results nobody holds.
+    given, by any thread. A program that keeps arrays or devices to its end keeps the client. What is waited
+    for then is every result that is still held and, since XLA runs what one thread has launched on a device
+    in the order of its launches, all that this thread has launched; but not what another thread has launched
+    and whose results are not held.
     """
     if not _used or os.getpid() != process:  # a forked child has none of JAX's threads
         return

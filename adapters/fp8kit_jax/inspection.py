@@ -131,8 +131,8 @@ def layer_index(index: Any, name: str = "") -> Iterator[None]:
     ``index``: an int, or an integer array () of the function that is traced. ``name``: the stack's, behind
     which the number stands in the names of the layers; it stands at their end where they do not begin with
     it, and with "". Without this block the layers that one call stands for have one name, and are put
-    together. Blocks may be nested. Where nothing is looked at nothing is computed. Raises ArgumentError for
-    an index or a name that is none.
+    together. Blocks may be nested. Without an inspector nothing is computed. Raises ArgumentError for an
+    invalid index or name.
     """
     traced = isinstance(index, jax.Array | np.generic)
     if isinstance(index, bool) or not (isinstance(index, int) or (traced and index.shape == ())):

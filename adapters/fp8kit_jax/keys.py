@@ -16,7 +16,7 @@ from fp8kit_jax.arguments import is_key
 def rng_words(key: Any) -> Any:
     """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a
     key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
-    ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no key."""
+    ``fp8kit.manual_seed(seed)`` draws first. FormatError if it is not a key."""
     if is_key(key):
         data = jax.random.key_data(key)
     elif isinstance(key, jax.Array | np.ndarray) and key.dtype.kind in "iu" and key.size:
@@ -32,7 +32,7 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
     configuration. Not within ``jit``.
 
     ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a
-    native layer what JAX's functions drop with these keys. FormatError for what is not one key.
+    native layer what JAX's functions drop with these keys. FormatError unless it is one key.
     """
     if np.shape(key) not in (((),) if is_key(key) else ((2,), (4,))):
         raise FormatError("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key")

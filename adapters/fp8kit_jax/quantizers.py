@@ -68,7 +68,7 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     """A fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several products).
 
     ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's
-    history length. Raises RecipeError for what is no recipe, and for one that JAX cannot carry out
+    history length. Raises RecipeError for anything but a recipe, and for one that JAX cannot carry out
     (``autocast``).
 
     With delayed scaling a set is for one call in a step. JAX sums cotangents, which are the next states: a

@@ -154,7 +154,7 @@ def update_collections(new: Any, original: Any) -> Any:
     """``original`` with the entries of ``new`` in their place: how FP8 state is carried from step to step.
 
     Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks
-    stays. Nothing is changed in place; the kind of mapping is kept. ArgumentError for what is no mapping.
+    stays. Nothing is changed in place; the kind of mapping is kept. ArgumentError if it is not a mapping.
     """
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):

@@ -141,8 +141,8 @@ def apply(
 
     Returns the outputs by name, amaxes that are not in ``out`` among them. Raises what ``infer`` raises,
     ShapeError for an input that is missing, ArgumentError for one that the operation does not have, for one
-    that is no array and for a spec of another class, BackendError when the inputs are on different devices,
-    and AutogradError for a gradient that the operation does not have. All before anything runs.
+    that is not an array and for a spec of another class, BackendError when the inputs are on different
+    devices, and AutogradError for a gradient that the operation does not have. All before anything runs.
     """
     views: dict[str, ArrayView] = {}
     needs: list[str] = []

@@ -19,8 +19,8 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
     """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python
     numbers).
 
-    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no
-    array, BackendError for a device that is not here.
+    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError if it is not
+    an array, BackendError for a device that is not here.
     """
     source = array if isinstance(array, Tensor) else None
     if source is not None:

@@ -149,7 +149,7 @@ class Tensor:
         other._version = self.version()
         return other
 
-    # --- changes in place: not recorded; whoever saved the old value finds out ------------------------------
+    # --- changes in place: not recorded; a backward that needs the old value raises -------------------------
 
     def copy_(self, source: Any) -> Tensor:
         """Take the values of an array of the same shape and any floating dtype (or the same one), in place.

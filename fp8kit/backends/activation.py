@@ -98,7 +98,7 @@ def rows_in_dy(rows: int, dy_row: int, codes_row: int) -> int:
 
 
 def known(activation: str, params: tuple[float, ...]) -> Activation:
-    """The activation's row; BackendError for what is not in the table, and for another number of
+    """Returns the activation's row of the table. BackendError for an unknown one, and for another number of
     parameters."""
     row = ACTIVATIONS.get(activation)
     if row is None:

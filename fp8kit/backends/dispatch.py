@@ -157,7 +157,7 @@ def use_backend(name: str | None) -> Switch:
 
     ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first
     in the kernels that it has, while the others of its devices fill in. None lifts the restriction. Holds
-    from now on; as ``with fk.use_backend(...):`` for a block. BackendError for what is no engine, and for one
+    from now on; as ``with fk.use_backend(...):`` for a block. BackendError for an unknown engine, and for one
     that serves no device that is usable here.
     """
     if name is not None:

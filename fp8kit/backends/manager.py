@@ -50,8 +50,8 @@ class Chosen(SimpleNamespace):
     """Every kernel of the contract, as it was chosen, and the ``policy``.
 
     ``recorder``: the engine's context manager that records calls (``execution.replay``), None where they
-    cannot be; ``replays``: where the recorded calls of single kernels are kept. Neither is among ``vars``:
-    whoever makes another object of these kernels may mean others.
+    cannot be; ``replays``: where the recorded calls of single kernels are kept. Neither is among ``vars``,
+    since another object made of these kernels may have others.
     """
 
     __slots__ = ("recorder", "replays")

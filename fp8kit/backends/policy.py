@@ -49,7 +49,7 @@ class SelectionPolicy:
     * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of
       their kernel, on the devices that they name. Of several for one kernel and device the last counts.
 
-    BackendError for a kernel that the contract does not have, a token or a kind that is none. ``text`` says
+    BackendError for a kernel that the contract does not have, an unknown token or kind. ``text`` says
     the policy as a string, for compiled programs; see ``policy_from_text``.
     """
 
@@ -242,8 +242,8 @@ _PENDING: dict[int, SelectionPolicy] = {}
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
-    """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no
-    policy."""
+    """Returns the one object of all equal policies, so that caches can be keyed by identity. BackendError if
+    it is not a policy."""
     if not isinstance(policy, SelectionPolicy):
         raise BackendError("policy", "policy", repr(policy), "a SelectionPolicy")
     with LOCK:
@@ -255,7 +255,7 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
 
 
 def policy_from_env() -> SelectionPolicy:
-    """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
+    """The policy that the FP8KIT_* variables describe. Fp8kitError for an invalid value."""
     with on_behalf_of("environment", per_op=settings.assigned().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
         return SelectionPolicy(
             settings.prefer(),
@@ -286,8 +286,8 @@ def process_policy() -> SelectionPolicy:
 
 
 def traced_policy() -> SelectionPolicy | None:
-    """The policy in force for code under ``torch.compile``; None where it is the process's and nobody has
-    asked for that yet."""
+    """The policy in force for code under ``torch.compile``; None where it is the process's and has not been
+    read yet."""
     policy = _task.policy
     return policy if isinstance(policy, SelectionPolicy) else _GLOBAL
 

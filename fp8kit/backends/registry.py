@@ -23,7 +23,7 @@ os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_
 
 
 class Kind(str, Enum):
-    """What an implementation is: somebody's own default, a chip vendor's, or the portable truth."""
+    """What an implementation is: a default of its author's, a chip vendor's, or the portable reference."""
 
     DEFAULT = "default"
     VENDOR = "vendor"

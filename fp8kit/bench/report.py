@@ -160,7 +160,7 @@ def setting_for(device: Device, **given: Any) -> Setting:
 @dataclass(frozen=True)
 class Part:
     """``run`` under a name; ``about`` says in a line what it measures. ``usual``: whether it runs where no
-    part is named. ``takes``: how long on an H200, None where nobody has said."""
+    part is named. ``takes``: how long on an H200, None where that is unknown."""
 
     name: str
     about: str
@@ -346,7 +346,7 @@ def run(
 
 
 def text(name: str, part: Mapping[str, Any]) -> str:
-    """A part as aligned lines, one block a workload; figures that nobody has are left out."""
+    """A part as aligned lines, one block a workload; figures that no row has are left out."""
     status = "" if part["status"] == "ok" else f": {part['status']}"
     lines = [f"== {name} ({part['seconds']:.1f} s){status}"]
     rows: list[Row] = part["rows"]

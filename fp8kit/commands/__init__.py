@@ -25,8 +25,8 @@ WRONG_ARGUMENT = 2  # of one whose arguments are none, as argparse has it
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    """The device that was asked for, or the default one. ArgumentError for a name that is none, BackendError
-    where it is not usable."""
+    """Returns the device that was asked for, or the default one. ArgumentError for an unknown name,
+    BackendError for a device that is not usable."""
     if options.device is None:
         return dispatch.default_device()
     try:

@@ -155,7 +155,7 @@ def _copy(source: Any, target: int, rank: int) -> None:
     """Write the lines of a process's stream to a descriptor, each whole and with the rank."""
     with source:
         for line in source:
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # the reader has closed it
                 os.write(target, b"[rank %d] %s\n" % (rank, line.removesuffix(b"\n")))
 
 

@@ -113,7 +113,7 @@ def _measured(
 
 
 def _want_shape(shape: Any, product: bool) -> None:
-    """ShapeError for what is no shape of arrays that are timed."""
+    """ShapeError unless ``shape`` is one of arrays that can be timed."""
     sizes = shape if isinstance(shape, list | tuple) else ()
     good = len(sizes) in ((2, 3) if product else (2,)) and all(isinstance(size, int) for size in sizes)
     if not good or min(sizes) < 1 or sizes[1] % 128 or (len(sizes) == 3 and sizes[2] % 128):

@@ -21,8 +21,8 @@ class AttentionBase(Grouped):
     """Base of ``DotProductAttention``, ``MultiheadAttention`` and ``TransformerLayer`` in every frontend."""
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Fp8kitError kinds for arguments of ``forward`` by name that are out of their range. Within
-        ``torch.compile`` nothing."""
+        """Check arguments of ``forward`` by name: ArgumentError for one out of its range. Does nothing within
+        ``torch.compile``."""
         if not self.is_compiling():
             check(self.layer_name, self.call_rules, arguments)
 
@@ -44,7 +44,7 @@ class AttentionBase(Grouped):
           list of them, for layers in turn. ``cp_global_ranks``, ``cp_stream``: accepted; the group says the
           ranks, and communication is on the stream of the kernels.
 
-        ArgumentError for what is no group, and for another number of groups.
+        ArgumentError if ``cp_group`` is not a group, or holds another number of groups than the way needs.
         """
         self.constructor_rules["cp_comm_type"](self.layer_name, "cp_comm_type", cp_comm_type)
         groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
@@ -102,8 +102,8 @@ class AttentionBase(Grouped):
         return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
-        """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``; not
-        called within ``torch.compile``."""
+        """Check the parameters of the part ``name`` against inputs like ``x``: FormatError for another dtype,
+        in PyTorch BackendError for another device. Not called within ``torch.compile``."""
         raise NotImplementedError
 
     def may_fuse(self, *parts: Any) -> bool:
@@ -130,8 +130,8 @@ class AttentionBase(Grouped):
         return dtype  # type: ignore[no-any-return]
 
     def constant(self, argument: str, value: Any, like: Any) -> Any:
-        """The array of an argument, without gradient, on the device of ``like``. Fp8kitError kinds for what
-        is none."""
+        """The array of an argument, without gradient, on the device of ``like``. FormatError if it is not an
+        array, in PyTorch ArgumentError."""
         raise NotImplementedError
 
     def same_dtype(self, value: Any, like: Any) -> Any:

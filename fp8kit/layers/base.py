@@ -61,8 +61,8 @@ def spec_object(kind: str, *fields: Any) -> Any:
 
 
 def checked(operation: str, rules: Mapping[str, Rule], arguments: Mapping[str, Any]) -> SimpleNamespace:
-    """``arguments`` by name, each as its rule returns it; as it is where there is no rule, or one that only
-    refuses. Fp8kitError kinds for those that are refused."""
+    """``arguments`` by name, each as its rule returns it; unchanged where there is no rule, or a rule that
+    returns None. Raises what a rule raises: mostly ArgumentError, FormatError for dtypes."""
     found = dict(arguments)
     for name, value in arguments.items():
         if name in rules and (plain := rules[name](operation, name, value)) is not None:
@@ -113,8 +113,8 @@ class Layer:
 
     def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:
         """Constructor arguments by name (a constructor's ``locals()``), each in the type that the code goes
-        on with. Fp8kitError kinds for those that are out of their range, UnsupportedError for a value other
-        than the one that is supported."""
+        on with. ArgumentError for one out of its range, FormatError for a dtype, BackendError for a device,
+        UnsupportedError for a value other than the one that is supported."""
         found = checked(self.layer_name, self.constructor_rules, arguments)
         table = CONSTRUCTOR.get(self.layer_name, {})
         own = self.constructor_rules
@@ -166,8 +166,8 @@ class Layer:
     # --- ranks ----------------------------------------------------------------------------------------------
 
     def ranks_of(self, argument: str, group: Any) -> Collectives | None:
-        """What a group given as ``argument`` communicates by, None for None. ArgumentError for what is no
-        group."""
+        """Returns the collectives of a group given as ``argument``, None for None. ArgumentError if it is not
+        a group."""
         if group is not None and not isinstance(group, Collectives):
             raise ArgumentError(self.layer_name, argument, shown(group), "None or a Collectives")
         return group

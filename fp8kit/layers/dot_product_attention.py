@@ -52,7 +52,8 @@ class DotProductAttention(AttentionCall):
     Engine's.
 
     Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
-    Raises Fp8kitError kinds for arguments out of their range.
+    Raises ArgumentError for arguments out of their range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "DotProductAttention"
@@ -157,7 +158,7 @@ class DotProductAttention(AttentionCall):
           if there are gaps (``pad_between_seqs``: False is right beside them where there are none). Other
           masks and formats do not look at them. They start at 0, never fall and end at most at t; no
           sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an ArgumentError; on a
-          GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is read or
+          GPU they are not checked: then rows may come out wrong, but nothing out of bounds is read or
           written.
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device,
           and rounds up to 64.
@@ -183,7 +184,8 @@ class DotProductAttention(AttentionCall):
           there; else this asks.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises
-        Fp8kitError kinds.
+        ShapeError, FormatError and BackendError for arrays that do not fit, ArgumentError for other
+        arguments, UnsupportedError for what fp8kit does not have.
         """
         if unknown:
             self.refuse_names(unknown)

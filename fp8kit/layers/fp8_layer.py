@@ -228,8 +228,8 @@ class FP8Layer(Layer):
     # --- running --------------------------------------------------------------------------------------------
 
     def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-        """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
-        have."""
+        """Check options of ``forward``: ArgumentError for one that is not a flag, UnsupportedError for one
+        that this frontend does not have."""
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
         if self.splits_weights:
             self.check_split(fp8_output, fp8_grad)
@@ -237,7 +237,7 @@ class FP8Layer(Layer):
             self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
 
     def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
-        """Fp8kitError kinds for a call of a layer of which ranks have parts."""
+        """UnsupportedError if a layer whose weights ranks share cannot make this call."""
         raise NotImplementedError
 
     def run(

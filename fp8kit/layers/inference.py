@@ -69,8 +69,9 @@ class InferenceParams(NamedWell):
     ``sequences``: id -> length, new tokens included, in the step's order. ``input_qkv_format``: of the
     layers, ``cache_qkv_format``: "bshd", of the caches.
 
-    Raises Fp8kitError kinds for what does not fit. Source of names: Transformer Engine; of the pages: Kwon et
-    al., PagedAttention, 2023.
+    Raises ArgumentError for an argument out of its range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what this frontend does not have. Source of names: Transformer Engine; of the pages:
+    Kwon et al., PagedAttention, 2023.
     """
 
     constructor_rules: ClassVar[Mapping[str, Rule]]
@@ -122,7 +123,7 @@ class InferenceParams(NamedWell):
         raise NotImplementedError
 
     def _kind(self, dtype: Any) -> DType:
-        """The dtype that the argument means. Fp8kitError kinds for one that caches cannot have."""
+        """Returns the dtype that the argument means. FormatError for one that caches cannot have."""
         raise NotImplementedError
 
     def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Any:
@@ -130,8 +131,8 @@ class InferenceParams(NamedWell):
         raise NotImplementedError
 
     def as_new(self, operation: str, name: str, array: Any) -> ArrayView:
-        """New keys or values as the kernels read them, last stride 1. Fp8kitError kinds for no array, or one
-        on another device."""
+        """New keys or values as the kernels read them, last stride 1. FormatError if it is not an array, in
+        PyTorch ArgumentError; BackendError for another device."""
         raise NotImplementedError
 
     def on_host(self, sums: Any) -> np.ndarray[Any, Any] | None:
@@ -392,9 +393,10 @@ class InferenceParams(NamedWell):
         max_seqlen_kv). Nothing is made.
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
-        and values; ``any_format``: also another than ``self.qkv_format``. Raises Fp8kitError kinds where the
-        step is not the announced one or the caches are others than the layer wants, ShapeError where the
-        layer left out an earlier one of a sequence, so that its cache has a hole.
+        and values; ``any_format``: also another than ``self.qkv_format``. Raises ArgumentError for a layer
+        number or a format that the caches do not have, for a second step and without ``pre_step``; ShapeError
+        for other sizes than those of the step and the caches, and if the layer left out an earlier step,
+        which would leave a hole; FormatError for another dtype.
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)

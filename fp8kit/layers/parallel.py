@@ -38,8 +38,9 @@ class Grouped(Layer):
         return None if self.ranks is None else self.group_of(self.ranks)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of the ranks that share the weights, where the constructor got ``tp_size`` alone; for a
-        layer of others, of all its parts. ArgumentError for what is no group, or one of another size."""
+        """Set the group of the ranks that share the weights, where the constructor got ``tp_size`` alone, and
+        pass the group on to all parts of a layer that is made of others. ArgumentError if it is not a group,
+        or one of another size."""
         ranks = self.ranks_of("tp_group", tp_group)
         if self.tp_size > 1 and (ranks is None or ranks.size != self.tp_size):
             got = "None" if ranks is None else f"a group of {ranks.size}"

@@ -106,7 +106,8 @@ class TransformerLayer(AttentionBase):
       there is none here. Others are Transformer Engine's: without effect, or at
       their defaults only (``layers.unsupported``: ``WITHOUT_EFFECT``, ``CONSTRUCTOR``).
 
-    Raises Fp8kitError kinds for arguments out of their range.
+    Raises ArgumentError for arguments out of their range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "TransformerLayer"
@@ -311,8 +312,8 @@ class TransformerLayer(AttentionBase):
           attentions, ``cu_seqlens_kv`` and its kin how the encoder's do. Transformer Engine gives the
           cross-attention neither.
 
-        Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
-        that do not.
+        Raises ShapeError, FormatError and BackendError for arrays that do not fit, ArgumentError and
+        UnsupportedError for other arguments.
         """
         if unknown:
             self.refuse_names(unknown)
@@ -444,21 +445,22 @@ class TransformerLayer(AttentionBase):
         return self._add_residual(out.y, last, getattr(out, stream), paths)
 
     def _may_fuse(self, paths: Any, *parts: Any) -> bool:
-        """Whether a branch's last product adds the residual: nothing comes between, and nobody wants to see
-        what the branch alone gives, or what one of its ``parts`` does."""
+        """Whether a branch's last product adds the residual: no dropout lies between, and no hook reads the
+        branch's own result or that of one of its ``parts``."""
         if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
             return False
         return self.may_fuse(*parts)
 
     def _last_bias(self, branch: Any, last: Any) -> str:
-        """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its
-        gradient), but not where the parameter may be there within the branch's call only."""
+        """Returns "deferred" where dropout_add adds a branch's last bias and the product's backward makes its
+        gradient; "add" where hooks may supply the parameter within the branch's call only."""
         if not last.use_bias:
             return "none"
         return "add" if self.has_hooks(branch) or self.has_hooks(last) else "deferred"
 
     def _check_starts(self, x: Any, starts: Any) -> None:
-        """Fp8kitError kinds for sequences that ``drop_path`` would refuse."""
+        """Check the sequences as ``drop_path`` does: ShapeError, FormatError, and on the CPU
+        ArgumentError."""
         with on_behalf_of(self.layer_name, starts="cu_seqlens_q_padded"):
             inputs = {"x": x, "residual": x, "starts": starts}
             spec = self.spec_for(

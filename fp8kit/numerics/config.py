@@ -178,8 +178,8 @@ class Config:
 
 
 def read(config: Any) -> Config:
-    """A configuration: a mapping, the path of a YAML file, or None for one without sections, which is warned
-    of. ArgumentError for what is none, and where there is no such file."""
+    """Read a configuration: a mapping, the path of a YAML file, or None for one without sections, which logs
+    a warning. ArgumentError for anything else, and if there is no such file."""
     if isinstance(config, Config):
         return config
     file = ""

@@ -21,8 +21,8 @@ _HEAD = 8  # bytes, of the number of bytes of the table
 
 
 def gathering(group: Any) -> Gather | None:
-    """The function that gathers the records of a group's ranks, which all of them call; None for no group.
-    ArgumentError for what is none."""
+    """Returns the function that gathers the records of a group's ranks, which all of them call; None without
+    a group. ArgumentError if ``group`` is not one."""
     if group is None:
         return None
     if not isinstance(group, Collectives):

@@ -78,7 +78,7 @@ def made(
     save: tuple[Callable[..., None], str] = (save_numpy, ".npz"),
     **more: Any,
 ) -> Inspector:
-    """The inspector of a frontend. ArgumentError for a configuration or a sink that is none."""
+    """Make the inspector of a frontend. ArgumentError for an invalid configuration or sink."""
     found = read(config)
     if not isinstance(log_dir, str | os.PathLike | None):
         raise ArgumentError("inspect", "log_dir", shown(log_dir), "the path of a folder, or None")
@@ -132,7 +132,7 @@ def inspect(
 
     ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
     that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
-    process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
+    process. Raises ArgumentError, a ValueError, for an invalid configuration or sink and, at a layer's
     first call, where several sections choose it.
     """
     names = layer_names(model)
@@ -147,5 +147,5 @@ def inspect(
 
 def parts_of(whole_weights: Any, gathering: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
     """``gathering`` for the ranks of a weight, None where statistics are of this rank's part. ArgumentError
-    for what is no flag."""
+    if ``whole_weights`` is not a flag."""
     return gathering if flag("inspect", "whole_weights", whole_weights) else None

@@ -140,7 +140,7 @@ def _with_options(stat: Any, name: Any, options: Any) -> tuple[str, tuple[tuple[
 
 
 def _refuse(name: Any) -> NoReturn:
-    """ArgumentError for a name that is none: it says the nearest."""
+    """ArgumentError for an unknown name; it says the nearest one."""
     recipes = recipe_names()
     prefixed = [
         f"{recipe}_{stat}{end}" for recipe in recipes for stat in OF_CAST for end in ("", _COLUMNWISE)

@@ -69,8 +69,8 @@ _STATES = ("broken", "beyond", "moving", "holds")
 
 
 def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
-    """A verdict for each tensor of each layer that a limit is for, the first to break first. ``recipe``: of
-    the run, a name of ``fp8kit.recipes.NAMED``. ArgumentError for a ``log`` that is none."""
+    """Returns a verdict for each tensor of each layer that has a limit, the first to break first. ``recipe``:
+    of the run, a name of ``fp8kit.recipes.NAMED``. ArgumentError if ``log`` is not such a mapping."""
     given: Any = log
     if not isinstance(given, Mapping):
         wanted = "statistics by Key: the statistics of run_folder.read(RUN), or run_folder.series_of(rows)"

@@ -2,8 +2,8 @@
 
 The counts and sums of all calls on one stream lie in one block of device memory, the same in every step, so
 that a call that comes again has the same addresses and can be replayed. At the end of the step one copy per
-block is put on that stream, into page-locked memory; nobody waits for it before the numbers are wanted. What
-the next step writes there comes behind the copy.
+block is put on that stream, into page-locked memory; the host waits for it only when it reads the numbers.
+The next step writes the block after the copy, on the same stream.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class WeightsAndBiases:
             run.define_metric(f"{layer}/*", step_metric=self.STEP)
             self._layers.add(layer)
         for step, values in by_step.items():
-            if run.step == self._row:  # nobody has ended that row
+            if run.step == self._row:  # that row has not been ended
                 run.log({}, commit=True)
             run.log({**values, self.STEP: step}, commit=False)
             self._row = run.step

@@ -37,8 +37,8 @@ def activation_numbers(
     """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
     ``backends.activation``.
 
-    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit
-    that is not positive.
+    FormatError for an unknown activation, a name that it does not have, a number that is not finite, and a
+    limit that is not positive.
     """
     row = ALL[choice(operation, "activation", activation, ALL, FormatError)]
     if params is not None and not isinstance(params, Mapping):
@@ -129,7 +129,8 @@ def gradient_workspace(kernels: Any, activation: str, rows: int, features: int) 
 
 
 def gradient_scratch(activation: str, dtype: Any) -> dict[str, Meta]:
-    """``activate_bwd``'s temporaries beside: learned numbers' gradients that nobody wants."""
+    """Returns further temporaries of ``activate_bwd``: gradients of learned numbers, where they are not
+    outputs."""
     learned = ALL[activation].learned
     return {"alphas": Meta((len(learned),), dtype)} if learned else {}
 

@@ -84,7 +84,7 @@ class Attention(Operation):
     their layout), bias and softmax_offset.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes; ``forward``
-    ArgumentError for running sums on the CPU that are none (``ops.values``).
+    ArgumentError for invalid running sums on the CPU (``ops.values``).
     """
 
     name = "attention"

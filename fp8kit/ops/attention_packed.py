@@ -22,7 +22,7 @@ class PackedCall:
         self.sizes = lse_shape(dense)[0], spec.max_seqlen_q, spec.max_seqlen_kv
 
     def scratch(self, kernels: Any, signature: Signature, backward: bool) -> dict[str, Meta]:
-        """What a direction needs: its workspace, and gradients that nobody wants."""
+        """Returns the temporaries of forward or backward: its workspace, and unneeded gradients."""
         shapes, strides = zip(*((part.shape, part.strides) for part in self.parts.values()), strict=True)
         bias = signature.grads.get("bias") if backward else None
         dbias = None if bias is None else bias.shape

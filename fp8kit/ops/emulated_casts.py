@@ -51,7 +51,7 @@ class Cast(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a cast goes, each None where nobody wants it: the operand's ``values``; ``inverse``, what
+    """Where a cast goes, each None where it is not needed: the operand's ``values``; ``inverse``, what
     multiplies products of them; ``codes`` and ``scales``, one a tile, of which they are made, float32 or,
     uint8, as codes; ``inside``, the mask of what was not clipped."""
 

@@ -116,7 +116,7 @@ class CachedAttention(Operation):
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         """Write the new keys and values into the caches, and attend over all of the sequences' positions.
-        Nothing where none is new. ArgumentError for running sums on the CPU that are none (``ops.values``).
+        Nothing where none is new. ArgumentError for invalid running sums on the CPU (``ops.values``).
         """
         spec, inputs, scratch, k = plan.spec, ws.inputs, ws.scratch, ws.kernels
         check_lengths(_NAME, spec, inputs, ("q",))

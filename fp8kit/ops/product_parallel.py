@@ -267,7 +267,7 @@ class ParallelProduct(Product):
                 self.inner.share(ws, "g", ws.outputs[f"{self.spec.prefix}g_amax"])
             self.inner.cast_g(ws, g, with_bias, amax_known)
         elif self.part is None:
-            if with_bias and self.needs_b:  # of the rank's rows: whoever reduces gradients adds them
+            if with_bias and self.needs_b:  # of the rank's rows: the reduction of gradients adds them
                 Product.cast_g(self, ws, g)
             self.inner.cast_g(ws, self._gather_high(ws, "g", g), with_bias=False)
         else:

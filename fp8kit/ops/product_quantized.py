@@ -85,7 +85,7 @@ class QuantizedProduct(Product):
             for pair in GEMMS.values()
             for operand in pair
         }
-        # what is no longer needed after an operand's GEMM: no scales that both orientations share
+        # freed after an operand's GEMM; scales that both orientations share are not among them
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
         self.in_saved = frozenset(self.saved())
         # x and w whose first orientation is saved, too

@@ -174,7 +174,7 @@ class RingAttention(Operation):
         scratch |= {"total": Meta((spec.chunks, rows), float32), "by_rows": lse}
         of_rows = Meta((rows,), float32)
         scratch |= {"pair": Meta((rows, 2), float32), "weight": of_rows, "loss": of_rows}
-        scratch["targets"] = Meta((rows,), int32)  # any values: nobody reads the loss
+        scratch["targets"] = Meta((rows,), int32)  # any values: the loss is not read
         backward: dict[str, Meta] = {}
         if signature.grads:
             backward = moving | diagonal.scratch(True) | other.scratch(True) | {"wide": wide}

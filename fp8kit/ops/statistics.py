@@ -257,7 +257,7 @@ class Statistics(Operation):
     def _count_given(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView, counts: ArrayView, sums: ArrayView
     ) -> None:
-        """The counts of codes that somebody made."""
+        """Count codes that were made before."""
         k, space, whole_record = ws.kernels, ws.scratch["workspace"], ws.scratch["counts"]
         source, codes, scale_inv = self._cast(cast, ws, x)
         arrays.provider(counts.device).fill_zero(whole_record, ws.stream)

@@ -472,7 +472,7 @@ def want_writable(
 
 
 def state_views(operation: str, state: Any) -> dict[str, ArrayView]:
-    """A saved state's arrays; CheckpointError for what is none."""
+    """Returns a saved state's arrays by name. CheckpointError for a value that is not an array."""
     entries = serialization.mapping(operation, state).items()
     return {name: serialization.array(operation, name, value) for name, value in entries}
 

@@ -71,7 +71,7 @@ def explain(
     op_name: str, device: Device | str = arrays.CPU, policy: SelectionPolicy | None = None
 ) -> Explanation:
     """Why which implementation of a kernel is chosen on a device under a policy (None: the one in force).
-    BackendError for a name that is no kernel or no device."""
+    BackendError for an unknown kernel or device."""
     where = arrays.device(device)
     policy = get_policy() if policy is None else policy
     there = where.index < _count(where)
@@ -113,7 +113,7 @@ def get_discovered_plugin() -> tuple[Discovered, ...]:
 
 def listing(kinds: Sequence[str] = ("cpu", "cuda")) -> str:
     """Everything at once: plugins with their tracebacks, the policy, and for each kind of device every kernel
-    with its implementations. BackendError for a kind that is none."""
+    with its implementations. BackendError for an unknown kind."""
     for kind in kinds:
         arrays.device(kind)
     return "\n".join(line for kind in ("", *kinds) for line in (_device(kind) if kind else _head()))

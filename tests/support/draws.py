@@ -125,7 +125,7 @@ class Thing(NamedTuple):
 
 
 class Exporter:
-    """An array of a library that nobody knows: DLPack alone."""
+    """An array of an unknown library: DLPack alone."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

@@ -100,7 +100,7 @@ def shared_fields(module: Any, child: type, options: dict[str, Any]) -> dict[str
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
-    """The input of a module as a JAX array. FormatError that names it for what is none."""
+    """Returns the input of a module as a JAX array. FormatError, which names it, if it is not an array."""
     return as_array(type(module).__name__, name, value)
 
 

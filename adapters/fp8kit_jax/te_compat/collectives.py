@@ -79,7 +79,7 @@ def collective_gemm_bootstrap(
 
 
 def want_collectives(operation: str, value: Any) -> None:
-    """ArgumentError for what is no CollectiveOpSet."""
+    """ArgumentError if ``value`` is not a CollectiveOpSet."""
     if not isinstance(value, CollectiveOpSet):
         raise ArgumentError(operation, "collective_op_set", shown(value), "a CollectiveOpSet")
 

@@ -103,7 +103,7 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
             if refused is not None and not first:
                 raise refused
             repeats = max(1, min(20, round(_SHORTEST / max(min(first.values()), 1e-6))))
-            # to and fro: nobody always comes when the chip is warmer
+            # in both orders: no candidate always runs when the chip is warmer
             looks = [
                 {candidate: seconds(candidate, repeats) for candidate in order}
                 for order in (first, reversed(first))

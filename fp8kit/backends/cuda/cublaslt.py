@@ -414,8 +414,8 @@ class Bound:
     """A plan's product with all its addresses (those of ``Plan.run``, the stream aside); its device is
     current when it runs.
 
-    From its second run on it has a descriptor of its own, since the plan's has the addresses of whoever ran
-    last: most recorded products are done once, on other arrays, and need none.
+    From its second run on it has a descriptor of its own, since the plan's has the addresses of the last
+    call: most recorded products are done once, on other arrays, and need none.
     """
 
     __slots__ = ("__weakref__", "_addresses", "_before", "_nbytes", "_plan")

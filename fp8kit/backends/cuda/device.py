@@ -85,8 +85,8 @@ def _order(before: int, stream: int, device: Device) -> None:
 
 class Pool:
     """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own;
-    it lives as long as the graph and any array that lies in it (a gradient that the step has left, say),
-    whoever has that."""
+    it lives as long as the graph, and as any array in it that is still referred to, such as a gradient of the
+    step."""
 
     def __init__(self) -> None:
         self._pool = cupy().cuda.MemoryPool(_piece)
@@ -107,8 +107,8 @@ class _Piece:
 
 
 def _piece(size: int) -> Any:
-    """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever
-    is being captured then."""
+    """A pool's allocator, on the current device: memory that is freed when the last reference goes, also
+    during a capture."""
     calls, cuda, owner = launch.runtime(), cupy().cuda, _Piece()
     device, pointer = calls.getDevice(), calls.malloc(size)
     weakref.finalize(owner, _free, device, pointer).atexit = False

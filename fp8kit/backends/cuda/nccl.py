@@ -49,7 +49,8 @@ _OPEN: list[NcclCollectives] = []  # in the order in which they were made
 
 def connect(place: Place, device: Device, timeout: float) -> NcclCollectives:
     """The group of all processes of a job, ``device`` this one's GPU, which is made current. ``timeout``:
-    seconds. BackendError for a device that is none, where processes do not meet, and for what NCCL says."""
+    seconds. BackendError for a device that is not a GPU, if the processes do not meet in time, and for an
+    error of NCCL."""
     from nccl.bindings import nccl
 
     if device.kind != "cuda":
@@ -81,8 +82,8 @@ def _await_all(store: Store, size: int, timeout: float) -> None:
 
 
 def _close_all() -> None:
-    """When the process ends. Where a group has failed and nobody was told, what came of its last calls is no
-    result: the process ends with an error, if it does not do so already."""
+    """Close all groups when the process ends. If a group has failed and no call has raised that, the results
+    of its last calls are invalid: the process ends with an error, if it does not do so already."""
     for group in reversed(_OPEN):
         group.close()
     untold = any(group.failed is not None and not group.told.is_set() for group in _OPEN)

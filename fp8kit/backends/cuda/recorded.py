@@ -120,7 +120,7 @@ class Recording(Replay):
             weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
             self._kept = [step.replay.kernel for step in self.steps if isinstance(step.replay, Launch)]
-            self.steps = []  # nobody comes back to them
+            self.steps = []  # not needed any more
 
 
 def let_go(held: list[Any]) -> None:

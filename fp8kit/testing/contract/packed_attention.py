@@ -68,8 +68,8 @@ def packed_attention_fwd(
 
 
 def _places(a: Any, name: str) -> Iterator[tuple[int, int, int]]:
-    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient; of running sums
-    that are none what lies within."""
+    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient; of invalid
+    running sums the part within the array."""
     side = "kv" if name in ("k", "v", "dk", "dv") else "q"
     lengths, starts = getattr(a.extras, f"cu_seqlens_{side}"), getattr(a.lying, f"starts_{side}")
     tokens, longest = getattr(a, name).shape[0], getattr(a.lying, f"longest_{side}")
