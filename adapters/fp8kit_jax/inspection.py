@@ -41,7 +41,7 @@ def inspect(
     first_step: int = 0,
     keep: bool = True,
 ) -> Any:
-    """A context manager: within it layers that have names show and do what ``config`` says ::
+    """Returns a context manager: within it layers that have names show and do what ``config`` says ::
 
         with fj.inspect("config.yaml", sinks="run/statistics.jsonl") as log:
             for batch in data:
@@ -91,7 +91,7 @@ def switch(looked_at: Any) -> None:
 
 
 def watched(found: QuantizerSet, prefix: str, layout: str) -> tuple[Quantization | None, Watch | None]:
-    """How a product is quantised, and what it is to show, in this step."""
+    """Returns how a product is quantised, and what it is to show, in this step."""
     fp8, inspector = fp8_of(found), inspection.inspector
     if inspector is None:
         return fp8, None
@@ -147,8 +147,8 @@ def layer_index(index: Any, name: str = "") -> Iterator[None]:
 
 
 def place() -> Traced | None:
-    """Which of stacked layers the call is of that is traced now; None for none, and where nothing is looked
-    at."""
+    """Returns which of stacked layers the call is of that is traced now; None for none, and where nothing is
+    looked at."""
     stack = _STACK.get()
     if not stack or inspection.inspector is None:
         return None

@@ -186,7 +186,7 @@ def _with_masters(
 
 
 def _checked(name: str, formats: StateFormats, leaves: list[Any], moments: list[Any]) -> list[Any]:
-    """The gradients as arrays, of dtypes that there are and shapes that fit their moments."""
+    """Returns the gradients as arrays, of dtypes that there are and shapes that fit their moments."""
     leaves = [as_array(name, "updates", leaf) for leaf in leaves]
     for leaf, *own in zip(leaves, *moments, strict=True):
         if leaf.dtype not in _HIGH:
@@ -210,7 +210,7 @@ def _zeros(kept: MomentFormat, shape: tuple[int, ...]) -> Moment:
 
 
 def _master(formats: StateFormats, w: Any) -> Moment | None:
-    """A parameter's master before the first step: its value, or zeros, which stand for it."""
+    """Returns a parameter's master before the first step: its value, or zeros, which stand for it."""
     kind = formats.master_dtype(dtype_of(w.dtype, "adamw", "params"))
     if kind is None:
         return None

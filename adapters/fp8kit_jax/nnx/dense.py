@@ -101,7 +101,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, wanted: Any = True) -> nnx.Param 
 
 
 def _value(parameter: nnx.Param | None, dtype: Any) -> Any:
-    """A parameter's array in ``dtype``, None for None."""
+    """Returns a parameter's array in ``dtype``, None for None."""
     return None if parameter is None else parameter[...].astype(dtype)
 
 
@@ -125,7 +125,7 @@ class LayerNorm(NamedWell, nnx.Module):
         self.ln_bias = _zeros((num_features,), dtype, layernorm_type == "layernorm")
 
     def arguments(self, dtype: Any) -> tuple[Any, ...]:
-        """The arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
+        """Returns the arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
         return _value(self.scale, dtype), _value(self.ln_bias, dtype), *self.options
 
     def __call__(self, x: Any) -> Any:

@@ -50,7 +50,7 @@ class CollectiveOpSet:
 
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
-        """The set of a forward product and what belongs to it."""
+        """Returns the set of a forward product and what belongs to it."""
         return CollectiveOpSet(forward_collective_op, _BACK[forward_collective_op])
 
 
