@@ -231,7 +231,7 @@ class OpRegistry:
             )
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
-        """The implementation of a kernel by its id, None where there is none."""
+        """Returns the implementation of a kernel by its id, None where there is none."""
         with LOCK:
             return self._impls.get(op_name, {}).get(impl_id)
 
@@ -253,7 +253,7 @@ class OpRegistry:
             return [impl for name in self.list_operators() for impl in self.get_implementations(name)]
 
     def snapshot(self) -> OpRegistrySnapshot:
-        """What is registered now, as a value."""
+        """Returns what is registered now, as a value."""
         with LOCK:
             return OpRegistrySnapshot(
                 MappingProxyType(

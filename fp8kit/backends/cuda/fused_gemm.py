@@ -34,7 +34,7 @@ def _bytes(rows: int, columns: int, itemsize: int) -> int:
 def _place(
     shape: tuple[int, int], dtype: DType, workspace: ArrayView | None, device: Any
 ) -> tuple[ArrayView, ArrayView | None]:
-    """The first bytes of the workspace."""
+    """Returns the first bytes of the workspace."""
     wanted = fused_workspace(*shape, dtype.itemsize)
     if workspace is None or workspace.size < wanted:
         got = None if workspace is None else f"{workspace.size} bytes"

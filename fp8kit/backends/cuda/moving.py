@@ -129,8 +129,8 @@ class Moving(Replay):
 def moving(
     made: Replay, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
 ) -> Callable[[Sequence[int | None]], bool] | None:
-    """The steps of ``made``, a recording, on other arrays; None where that is not certain to be the same
-    call."""
+    """Returns the steps of ``made``, a recording, on other arrays; None where that is not certain to be the
+    same call."""
     try:
         return Moving(made, steps, addresses, sizes) if steps else None
     except _Fixed:
@@ -138,8 +138,8 @@ def moving(
 
 
 def _pointers(launched: Launch, arrays: _Arrays) -> list[tuple[int, tuple[int, int]]]:
-    """The pointers among a launch's arguments: (word from the launch's start, (array, shift)). In a structure
-    whose pointers are not known nothing may look like one."""
+    """Returns the pointers among a launch's arguments: (word from the launch's start, (array, shift)). In a
+    structure whose pointers are not known nothing may look like one."""
     kernel, structure = launched.kernel, launched.structure
     words = (ctypes.c_uint64 * (launched.size // _WORD)).from_address(launched.start)
     first = launch.CONFIG // _WORD + kernel.table

@@ -48,9 +48,9 @@ _OPEN: list[NcclCollectives] = []  # in the order in which they were made
 
 
 def connect(place: Place, device: Device, timeout: float) -> NcclCollectives:
-    """The group of all processes of a job, ``device`` this one's GPU, which is made current. ``timeout``:
-    seconds. BackendError for a device that is not a GPU, if the processes do not meet in time, and for an
-    error of NCCL."""
+    """Returns the group of all processes of a job, ``device`` this one's GPU, which is made current.
+    ``timeout``: seconds. BackendError for a device that is not a GPU, if the processes do not meet in time,
+    and for an error of NCCL."""
     from nccl.bindings import nccl
 
     if device.kind != "cuda":
@@ -93,7 +93,7 @@ def _close_all() -> None:
 
 
 def _exception() -> type[BaseException] | None:
-    """The kind of the exception that ended the program; None for none."""
+    """Returns the kind of the exception that ended the program; None for none."""
     return getattr(sys, "last_type", None)
 
 
@@ -206,8 +206,8 @@ class NcclCollectives(Collectives):
                     self._fail("the process of rank 0 has ended")
 
     def _oldest(self) -> _Pending | None:
-        """The first call that is not done, ``since`` it was put on its stream and the one before was done;
-        None where all are. A device that has failed ends the group."""
+        """Returns the first call that is not done, ``since`` it was put on its stream and the one before was
+        done; None where all are. A device that has failed ends the group."""
         first, status = self._first()
         if status not in (0, _NOT_READY):
             self._fail(f"{self.device}: {launch.error_text(status)}")
@@ -227,7 +227,8 @@ class NcclCollectives(Collectives):
             return None, 0
 
     def _error(self) -> str | None:
-        """What NCCL says has failed meanwhile; None for nothing, and where the communicator is gone."""
+        """Returns what NCCL says has failed meanwhile; None for nothing, and where the communicator is
+        gone."""
         with self._ending:
             if self._closed.is_set() or self.failed is not None:
                 return None

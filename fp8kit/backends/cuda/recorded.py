@@ -132,7 +132,7 @@ def let_go(held: list[Any]) -> None:
 
 @functools.cache
 def _aside(device: int) -> Any:
-    """The stream of a device, which is current, that graphs are captured from; it runs nothing."""
+    """Returns the stream of a device, which is current, that graphs are captured from; it runs nothing."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)

@@ -48,8 +48,8 @@ _TYPES = {
 def engine_with(
     operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
 ) -> Callable[..., Any]:
-    """The engine's implementation of an operation of the contract, the one that launches what is replaced
-    (functions of one source); ``note`` is called at every use of one."""
+    """Returns the engine's implementation of an operation of the contract, the one that launches what is
+    replaced (functions of one source); ``note`` is called at every use of one."""
     function = cuda.implementation(operation, next(iter(replacements))[0])
 
     def launcher(
@@ -89,8 +89,8 @@ def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
 
 
 def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its
-    author's."""
+    """Returns a ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of
+    defines: its author's."""
     source, function = place
     entry = manifest.source(source)
     codes, pointers = entry.parameters[function], tuple(map(bool, entry.pointers[function]))
@@ -107,9 +107,9 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
 
 
 def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays without a
-    known length, bfloat16 as uint16; a null pointer as an array of no elements. BackendError for a function
-    that takes a structure by value."""
+    """Returns a numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays
+    without a known length, bfloat16 as uint16; a null pointer as an array of no elements. BackendError for a
+    function that takes a structure by value."""
     source, function = place
     entry = manifest.source(source)
     codes = entry.parameters[function]
@@ -199,6 +199,6 @@ def on_stream(device_index: int, stream: int) -> Iterator[None]:
 
 
 def as_stream(stream: int) -> Any:
-    """A raw stream as CuPy's."""
+    """Returns a raw stream as CuPy's."""
     streams = cupy().cuda.Stream
     return streams.from_external(_Handle(stream)) if stream else streams.null

@@ -56,9 +56,9 @@ class _OpenBlas(NamedTuple):
 
 @functools.cache
 def _openblas() -> _OpenBlas | None:
-    """The OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has another
-    library. Names are looked for in NumPy's own extension and what that is linked to: SciPy or torch may have
-    loaded an OpenBLAS of theirs."""
+    """Returns the OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has
+    another library. Names are looked for in NumPy's own extension and what that is linked to: SciPy or torch
+    may have loaded an OpenBLAS of theirs."""
     extension = next((sys.modules[name] for name in _EXTENSIONS if name in sys.modules), None)
     try:
         library = ctypes.CDLL(extension.__file__)  # type: ignore[union-attr]
