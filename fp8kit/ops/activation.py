@@ -34,7 +34,7 @@ from fp8kit.spec import (
 def activation_numbers(
     operation: str, activation: str, params: Mapping[str, Any] | None
 ) -> tuple[float, ...]:
-    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
+    """Returns the numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
     ``backends.activation``.
 
     FormatError for an unknown activation, a name that it does not have, a number that is not finite, and a
@@ -66,7 +66,7 @@ def all_numbers(
 
 
 def want_learned(operation: str, activation: str, metas: Metas, dtype: Any) -> dict[str, Meta]:
-    """The activation's learned numbers by name, checked: each h (1,), of ``dtype``."""
+    """Returns the activation's learned numbers by name, checked: each h (1,), of ``dtype``."""
     return {name: want(operation, name, metas, (1,), dtype) for name in ALL[activation].learned}
 
 

@@ -56,7 +56,7 @@ class PackedCall:
         return o.reshape(o.shape[0], self.spec.num_heads, self.spec.head_dim_v)
 
     def _about(self, ws: WorkingSet) -> tuple[Any, ...]:
-        """Where the sequences lie, what comes beside them, and the rules."""
+        """Returns where the sequences lie, what comes beside them, and the rules."""
         _, longest_q, longest_kv = self.sizes
         starts_q, starts_kv = (places_of(ws.inputs, side)[1] for side in ("q", "kv"))
         lying = Lying(starts_q, starts_kv, longest_q, longest_kv)

@@ -146,11 +146,11 @@ class _Stages:
         return -(-(rows - inside) * own // row) if inside else 0
 
     def dact(self, scratch: Views) -> ArrayView:
-        """Where the gradient of the activation's output goes."""
+        """Returns where the gradient of the activation's output goes."""
         return scratch["dact"].slice(0, 0, self.fc2.m) if self.beyond else scratch["dact"]
 
     def with_codes(self, scratch: Views) -> Views:
-        """The temporaries with fc1's output gradient in FP8 where ``beyond`` says."""
+        """Returns the temporaries with fc1's output gradient in FP8 where ``beyond`` says."""
         dact, (rows, columns) = self.dact(scratch), self.between["h"].shape
         inside = rows_in_dy(rows, dact.nbytes // rows, columns) * columns
         at = dact.ptr + dact.nbytes - inside
@@ -169,7 +169,7 @@ class _Stages:
         return {"h": Meta((fc1.y_rows, fc1.n), fc1.dtype), "act": Meta((fc2.m, fc2.k), fc2.dtype)}
 
     def saved(self) -> dict[str, Meta]:
-        """What forward fills for backward."""
+        """Returns what forward fills for backward."""
         fc2 = self.fc2
         wanted = {"h": self.reach, "act": fc2.needs_w and fc2.wgrad_reads_x}
         own = {name: meta for name, meta in self.between.items() if wanted[name]}
@@ -217,7 +217,7 @@ class _Passes:
 
 
 def _known(spec: ProductSpec) -> ProductSpec:
-    """The product with amaxes as inputs where it takes those of tensors itself."""
+    """Returns the product with amaxes as inputs where it takes those of tensors itself."""
     if spec.fp8 is None or issubclass(product_class(spec.fp8), EmulatedProduct | RowProduct):
         return spec
     return replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))

@@ -65,6 +65,6 @@ class CodedProduct(EmulatedProduct):
         return made
 
     def _along(self, operand: str) -> int:
-        """Which dimension of the matrix is the operand's contraction."""
+        """Returns which dimension of the matrix is the operand's contraction."""
         source, along = OPERANDS[operand]
         return along if source != "w" or self.oi else 1 - along

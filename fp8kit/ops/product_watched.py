@@ -96,7 +96,7 @@ class WatchedProduct(Product):
         return name
 
     def _amax_known(self, tensor: str) -> str | None:
-        """The array that has a tensor's amax, since its cast takes it."""
+        """Returns the array that has a tensor's amax, since its cast takes it."""
         return self.own_amax(_OPERANDS[tensor]) if tensor in _OPERANDS else None
 
     # --- what there is --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class WatchedProduct(Product):
         return own | (self._alone_buffers() if self.needs_w else {})
 
     def _alone_buffers(self) -> dict[str, Meta]:
-        """Where wgrad is made by itself."""
+        """Returns where wgrad is made by itself."""
         weights = self.weights.items() if self.alone is not None else ()
         return {
             self._shown(f"alone_{name}"): Meta(self._weight_shape(n), self.grad_dtype)
@@ -264,14 +264,14 @@ class WatchedProduct(Product):
                 self.collectors[name].run(ws, view, out, twin, scale, amax)
 
     def _made_again(self, ws: WorkingSet, like: ArrayView) -> ArrayView:
-        """Where a gradient is made once more."""
+        """Returns where a gradient is made once more."""
         whole = ws.scratch[self._shown("again")]
         return ArrayView(whole.ptr, like.shape, like.dtype, whole.device, whole.owner)
 
 
 @lru_cache(maxsize=64)
 def watched(kind: type[Product]) -> type[Product]:
-    """The class of products that shows what those of ``kind`` work on."""
+    """Returns the class of products that shows what those of ``kind`` work on."""
     return type(f"Watched{kind.__name__}", (WatchedProduct, kind), {})
 
 

@@ -36,14 +36,14 @@ NOTHING = -1e30
 
 
 def chunks_of(rank: Any, ranks: int, chunks: int) -> tuple[Any, ...]:
-    """The numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it may be
-    an array."""
+    """Returns the numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it
+    may be an array."""
     return (rank,) if chunks == 1 else (rank, 2 * ranks - 1 - rank)
 
 
 def off_diagonal(spec: AttentionSpec) -> AttentionSpec:
-    """The attention of a chunk of queries over an earlier chunk of keys, or over any without a causal mask:
-    all see all, but for padding. ``spec``: that of a chunk over itself."""
+    """Returns the attention of a chunk of queries over an earlier chunk of keys, or over any without a causal
+    mask: all see all, but for padding. ``spec``: that of a chunk over itself."""
     return replace(spec, mask="padding" if spec.padded else "no_mask", window_size=UNBOUNDED)
 
 
@@ -138,7 +138,7 @@ class RingAttention(Operation):
         return Signature({"o": o}, {"lse": lse}, kept, grads)
 
     def _of_chunk(self, spec: RingSpec, metas: Metas) -> dict[str, Meta]:
-        """What an attention of one chunk over one chunk gets."""
+        """Returns what an attention of one chunk over one chunk gets."""
         found = {}
         for name in _PARTS:
             meta = metas.get(name)
@@ -318,8 +318,8 @@ def _refuse(spec: AttentionSpec) -> None:
 def _inputs(
     ws: WorkingSet, kv: Mapping[str, ArrayView], i: int, j: int, row: int, column: int
 ) -> dict[str, ArrayView]:
-    """What the attention of this rank's chunk i over the chunk j of ``kv`` gets; ``row``, ``column``: their
-    numbers in the sequence."""
+    """Returns what the attention of this rank's chunk i over the chunk j of ``kv`` gets; ``row``, ``column``:
+    their numbers in the sequence."""
     found = {"q": _row(ws.inputs["q"], i)} | {name: _row(view, j) for name, view in kv.items()}
     for (name, own), chunk in zip(_SUMS.items(), (row, column), strict=True):
         if ws.inputs.get(own) is not None:
@@ -328,7 +328,7 @@ def _inputs(
 
 
 def _handed_on(plan: Plan, ws: WorkingSet, kv: Mapping[str, ArrayView], step: int) -> dict[str, ArrayView]:
-    """The keys and values of the rank before the one whose ``kv`` are here."""
+    """Returns the keys and values of the rank before the one whose ``kv`` are here."""
     found = {}
     for name, view in kv.items():
         found[name] = ws.scratch[f"{name}{step % 2}"]
@@ -358,7 +358,7 @@ def _column(view: ArrayView, i: int) -> ArrayView:
 
 
 def _leading(spec: AttentionSpec, ring: _Ring) -> Shape:
-    """The rows of a chunk's o as dimensions: (c, b, h) or (b, c, h)."""
+    """Returns the rows of a chunk's o as dimensions: (c, b, h) or (b, c, h)."""
     return *ring.o.shape[:2], spec.num_heads
 
 

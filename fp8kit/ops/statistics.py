@@ -239,7 +239,7 @@ class Statistics(Operation):
     def _brief_scale(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
     ) -> tuple[ArrayView | None, ArrayView | None, Rule | None]:
-        """The cast's scale, or its amax and what makes a scale of it."""
+        """Returns the cast's scale, or its amax and what makes a scale of it."""
         own, stream = cast.quantizer, ws.stream
         scale = ws.inputs.get(f"scale_{cast.given}") if cast.given else None
         if scale is not None:
@@ -350,7 +350,7 @@ def _copy(ws: WorkingSet, source: ArrayView, out: ArrayView) -> None:
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:
-    """A section of the array as numbers."""
+    """Returns a section of the array as numbers."""
     at = record.ptr + _WORD * section.start
     return ArrayView(at, (section.many,), section.dtype, record.device, record.owner)
 
