@@ -107,8 +107,8 @@ def bound(
     needs: tuple[str, ...],
     kernels: Any,
 ) -> NativeOp:
-    """The bound operation for these views, on one device, under the kernels in force; made once. Raises what
-    ``infer`` raises."""
+    """Returns the bound operation for these views, on one device, under the kernels in force; made once.
+    Raises what ``infer`` raises."""
     kinds = [(name, view.shape, view.dtype) for name, view in views.items()]
     key = plans.key_of(operation, spec, needs, kernels, ("native", device, *kinds))
     found = plans.plans.get(key)
@@ -226,7 +226,7 @@ class _Call:
         self.watcher, self.where = tape.watcher(), where
 
     def backward(self, cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
-        """The gradients of the inputs that want one."""
+        """Returns the gradients of the inputs that want one."""
         op, out = self.op, self.out
         for check in self.checks:
             check()
@@ -297,8 +297,8 @@ def _is_array(value: object) -> bool:
 def _one_device(
     operation: Operation, spec: Any, views: Mapping[str, ArrayView], inputs: Inputs, owner: object
 ) -> Device:
-    """Where all inputs are. BackendError where they are on several devices, ShapeError where there are
-    none."""
+    """Returns where all inputs are. BackendError where they are on several devices, ShapeError where there
+    are none."""
     device: Device | None = None
     for name, view in views.items():
         if device is None:
@@ -314,14 +314,14 @@ def _one_device(
 
 
 def _passed(value: Tensor | ArrayView | None, view: ArrayView) -> Tensor:
-    """A result that is the input ``value``, whose view is ``view``: changes in place of one are changes of
-    the other."""
+    """Returns a result that is the input ``value``, whose view is ``view``: changes in place of one are
+    changes of the other."""
     return value._sharing(Tensor(view)) if isinstance(value, Tensor) and value.view is view else Tensor(view)
 
 
 def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, owner: object) -> Fp8kitError:
-    """A refusal of ``infer`` with the user's name of what was called, an operation or the layer ``owner``,
-    and of the input, be it there or missing."""
+    """Returns a refusal of ``infer`` with the user's name of what was called, an operation or the layer
+    ``owner``, and of the input, be it there or missing."""
     argument = error.argument
     if argument is None or error.operation != operation:
         return error
@@ -331,7 +331,7 @@ def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, ow
 
 
 def _called(operation: str, owner: object) -> str:
-    """What errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
+    """Returns what errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
     return getattr(owner, "layer_name", operation)
 
 

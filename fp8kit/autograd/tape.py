@@ -133,7 +133,8 @@ def run(
 
 
 def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
-    """A cotangent after its hooks, in the order of their registration; None (zero) is not shown to them."""
+    """Returns a cotangent after its hooks, in the order of their registration; None (zero) is not shown to
+    them."""
     for hook in tuple(hooks):
         if cotangent is not None:
             answer = hook(cotangent)

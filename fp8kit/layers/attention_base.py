@@ -55,17 +55,18 @@ class AttentionBase(Grouped):
                 part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def index_array(self, values: np.ndarray[Any, Any], like: Any) -> Any:
-        """An int32 array of the host, on the device of ``like``."""
+        """Returns an int32 array of the host, on the device of ``like``."""
         raise NotImplementedError
 
     def indices(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """The int32 array that ``function`` makes of a library of arrays and ``arrays`` in it."""
+        """Returns the int32 array that ``function`` makes of a library of arrays and ``arrays`` in it."""
         raise NotImplementedError
 
     # --- FP8 attention --------------------------------------------------------------------------------------
 
     def attention_quantization(self) -> AttentionQuantization | None:
-        """How the autocast in force wants this layer's attention quantised; None for high precision."""
+        """Returns how the autocast in force wants this layer's attention quantised; None for high
+        precision."""
         state = current()
         if state is None or not state.enabled:
             return None
@@ -74,7 +75,7 @@ class AttentionBase(Grouped):
     def attention_spec(
         self, quantises: bool, fields: tuple[Any, ...], plain_backward: bool = False
     ) -> tuple[Any, bool]:
-        """An ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
+        """Returns an ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
         ``quantises``, with its ``plain_backward``, and whether that draws random numbers besides
         dropout's."""
         found = self.attention_quantization() if quantises else None
@@ -122,16 +123,16 @@ class AttentionBase(Grouped):
     # --- arrays ---------------------------------------------------------------------------------------------
 
     def dtype_of(self, kind: DType) -> Any:
-        """A dtype of fp8kit as one of the frontend."""
+        """Returns a dtype of fp8kit as one of the frontend."""
         return kind
 
     def kind_of(self, dtype: Any) -> DType:
-        """A dtype of the frontend as one of fp8kit."""
+        """Returns a dtype of the frontend as one of fp8kit."""
         return dtype  # type: ignore[no-any-return]
 
     def constant(self, argument: str, value: Any, like: Any) -> Any:
-        """The array of an argument, without gradient, on the device of ``like``. FormatError if it is not an
-        array, in PyTorch ArgumentError."""
+        """Returns the array of an argument, without gradient, on the device of ``like``. FormatError if it is
+        not an array, in PyTorch ArgumentError."""
         raise NotImplementedError
 
     def same_dtype(self, value: Any, like: Any) -> Any:
@@ -143,7 +144,7 @@ class AttentionBase(Grouped):
         return value
 
     def detached(self, parameter: Any, like: Any) -> Any:
-        """A parameter whose gradient another operation makes, in the dtype of ``like``."""
+        """Returns a parameter whose gradient another operation makes, in the dtype of ``like``."""
         raise NotImplementedError
 
     def host_views(self, inputs: Mapping[str, Any]) -> Mapping[str, ArrayView]:
@@ -151,7 +152,7 @@ class AttentionBase(Grouped):
         raise NotImplementedError
 
     def host_values(self, value: Any) -> np.ndarray[Any, Any] | None:
-        """The values of an array, which may wait for its device; None where it has none."""
+        """Returns the values of an array, which may wait for its device; None where it has none."""
         raise NotImplementedError
 
     def sums_of_mask(self, mask: Any) -> Any:

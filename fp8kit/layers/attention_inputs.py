@@ -68,8 +68,8 @@ class PreparedCall:
 
 
 def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
-    """Where the sequences of "thd" start, int32 (b + 1,): what the inputs ``beside`` the queries of an
-    attention say, or its ``cache``."""
+    """Returns where the sequences of "thd" start, int32 (b + 1,): what the inputs ``beside`` the queries of
+    an attention say, or its ``cache``."""
     for name in ("cu_seqlens_q_padded", "cu_seqlens_q"):
         if beside.get(name) is not None:
             return beside[name]
@@ -100,8 +100,8 @@ def core_options(*values: Any) -> dict[str, Any]:
 
 
 def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The layout of an attention whose layers are ``given`` by their arguments' names, perhaps None, and its
-    inputs: name -> argument. Fp8kitError for a mixture of forms."""
+    """Returns the layout of an attention whose layers are ``given`` by their arguments' names, perhaps None,
+    and its inputs: name -> argument. Fp8kitError for a mixture of forms."""
     there = tuple([name for name in PARTS if given.get(name) is not None])
     if there not in _LAYOUTS:
         wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
@@ -131,8 +131,8 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
-    """What an argument says of queries and of keys: a pair, or one for both. ShapeError for a sequence of
-    another length."""
+    """Returns what an argument says of queries and of keys: a pair, or one for both. ShapeError for a
+    sequence of another length."""
     pair = value if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
         raise ShapeError(operation, argument, f"{len(pair)} of them", "one, or a pair for queries and keys")

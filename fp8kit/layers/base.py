@@ -29,8 +29,8 @@ class Branch(NamedTuple):
 
 
 def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
-    """What a part of the layer ``layer`` returned for ``x``: a ``Branch``, or what a hook made of one, a
-    tuple of as many values or y alone. ArgumentError for anything else."""
+    """Returns what a part of the layer ``layer`` returned for ``x``: a ``Branch``, or what a hook made of
+    one, a tuple of as many values or y alone. ArgumentError for anything else."""
     if isinstance(value, Branch):
         return value
     if isinstance(value, tuple) and len(value) == len(Branch._fields):
@@ -45,14 +45,14 @@ def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
 
 
 def branch_of(outputs: Mapping[str, Any]) -> Branch:
-    """A ``Branch`` of an operation's outputs by name."""
+    """Returns a ``Branch`` of an operation's outputs by name."""
     return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
 @memoized("specs")
 def spec_object(kind: str, *fields: Any) -> Any:
-    """The spec of class ``kind`` with these plain fields, dtypes by their names, of "LinearSpec" those of its
-    product; the same object for the same fields: plans are found by it."""
+    """Returns the spec of class ``kind`` with these plain fields, dtypes by their names, of "LinearSpec"
+    those of its product; the same object for the same fields: plans are found by it."""
     if kind == "EmbeddingSpec":  # the one spec that holds a dtype
         fields = (*fields[:-1], formats.DTYPES[fields[-1]])
     if kind == "LinearSpec" and isinstance(fields[0], int):
@@ -71,12 +71,12 @@ def checked(operation: str, rules: Mapping[str, Rule], arguments: Mapping[str, A
 
 
 def picked(arguments: SimpleNamespace, names: str) -> dict[str, Any]:
-    """The arguments with these names, to be handed on."""
+    """Returns the arguments with these names, to be handed on."""
     return {name: getattr(arguments, name) for name in names.split()}
 
 
 def child_name(name: str | None, child: str) -> str | None:
-    """The ``name`` argument of a layer that is the part ``child`` of one that is called ``name``."""
+    """Returns the ``name`` argument of a layer that is the part ``child`` of one that is called ``name``."""
     return None if name is None else f"{name}.{child}"
 
 
@@ -127,7 +127,7 @@ class Layer:
         """Keep what this frontend alone has of the constructor's ``arguments``."""
 
     def forked(self) -> AbstractContextManager[Any]:
-        """Where random numbers are drawn from the tracker's states."""
+        """Returns where random numbers are drawn from the tracker's states."""
         return nullcontext()
 
     def keep(self, arguments: SimpleNamespace, names: str) -> None:
@@ -173,7 +173,7 @@ class Layer:
         return group
 
     def group_of(self, ranks: Collectives) -> Any:
-        """The group that ``ranks_of`` made it of."""
+        """Returns the group that ``ranks_of`` made it of."""
         return ranks
 
     # --- parameters -----------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ class Layer:
             self.add_parameter(name, (count, columns), init, dtype, device)
 
     def host_array(self, value: Any) -> Any:
-        """A tensor's values as a NumPy array, on the host."""
+        """Returns a tensor's values as a NumPy array, on the host."""
         raise NotImplementedError
 
     def read(self, name: str) -> Any:
-        """The values of the parameter ``name``, float32 on the host."""
+        """Returns the values of the parameter ``name``, float32 on the host."""
         raise NotImplementedError
 
     def write(self, name: str, values: Any) -> None:
@@ -242,8 +242,8 @@ class Layer:
     def call(
         self, operation: Operation, spec: Any, inputs: Mapping[str, Any], rng: bool = False
     ) -> dict[str, Any]:
-        """The outputs of an operation by name, recorded for backward. ``inputs``: None where absent; ``rng``:
-        add the input ``rng``, drawn once nothing is refused any more."""
+        """Returns the outputs of an operation by name, recorded for backward. ``inputs``: None where absent;
+        ``rng``: add the input ``rng``, drawn once nothing is refused any more."""
         raise NotImplementedError
 
     def check_call(
@@ -259,7 +259,7 @@ class Layer:
         raise NotImplementedError
 
     def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-        """What stands for a tensor that is not there yet, for ``check_call``."""
+        """Returns what stands for a tensor that is not there yet, for ``check_call``."""
         raise NotImplementedError
 
     def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Layer:
         return inputs
 
     def call_dtype(self, x: Any) -> Any:
-        """The dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
+        """Returns the dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
         return x.dtype
 
     def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:

@@ -135,11 +135,11 @@ class CacheManager:
         return bool(self._params._free)
 
     def get_page_list(self, seq: Hashable) -> list[int]:
-        """A sequence's pages; none of one that is not there."""
+        """Returns a sequence's pages; none of one that is not there."""
         return self.allocated_pages.get(seq, [])
 
     def get_page_count(self, seq: Hashable) -> int:
-        """How many pages a sequence has."""
+        """Returns how many pages a sequence has."""
         return len(self.get_page_list(seq))
 
     def get_sequence_count(self) -> int:

@@ -279,7 +279,7 @@ class DotProductAttention(AttentionCall):
         return None
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
-        """The largest score of each head, for ``return_max_logit``, where a frontend has it."""
+        """Returns the largest score of each head, for ``return_max_logit``, where a frontend has it."""
         raise NotImplementedError
 
     def narrowed(self, o: Any) -> Any:

@@ -50,7 +50,7 @@ class Grouped(Layer):
             part.set_tensor_parallel_group(tp_group)
 
     def grouped_parts(self) -> list[Grouped]:
-        """The layers that this one is made of and that have groups of their own."""
+        """Returns the layers that this one is made of and that have groups of their own."""
         return []
 
 
@@ -114,7 +114,7 @@ class ParallelLayer(Grouped, FP8Layer):
         return super().returned(y, bias, normed)
 
     def gathered(self, rows: Any) -> Any:
-        """The ranks' rows one after the other, along the first dimension; differentiable."""
+        """Returns the ranks' rows one after the other, along the first dimension; differentiable."""
         assert self.ranks is not None
         spec = self.spec_for("GroupSpec", self.ranks.name, self.layer_name)
         return self.call(gather_rows, spec, {"x": rows})["y"]

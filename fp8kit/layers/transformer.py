@@ -295,8 +295,8 @@ class TransformerLayer(AttentionBase):
         pad_between_seqs: bool | None = None,
         **unknown: Any,
     ) -> Any:
-        """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with
-        "thd".
+        """Returns an array of the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd",
+        (t, H) with "thd".
 
         * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins
           override the constructor's.
@@ -388,8 +388,8 @@ class TransformerLayer(AttentionBase):
     def _layer(
         self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
     ) -> Any:
-        """The layer's output. ``core``, ``cross``: further arguments of ``MultiheadAttention.compute``;
-        ``paths``: see ``_add_residual``."""
+        """Returns the layer's output. ``core``, ``cross``: further arguments of
+        ``MultiheadAttention.compute``; ``paths``: see ``_add_residual``."""
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
         if self.norm_position == "after":

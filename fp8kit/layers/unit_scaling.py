@@ -99,7 +99,7 @@ def matmul_factors(
 
 
 def _alpha(c: float, mult: float) -> float:
-    """How far a function of mult x is from a straight line, in (0, 1)."""
+    """Returns how far a function of mult x is from a straight line, in (0, 1)."""
     return 1 / (1 + c / number("unit_scaling", "mult", mult, above=0.0) ** 2)
 
 
@@ -127,7 +127,7 @@ def attention_factor(
 
 
 def _features(x: Any) -> int:
-    """The size of an array's last dimension. ShapeError where there is none."""
+    """Returns the size of an array's last dimension. ShapeError where there is none."""
     if not x.shape:
         raise ShapeError("unit_scaling", "x", "no dimension", "at least one")
     return int(x.shape[-1])
@@ -141,9 +141,9 @@ def residual_factors(tau: float) -> tuple[float, float]:
 
 
 def learning_rate_factor(role: str, fan_in: int = 1, branches: int = 1) -> float:
-    """What u-muP multiplies Adam's learning rate by for a parameter of deviation 1 (arXiv 2407.17465, table
-    2; muS, arXiv 2502.05967, has the same for hidden weights): a rate that is found on a narrow model then
-    serves a wide one.
+    """Returns what u-muP multiplies Adam's learning rate by for a parameter of deviation 1 (arXiv 2407.17465,
+    table 2; muS, arXiv 2502.05967, has the same for hidden weights): a rate that is found on a narrow model
+    then serves a wide one.
 
     * ``role``: "hidden", a weight between activations, and "embedding", a table: 1 / sqrt(fan_in);
       "output", the readout's weight, "bias" and "norm": 1.
@@ -171,7 +171,7 @@ class UnitScaling:
     # --- what a frontend gives ------------------------------------------------------------------------------
 
     def operation(self, operation: Operation, spec: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
-        """The first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
+        """Returns the first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
         raise NotImplementedError
 
     def dtype_name(self, x: Any) -> str:
@@ -300,8 +300,8 @@ class UnitScaling:
         return self.operation(embedding, spec, {"ids": ids, "table": self.scale_bwd(table, scale)})
 
     def cross_entropy(self, logits: Any, targets: Any) -> Any:
-        """The mean cross entropy of softmax(logits), in nats, float32 (1,); its gradient is that of the sum,
-        times V / sqrt(V - 1). logits h (..., V), V at least 2; a target of -100 has a loss of 0."""
+        """Returns the mean cross entropy of softmax(logits), in nats, float32 (1,); its gradient is that of
+        the sum, times V / sqrt(V - 1). logits h (..., V), V at least 2; a target of -100 has a loss of 0."""
         classes, count = logits.shape[-1], max(math.prod(targets.shape), 1)
         if classes < 2:
             raise ArgumentError("unit_scaling", "logits", f"{classes} class", "at least 2")

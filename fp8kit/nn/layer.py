@@ -24,12 +24,12 @@ from fp8kit.spec import Operation
 
 
 def _dtype(operation: str, name: str, value: Any) -> formats.DType:
-    """A dtype of parameters."""
+    """Returns a dtype of parameters."""
     return formats.dtype(value, operation, name, formats.HIGH_PRECISION)
 
 
 def _device(operation: str, name: str, value: Any) -> arrays.Device:
-    """A device that is here."""
+    """Returns a device that is here."""
     return arrays.usable(value, operation, name)
 
 

@@ -127,7 +127,7 @@ class Module(serialization.Loadable):
         return self._named(Parameter)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters, each once."""
+        """Yields the parameters, each once."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, ArrayView]]:
@@ -136,7 +136,7 @@ class Module(serialization.Loadable):
         return self._named(ArrayView)
 
     def buffers(self) -> Iterator[ArrayView]:
-        """The buffers, each once."""
+        """Yields the buffers, each once."""
         return (buffer for _, buffer in self.named_buffers())
 
     # --- modes ----------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ class Module(serialization.Loadable):
     # --- graphs ---------------------------------------------------------------------------------------------
 
     def arrays_used(self) -> Iterator[ArrayView]:
-        """The arrays that this one module's calls read and write, and keep: parameters, buffers, and what a
-        subclass adds."""
+        """Yields the arrays that this one module's calls read and write, and keep: parameters, buffers, and
+        what a subclass adds."""
         for value in vars(self).values():
             if isinstance(value, Parameter | ArrayView):
                 yield value.view if isinstance(value, Parameter) else value
@@ -319,7 +319,7 @@ class Sequential(ModuleList):
 
 
 def _dotted(path: str, name: str) -> str:
-    """The path of what is called ``name`` below ``path``, either perhaps empty."""
+    """Returns the path of what is called ``name`` below ``path``, either perhaps empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -328,13 +328,14 @@ def _is_setting(value: Any) -> bool:
 
 
 def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
-    """A Tensor as it is, any other array wrapped; FormatError that names the argument for anything else."""
+    """Returns a Tensor as it is, any other array wrapped; FormatError that names the argument for anything
+    else."""
     return value if isinstance(value, Tensor) else Tensor(arrays.as_view(value, operation, argument))
 
 
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
-    """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
-    parameters have one dtype; None for any other refusal."""
+    """Returns a refusal of a parameter that has not the input's dtype, as one of the input, where the
+    module's own parameters have one dtype; None for any other refusal."""
     argument, given, x = error.argument or "", error.wanted, module.argument_names.get("x")
     own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
     if (
@@ -358,8 +359,8 @@ def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Devi
 
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
-    """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to
-    ``dtype``."""
+    """Returns a parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant),
+    rounded to ``dtype``."""
     host = arrays.empty(shape, formats.float32, arrays.CPU).numpy()
     if callable(init):
         init(host)

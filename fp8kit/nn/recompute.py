@@ -102,7 +102,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The Tensors in a nest of tuples, lists and dicts, in order."""
+    """Returns the Tensors in a nest of tuples, lists and dicts, in order."""
     found: list[Any] = []
     mapped(value, found.append)
     return [leaf for leaf in found if isinstance(leaf, Tensor)]
