@@ -18,8 +18,8 @@ _COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib
-    is missing."""
+    """Returns the pictures that the report has figures for, as PNG files in ``folder``. BackendError where
+    matplotlib is missing."""
     made = []
     if bars := _bars(report):
         made.append(folder / "roofline.png")

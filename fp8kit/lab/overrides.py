@@ -191,7 +191,7 @@ def _with_original(function: Callable[..., Any], operation: str, outer: Selectio
 def _on_its_stream(
     operation: str, function: Callable[..., Any], count: Callable[[], None]
 ) -> Callable[..., Any]:
-    """The function, called with positional arguments, CuPy's current stream being the call's."""
+    """Returns the function, called with positional arguments, CuPy's current stream being the call's."""
     contract, launches = signature(operation), SPECS[operation].launches
 
     def call(*args: Any, **named: Any) -> Any:
@@ -220,8 +220,8 @@ def _on_its_stream(
 def _replaced(
     operation: str, implementation: Any, kind: str, function: str | None
 ) -> Callable[[Callable[[], None]], Callable[..., Any]]:
-    """What makes the engine's implementation with the kernel in its place, given what is to be called at
-    every launch of it."""
+    """Returns what makes the engine's implementation with the kernel in its place, given what is to be called
+    at every launch of it."""
     from fp8kit.backends.cuda import substitute
 
     if not manifest.uses(operation):
@@ -238,8 +238,8 @@ def _replaced(
 
 
 def read(text: str | Path) -> manifest.Unit:
-    """A CUDA source, text or file, with the headers that it includes. BackendError where one of them cannot
-    be read."""
+    """Returns a CUDA source, text or file, with the headers that it includes. BackendError where one of them
+    cannot be read."""
     try:
         if isinstance(text, Path):
             return manifest.foreign(text.read_text(encoding="utf-8"), text.name, text.parent)
@@ -256,8 +256,8 @@ def read(text: str | Path) -> manifest.Unit:
 
 
 def _source_of(operation: str, unit: manifest.Unit) -> str:
-    """The source that the text stands for: the one of the operation's of which it defines all functions that
-    the operation launches."""
+    """Returns the source that the text stands for: the one of the operation's of which it defines all
+    functions that the operation launches."""
     uses = manifest.uses(operation)
     named = manifest.functions_of(unit)
     touched = [source for source, functions in uses.items() if named & set(functions)]

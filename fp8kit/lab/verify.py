@@ -23,7 +23,7 @@ from fp8kit.testing.compare import assert_same_values
 
 
 def reference(operation: str) -> Callable[..., Any]:
-    """The CPU engine's implementation of an operation of the contract."""
+    """Returns the CPU engine's implementation of an operation of the contract."""
     usable, _ = dispatch.candidates(operation, CPU, SelectionPolicy(backend="reference"))
     return usable[0].fn
 

@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
 
 
 def sampled(operands: GemmOperands, rows: int) -> GemmOperands:
-    """The operands with at most ``rows`` rows of x and g, evenly spaced."""
+    """Returns the operands with at most ``rows`` rows of x and g, evenly spaced."""
     count = len(operands.activation)
     if count <= rows:
         return operands
@@ -81,8 +81,8 @@ def compare(
     seed: int = 0,
     each: Callable[[Comparison], None] | None = None,
 ) -> list[Comparison]:
-    """The errors of every GEMM under every recipe, sorted: GEMMs in the order of the forward pass, for each
-    the recipes from the smallest ``Comparison.error`` to the largest.
+    """Returns the errors of every GEMM under every recipe, sorted: GEMMs in the order of the forward pass,
+    for each the recipes from the smallest ``Comparison.error`` to the largest.
 
     ``recipes`` by name. ``device``: where the layers run, None the default device. ``rows``: of x and g at
     most, evenly spaced; a tensor's scale is then that of these rows. ``seed``: of stochastic rounding.

@@ -106,7 +106,7 @@ def inspect(
     group: Any = None,
     whole_weights: bool = True,
 ) -> Any:
-    """A context manager: within it the layers of ``model`` show and do what ``config`` says::
+    """Returns a context manager: within it the layers of ``model`` show and do what ``config`` says::
 
         with fk.inspect(model, "config.yaml", sinks="run/statistics.jsonl") as log:
             for batch in data:

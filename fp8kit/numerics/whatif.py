@@ -14,13 +14,13 @@ CAST = ("activation", "weight", "gradient")  # the tensors that a layer casts
 
 
 def recipe_names() -> tuple[str, ...]:
-    """What a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
+    """Returns what a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
     Engine's."""
     return (*NAMED, *TE_RECIPES)
 
 
 def quantization_of(recipe: str) -> Quantization:
-    """The rules of a recipe by one of ``recipe_names``."""
+    """Returns the rules of a recipe by one of ``recipe_names``."""
     return NAMED[TE_RECIPES.get(recipe, recipe)].recipe.quantization
 
 

@@ -38,7 +38,7 @@ class ContractReport:
     missing: str = ""
 
     def count(self, verdict: str) -> int:
-        """How many cases came out so."""
+        """Returns how many cases came out so."""
         return sum(outcome.verdict == verdict for outcome in self.outcomes)
 
     @property
