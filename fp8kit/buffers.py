@@ -54,7 +54,7 @@ class Buffers(dict[str, ArrayView | None]):
             self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The buffer of that name, ``default`` where there is none."""
+        """Returns the buffer of that name, ``default`` where there is none."""
         return self[name] if name in self or name in self.metas else default
 
 
@@ -72,7 +72,7 @@ class Lasting(dict[str, ArrayView]):
         self.later = later
 
     def again(self, names: Mapping[str, str] | None = None) -> Lasting:
-        """The same for another call. ``names``: only these, own name -> name here."""
+        """Returns the same for another call. ``names``: only these, own name -> name here."""
         if names is None:
             return Lasting(self, {name: [*views] for name, views in self.later.items()})
         later = {own: [*self.later[name]] for own, name in names.items() if name in self.later}

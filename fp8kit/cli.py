@@ -248,8 +248,8 @@ def _train_one(options: argparse.Namespace, ranks: Collectives, stream: TextIO |
 
 
 def _continuation(arguments: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
-    """What says how to go on with a training that was stopped: its state is in ``keep`` where that was
-    written since now, or before, by the training that this one ``resumed``."""
+    """Returns what says how to go on with a training that was stopped: its state is in ``keep`` where that
+    was written since now, or before, by the training that this one ``resumed``."""
 
     def written() -> int | None:
         return keep.stat().st_mtime_ns if keep.exists() else None
@@ -315,7 +315,7 @@ def _libraries() -> list[tuple[str, str, str]]:
 
 
 def _settings() -> list[tuple[str, str, str]]:
-    """The FP8KIT_* variables that are set, and what is wrong with those that are bad."""
+    """Returns the FP8KIT_* variables that are set, and what is wrong with those that are bad."""
     readers: dict[str, Callable[[], object]] = {
         "DETERMINISTIC": settings.deterministic,
         "PREFER": settings.prefer,

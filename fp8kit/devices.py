@@ -41,8 +41,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a
-    name, which says its index. BackendError for anything else, about ``argument`` of ``operation``."""
+    """Returns the Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of
+    such a name, which says its index. BackendError for anything else, about ``argument`` of ``operation``."""
     if isinstance(value, Device):
         return value
     foreign = type(value).__name__ == "device"
@@ -102,8 +102,8 @@ class DeviceProvider(Protocol):
         function that waits until the copy is there and returns it; the view is kept alive until then."""
 
     def native(self, view: ArrayView) -> Any:
-        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays
-        uint8."""
+        """Returns the view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8
+        stays uint8."""
 
 
 class _Host:
@@ -164,8 +164,8 @@ def register_device(kind: str, module: str) -> None:
 
 
 def provider(where: Device) -> DeviceProvider:
-    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its
-    library is missing."""
+    """Returns the provider of a device, imported at its first use; BackendError when the kind is unknown or
+    its library is missing."""
     try:
         found = _PROVIDERS.get(where.kind)
     except (AttributeError, TypeError, ValueError):  # not a device, or not hashable

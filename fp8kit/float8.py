@@ -168,7 +168,7 @@ def quantize(
 
 
 def _rule(rule: Any, kind: str) -> str:
-    """The rule of the scales of "tensor", "row", "block", "mx" or "nvfp4"."""
+    """Returns the rule of the scales of "tensor", "row", "block", "mx" or "nvfp4"."""
     if rule is None:
         return "power_2" if kind in ("block", "mx") else "exact"
     known = _RULES.get(kind, ("exact", "power_2"))

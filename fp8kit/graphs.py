@@ -141,7 +141,7 @@ class Graph:
         return views
 
     def _call(self, given: Any, views: list[ArrayView]) -> Any:
-        """The function on ``views`` in place of the arrays among the arguments."""
+        """Returns the function on ``views`` in place of the arrays among the arguments."""
         left = iter(views)
 
         def replaced(value: Any) -> Any:
@@ -164,8 +164,8 @@ def _detached(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a result of the recording, for the caller to keep: the next call overwrites the recording's
-    own."""
+    """Returns a copy of a result of the recording, for the caller to keep: the next call overwrites the
+    recording's own."""
     view = _view(value)
     return value if view is None else _like(value, arrays.duplicate(view))
 

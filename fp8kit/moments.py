@@ -104,8 +104,8 @@ class MomentFormat:
         return KEPT[self.format].max
 
     def scales(self, size: int) -> tuple[int, ...] | None:
-        """The shape of the float32 array beside ``size`` codes: (1,), (blocks,), (blocks, 2) of amax and
-        exponent with ``expansion``; None where there is none."""
+        """Returns the shape of the float32 array beside ``size`` codes: (1,), (blocks,), (blocks, 2) of amax
+        and exponent with ``expansion``; None where there is none."""
         if not self.scaled:
             return None
         if self.block is None:

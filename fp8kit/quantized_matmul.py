@@ -14,7 +14,7 @@ from fp8kit.quantized_array import QuantizedArray
 def matmul(
     a: QuantizedArray, b: QuantizedArray, *, accumulate: Any = "fp32", dtype: Any = formats.float32
 ) -> Any:
-    """The product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
+    """Returns the product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
 
     * ``accumulate``: "fp32", as ``a @ b``: the device's own product with sums promoted to float32, whose last
       bits differ from device to device. Or a sum with the same bits on every device, a NaN's payload aside:

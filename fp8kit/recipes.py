@@ -263,8 +263,8 @@ _OWN = ", or that fp8kit.recipes.add has added (--from FILE.py)"
 
 
 def entry(name: str, operation: str = "named") -> Named:
-    """A recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the nearest
-    names, for another one."""
+    """Returns a recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the
+    nearest names, for another one."""
     if not isinstance(name, str) or name not in NAMED:
         wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3) or _OWN}"
         raise ArgumentError(operation, "name", shown(name), wanted)
@@ -272,7 +272,7 @@ def entry(name: str, operation: str = "named") -> Named:
 
 
 def named(name: str) -> Recipe:
-    """A recipe by its name in ``NAMED``. ArgumentError, with the nearest names, for another one."""
+    """Returns a recipe by its name in ``NAMED``. ArgumentError, with the nearest names, for another one."""
     return entry(name).recipe
 
 

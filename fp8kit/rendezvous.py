@@ -55,8 +55,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def listening(address: str) -> tuple[socket.AddressFamily, str]:
-    """The family and the address at which rank 0 listens so that others find it at ``address``: this machine
-    alone for a loopback address, else all interfaces. The machine itself may know its name by another
+    """Returns the family and the address at which rank 0 listens so that others find it at ``address``: this
+    machine alone for a loopback address, else all interfaces. The machine itself may know its name by another
     address than the others do, a loopback one often, or not have the address at all behind a translation."""
     try:
         own = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)

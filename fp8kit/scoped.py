@@ -50,7 +50,7 @@ class Scoped(Generic[T]):
         self.innermost: ContextVar[Block[T] | None] = ContextVar(name, default=None)  # perhaps ended
 
     def block(self) -> Block[T] | None:
-        """The innermost block that has not ended."""
+        """Returns the innermost block that has not ended."""
         found = self.innermost.get()
         while found is not None and found.ended:
             found = found.above
