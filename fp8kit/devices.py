@@ -192,8 +192,8 @@ def available(kind: str) -> bool:
 
 
 def lacking(kind: str) -> str:
-    """That there is no usable device of this kind, and what is missing first, as its engine's module
-    ``support`` knows it (``fp8kit info``)."""
+    """Returns the text of an error that no device of this kind is usable, and what is missing first, by its
+    engine's module ``support`` (``fp8kit info``)."""
     first = _missing_first(kind)
     name = kind.upper() if kind == "cuda" else kind
     return f"no {name} device found{first}; `fp8kit info` lists what is missing"

@@ -61,7 +61,7 @@ class Watch:
         return self._hash
 
     def of(self, prefix: str) -> ProductWatch:
-        """That of the product with this prefix; one that wants nothing where there is none."""
+        """Returns the watch of the product with this prefix, or one that asks for nothing."""
         return next((own for own in self.products if own.prefix == prefix), ProductWatch("", prefix))
 
     def only(self, forward: bool) -> Watch:

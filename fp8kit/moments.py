@@ -159,7 +159,8 @@ class StateFormats:
         return (*found, MASTERS.index(self.master))
 
     def master_dtype(self, param: DType) -> DType | None:
-        """Of a parameter's master: None for float32 parameters. FormatError for remainders of float16."""
+        """Returns the dtype of a parameter's master, None for float32 parameters. FormatError for remainders
+        of float16."""
         if param is formats.float32:
             return None
         if self.master == "remainder":
@@ -197,7 +198,7 @@ PRESETS: dict[str, StateFormats] = {
 
 
 def _name(format: Any) -> Any:
-    """That of a format; anything else as it is."""
+    """Returns a format's name; anything else as it is."""
     return format.name if isinstance(format, Format | DType) else format
 
 

@@ -66,7 +66,7 @@ def _quantization(recipe: Recipe, capability: tuple[int, int] | None) -> Quantiz
 def _emulated(
     fp8: Quantization, attention: AttentionQuantization | None, capability: tuple[int, int] | None
 ) -> Support:
-    """Of emulated products, of which some GEMMs may be on codes."""
+    """Returns the support of emulated products, of which some GEMMs may be on codes."""
     used = {name: gemm.scaled for name, gemm in fp8.gemms.items() if gemm.compute == "quantized"}
     native = [name for name, scaled in used.items() if scaled]
     if not native:

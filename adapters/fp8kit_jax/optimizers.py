@@ -221,7 +221,7 @@ def _master(formats: StateFormats, w: Any) -> Moment | None:
 
 
 def _shapes(kept: MomentFormat, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Of a moment's arrays."""
+    """Returns the shapes of a moment's arrays."""
     scales = kept.scales(math.prod(shape))
     return [tuple(shape)] if scales is None else [tuple(shape), scales]
 
@@ -257,7 +257,7 @@ def _step(
 
 
 def _formats(numbers: list[int]) -> StateFormats:
-    """Of ``StateFormats.numbers``."""
+    """Returns the formats that ``StateFormats.numbers`` says."""
     kept = [
         MomentFormat(list(KEPT)[place], block or None, bool(power_2), bool(expansion))
         for place, block, power_2, expansion in (numbers[:4], numbers[4:8])

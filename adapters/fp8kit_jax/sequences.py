@@ -64,10 +64,10 @@ class SequenceDescriptor:
         is_thd: bool | None = None,
         is_segment_ids_reordered: bool | None = None,
     ) -> SequenceDescriptor:
-        """By the number of each token's sequence, (b, s). ``segment_pos``: positions within sequences, which
-        count from 0 here: not read. ``is_thd``: the layout says it. ``is_segment_ids_reordered``: with load
-        balancing, whether ``reorder_causal_load_balancing`` was given the ids too; None, as Transformer
-        Engine has had it since 2.14, is True."""
+        """Make a descriptor from the number of each token's sequence, (b, s). ``segment_pos``: positions
+        within sequences, which count from 0 here: not read. ``is_thd``: the layout says it.
+        ``is_segment_ids_reordered``: with load balancing, whether ``reorder_causal_load_balancing`` was given
+        the ids too; None, as Transformer Engine has had it since 2.14, is True."""
         reordered = is_segment_ids_reordered is None or bool(is_segment_ids_reordered)
         return cls(segment_ids=_pair("segment_ids", segment_ids), reordered=reordered)
 

@@ -28,7 +28,8 @@ class Packed(NamedTuple):
 
 
 def packed_sequences(sums: Any, starts: Any, rows: int, length: int) -> Packed:
-    """Of running sums (rows * n + 1,) and of where sequences start among ``rows`` of ``length`` tokens."""
+    """Returns the sequences of running sums (rows * n + 1,) and of their starts among ``rows`` of ``length``
+    tokens."""
     first = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
     return Packed(jnp.diff(sums).reshape(rows, -1), starts[:-1].reshape(rows, -1) - first)
 
@@ -73,8 +74,8 @@ def part_of(whole: Packed, device: Any, devices: int, tokens: int, striped: bool
 
 
 def seen_by(whole: Packed, part: Part, causal: bool) -> Packed:
-    """Of each sequence the tokens that the queries of ``part``, neighbours, see: all, or with a causal mask
-    those up to its last one."""
+    """Returns, of each sequence, the tokens that the queries of ``part``, neighbours, see: all, or with a
+    causal mask those up to its last one."""
     if not causal:
         return whole
     count = part.ends - part.begins

@@ -84,7 +84,7 @@ def roofline(path: Path, bars: list[Bars], machine: str) -> None:
 
 
 def pays(rows: list[Row], case: str) -> str:
-    """From how many tokens on a case's FP8 is faster, hidden size by hidden size, in words."""
+    """Returns in words, for each hidden size, the number of tokens from which FP8 is faster in a case."""
     return (
         ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens)
         or "nowhere"

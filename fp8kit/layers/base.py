@@ -232,7 +232,7 @@ class Layer:
         self._spec = spec
 
     def own_spec(self) -> Any:
-        """That spec; within ``torch.compile`` its text."""
+        """Returns the spec that ``set_spec`` got; within ``torch.compile`` its text."""
         return self._spec
 
     def spec_for(self, kind: str, *fields: Any) -> Any:

@@ -148,8 +148,8 @@ def running(xp: Any, lengths: Any) -> Any:
 
 
 def _within(xp: Any, tokens: Any, starts: Any) -> tuple[Any, Any, Any]:
-    """Of each token its sequence's start and length, and its own place there; after the last sequence that is
-    not below the length."""
+    """Returns for each token the start and the length of its sequence, and its place there. A token after the
+    last sequence counts to that one, at a place beyond its length."""
     at = xp.clip(xp.searchsorted(starts, tokens, side="right") - 1, 0, len(starts) - 2)
     return starts[at], (starts[1:] - starts[:-1])[at], tokens - starts[at]
 

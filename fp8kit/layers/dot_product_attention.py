@@ -316,6 +316,6 @@ class DotProductAttention(AttentionCall):
 
 
 def _dimensions(value: Any) -> int:
-    """Of an array; 0 of anything else, which is refused later."""
+    """Returns an array's number of dimensions, 0 for anything else, which is refused later."""
     shape = getattr(value, "shape", ())
     return len(shape) if isinstance(shape, tuple) else 0

@@ -144,8 +144,8 @@ class FP8Layer(Layer):
         raise NotImplementedError
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """Of a pass in high precision, each GEMM's input (slot 3 i) and weight (3 i + 1): (slot, a tensor
-        whose amax counts). ``inputs``, ``outputs``: the operation's, by name."""
+        """Returns (slot, a tensor whose amax counts) of a pass in high precision: each GEMM's input (slot 3
+        i) and weight (3 i + 1). ``inputs``, ``outputs``: the operation's, by name."""
         raise NotImplementedError
 
     # --- what a frontend gives ------------------------------------------------------------------------------
@@ -349,7 +349,8 @@ class FP8Layer(Layer):
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
 
     def ranks_of_weights(self) -> dict[str, Collectives]:
-        """By prefix of a product whose weight ranks have parts of, what these communicate by."""
+        """Returns, by a product's prefix, the collectives of the ranks that share its weight; products whose
+        weight this rank has whole are left out."""
         shared = (own for own in layer_products(self._spec) if own.parallel is not None)
         return {own.prefix: named(own.group) for own in shared}
 

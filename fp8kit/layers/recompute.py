@@ -84,7 +84,7 @@ class Passes(threading.local):
         return running.calls[-1]  # type: ignore[no-any-return]
 
     def keep(self, kept: Kept) -> None:
-        """In a first pass: what a call found, for its later passes."""
+        """Keep, in a first pass, what a call found, for its later passes."""
         running = self.running
         while running is not None:
             running.calls.append(kept)

@@ -85,7 +85,7 @@ def constrained(factors: Factors, constraint: str | None) -> Factors:
 def linear_factors(
     fan_in: int, fan_out: int, rows: int, readout: bool = False, constraint: str | None = OUTPUT
 ) -> Factors:
-    """Of y = x W^T + b for ``rows`` rows; ``readout``: of a model's last product."""
+    """Returns the factors of y = x W^T + b for ``rows`` rows; ``readout``: y is a model's last product."""
     output = 1 / fan_in if readout else fan_in**-0.5
     return constrained(Factors(output, fan_out**-0.5, max(rows, 1) ** -0.5), constraint)
 
@@ -93,7 +93,8 @@ def linear_factors(
 def matmul_factors(
     rows: int, inner: int, columns: int, constraint: str | None = OUTPUT
 ) -> tuple[float, float, float]:
-    """Of (rows x inner) (inner x columns): of the output, of the left and of the right gradient."""
+    """Returns the factors of (rows x inner) (inner x columns): of the output, the left and the right
+    gradient."""
     output, left, right = (max(n, 1) ** -0.5 for n in (inner, columns, rows))
     return output, *(constrained(Factors(output, own), constraint).input for own in (left, right))
 
@@ -104,7 +105,8 @@ def _alpha(c: float, mult: float) -> float:
 
 
 def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
-    """Of "gelu", "silu" and "swiglu" (silu(u) v of the two halves), of f(mult x) / mult."""
+    """Returns the factors of "gelu", "silu" or "swiglu" (silu(u) v of the two halves), as f(mult x) /
+    mult."""
     c, low, high, slope = _ACTIVATIONS[choice("unit_scaling", "activation", activation, _ACTIVATIONS)]
     alpha = _alpha(c, mult)
     found = Factors(interpolated(alpha, low, high), interpolated(alpha, low, slope))
@@ -112,7 +114,7 @@ def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: f
 
 
 def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
-    """Of softmax(mult x) over so many features."""
+    """Returns the factors of softmax(mult x) over so many features."""
     alpha, d = _alpha(4.0, mult), float(max(features, 1))
     found = Factors(interpolated(alpha, d, d**0.5), interpolated(alpha, d / mult, (d / mult) ** 0.5))
     return constrained(found, constraint)
@@ -121,7 +123,7 @@ def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float 
 def attention_factor(
     head_dim: int, length: int, causal: bool, mult: float = 1.0, dropout: float = 0.0
 ) -> float:
-    """Of dropout(softmax(mult q k^T / head_dim)) v, and of its three gradients."""
+    """Returns the one factor of dropout(softmax(mult q k^T / head_dim)) v and of its three gradients."""
     spread = math.sqrt((math.log(length) if causal else 1.0) / length) if length > 1 else 1.0
     return math.sqrt(1 - dropout) / interpolated(_alpha(4.0 * head_dim, mult), spread, 1.0)
 
@@ -134,7 +136,8 @@ def _features(x: Any) -> int:
 
 
 def residual_factors(tau: float) -> tuple[float, float]:
-    """Of the branch and of the skip connection, at the join forward, at the split backward."""
+    """Returns the factors of the branch and of the skip connection, at the join in forward and at the split
+    in backward."""
     number("unit_scaling", "tau", tau, above=0.0)
     whole = math.sqrt(1 + tau * tau)
     return tau / whole, 1 / whole

@@ -35,8 +35,8 @@ KIND = "fp8kit operands 1"
 
 
 class GemmOperands(NamedTuple):
-    """Of one GEMM, y = x w^T: ``activation`` x (rows, in), ``weight`` w (out, in), ``gradient`` g (rows,
-    out), the loss' gradient of y; arrays of the host in the model's dtype."""
+    """Operands of one GEMM, y = x w^T: ``activation`` x (rows, in), ``weight`` w (out, in), ``gradient`` g
+    (rows, out), the loss' gradient of y; arrays of the host in the model's dtype."""
 
     activation: HostArray
     weight: HostArray
@@ -225,7 +225,7 @@ def layer_name(parameter: str) -> str:
 
 
 def left_out_alone(layers: Iterable[str]) -> ArgumentError:
-    """That there are no products but those of groups whose sizes are on the device."""
+    """Returns the error for a model whose only GEMMs are of groups whose sizes are on the device."""
     got = f"no GEMM but those of {', '.join(layers)}, whose numbers of rows stay on the device"
     return ArgumentError("capture", "model", got, "m_splits as a list, in GroupedLinear of fp8kit_torch")
 

@@ -93,8 +93,8 @@ class Attention(Operation):
     arguments = ARGUMENTS
 
     def partitions(self, spec: AttentionSpec, metas: Metas, views: Shapes) -> Partitions:
-        """By batches and by heads; sequences are not split, nor are calls whose operands are quantised: heads
-        share scales."""
+        """Returns partitions by batches and by heads. Sequences are not split, nor are calls whose operands
+        are quantised, since heads share scales."""
         if spec.packed or spec.quantized is not None:
             return ()
         there = {name: meta.shape for name, meta in metas.items() if meta is not None}

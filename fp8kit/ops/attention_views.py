@@ -129,7 +129,7 @@ def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:
 
 
 def side_of(name: str) -> str:
-    """Whose lengths an array has: q's or those of k and v."""
+    """Returns the side whose lengths an array has: "q", or "kv"."""
     return "kv" if name in ("k", "v", "kv") else "q"
 
 

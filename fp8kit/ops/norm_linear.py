@@ -128,8 +128,9 @@ class NormStage:
     def backward(
         self, ws: WorkingSet, g: ArrayView | None, cotangents: Views, residual: ArrayView | None
     ) -> None:
-        """From the product's output gradient ``g``, cast and its bias gradient taken, on: those of the
-        weight, of x and of the norm's parameters, those of norm(x) and of the ``residual`` stream added."""
+        """Run the rest of backward from the product's output gradient ``g``, which is cast already, and whose
+        sums have given the bias' gradient: write the gradients of the weight, of x and of the norm's
+        parameters. Gradients of norm(x) and of the ``residual`` stream are added to that of x."""
         free(ws.scratch, "dh", "dact")  # of which ``g`` may be the last holder
         p, held = self.product, ws.inputs if self.as_output else ws.saved
         if self.norm.identity:

@@ -284,8 +284,8 @@ class Product:
         ws.kernels.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, space, ws.stream)
 
     def save_weight(self, ws: WorkingSet) -> None:
-        """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
-        precision."""
+        """Do only the part of ``fprop`` that backward reads of the weight: its cast for dgrad; nothing in
+        high precision."""
 
     # --- backward -------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class Coded(NamedTuple):
 
     @property
     def dtype(self) -> DType:
-        """That of its codes."""
+        """The dtype of its codes."""
         return self.codes.dtype
 
 

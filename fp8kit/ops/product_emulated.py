@@ -451,7 +451,8 @@ def _is_rotated(quantizer: Quantizer) -> bool:
 
 
 def _say_slow(kind: str) -> None:
-    """On a CPU every product is one in high precision, and nothing is slower for it."""
+    """Log that products are emulated here; not on a CPU, where every product is in high precision and nothing
+    is slower for it."""
     slowness.say(
         "no tensor core here multiplies what the recipe's casts make",
         f"products on {kind} are emulated, in high precision: several times slower than FP8",

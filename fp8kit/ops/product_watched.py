@@ -227,8 +227,8 @@ class WatchedProduct(Product):
 
     @staticmethod
     def _lasting(ws: WorkingSet) -> WorkingSet:
-        """For a GEMM that is not the last one of its kind: nothing is freed before the call's own has read
-        it."""
+        """Returns a working set for a further GEMM before the call's own: it frees nothing, which the call's
+        own still reads."""
         return ws._replace(saved=MappingProxyType(ws.saved), scratch=MappingProxyType(ws.scratch))
 
     def _round(self, ws: WorkingSet, tensor: str, *parts: ArrayView) -> None:

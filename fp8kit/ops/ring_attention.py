@@ -89,8 +89,9 @@ class _Ring(NamedTuple):
     lse: Meta
 
     def blocks(self, spec: RingSpec, source: int) -> Iterator[tuple[int, int, int, int, _Block]]:
-        """Of this rank's queries and the keys of the rank ``source``, what the mask leaves: the places of the
-        two chunks on their ranks, their numbers in the sequence, and the kind of block."""
+        """Yields the blocks of scores that the mask leaves of this rank's queries and the keys of the rank
+        ``source``: the places of the two chunks on their ranks, their numbers in the sequence, and the kind
+        of block."""
         for i, row in enumerate(chunks_of(self.ranks.rank, self.ranks.size, spec.chunks)):
             for j, column in enumerate(chunks_of(source, self.ranks.size, spec.chunks)):
                 if not spec.attention.causal or column <= row:

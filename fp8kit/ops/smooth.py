@@ -104,7 +104,7 @@ class Smoothing:
         ws.kernels.scale_lines(act, self._s(ws), act, self.axis, 1.0, True, ws.stream)
 
     def scaled(self, ws: WorkingSet) -> WorkingSet:
-        """With the weight times s in the weight's place, by channel."""
+        """Returns the working set with the weight times s in the weight's place, where s is by channel."""
         if not self.axis:
             return ws
         out, weight = ws.scratch["smooth_weight"], ws.inputs[self.weight]

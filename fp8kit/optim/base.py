@@ -205,7 +205,7 @@ class Optimizer(Loadable):
         return param.shape, float32
 
     def master_dtype(self, param: ArrayView) -> DType | None:
-        """Of the parameter's master: float32 where it has 16 bits, else None."""
+        """Returns the dtype of the parameter's master: float32 for a parameter of 16 bits, else None."""
         return None if param.dtype is float32 else float32
 
     def notes(self) -> dict[str, ArrayView]:

@@ -64,7 +64,8 @@ class Sizes:
 
 
 def _columns(sizes: Sizes, rules: AttentionSpec) -> tuple[Array, Array]:
-    """Of each batch and row: where its diagonal is, and how many keys there are; (b, 1, s_q | 1, 1)."""
+    """Returns, for each batch and row, where its diagonal is, and how many keys there are; (b, 1, s_q | 1,
+    1)."""
     queries, keys = (
         np.array(lengths or (longest,) * sizes.b)[:, None, None, None]
         for lengths, longest in ((sizes.lengths_q, sizes.s_q), (sizes.lengths_kv, sizes.s_kv))

@@ -25,7 +25,7 @@ Bounded = tuple[Array, Array]  # values, and by how much they may err
 
 
 def _lost(terms: int) -> float:
-    """Of a sum of so many products, relative to the largest magnitude that it meets."""
+    """Returns the error of a sum of so many products, relative to the largest magnitude that it meets."""
     return float(-(-terms // _STEP) * (_STEP + 1)) * _KEPT
 
 

@@ -61,7 +61,7 @@ class AttnSoftmaxType(Enum):
 
     @classmethod
     def from_str(cls, name: str) -> AttnSoftmaxType:
-        """Of either spelling."""
+        """Returns the softmax type of this name, in either spelling."""
         known = {each.value: each for each in cls} | {"off-by-one": cls.OFF_BY_ONE_SOFTMAX}
         return known[choice("AttnSoftmaxType", "name", name, known)]
 

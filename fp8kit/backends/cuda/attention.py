@@ -54,7 +54,7 @@ _LOCK = threading.Lock()
 
 
 def _multiply_adds(about: Problem) -> float:
-    """Of q k^T and P v."""
+    """Returns the multiplications and additions of q k^T and P v."""
     seen = 0.5 if (about.left, about.right) == (-1, 0) else 1.0
     scores = float(about.batch * about.heads * about.rows * about.columns)
     return seen * scores * (about.dim + about.dim_v)

@@ -133,8 +133,8 @@ class Search:
 
 
 def _transposed(names: type[enum.IntEnum], number: int) -> int:
-    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the
-    same."""
+    """Returns the number of the name with its two sizes exchanged: of TILE_144x128 for TILE_128x144, of
+    SHAPE_1x2x1 for SHAPE_2x1x1; ``number`` itself where there is no such name."""
     try:
         prefix, size = names(number).name.split("_")
         rows, columns, *rest = size.split("x")

@@ -43,7 +43,7 @@ _ZEROED = {False: 2, True: 9}
 
 
 def _problem(q: Shape, k: Shape, v: Shape, spec: AttentionSpec) -> Problem:
-    """Of shapes (b, h, s, d)."""
+    """Returns the problem of q, k and v of shapes (b, h, s, d)."""
 
     def transposed(x: Shape) -> Shape:
         b, heads, length, dim = x

@@ -102,8 +102,8 @@ class LaunchMemory:
 
 
 class Here(threading.local):
-    """Of this thread: the memory that it launches from, the ``recorded.Recording`` of the call that it makes,
-    and what launches in the engine's place (``launch``'s parameters), both None mostly."""
+    """State of a thread: the memory that it launches from, the ``recorded.Recording`` of its current call,
+    and what launches in the engine's place (``launch``'s parameters); the last two are mostly None."""
 
     memory: LaunchMemory | None = None
     recording: Any = None

@@ -214,7 +214,7 @@ class NcclCollectives(Collectives):
         return first
 
     def _first(self) -> tuple[_Pending | None, int]:
-        """That call, and CUDA's word for it."""
+        """Returns the first call that is not done, or None, and CUDA's status of it."""
         with self._looking:
             while self._pending:
                 first = self._pending[0]

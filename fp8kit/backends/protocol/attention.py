@@ -108,7 +108,8 @@ def _workspace(backward: bool) -> Callable[[Any, Any], int]:
 
 
 def _flops(products: int) -> Callable[[Any], float]:
-    """Of so many products of the size of q k^T; a causal mask leaves half of each."""
+    """Returns the function that counts the operations of ``products`` products of the size of q k^T; a causal
+    mask leaves half of each."""
 
     def count(a: Any) -> float:
         columns = a.k.shape[a.spec.qkv_format.index("s")]

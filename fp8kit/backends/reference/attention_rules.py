@@ -122,8 +122,8 @@ class Block(NamedTuple):
         return random.factors(self.starts(place), self.width).reshape(self.shape)
 
     def starts(self, place: tuple[int, int, int]) -> Array:
-        """Of each row of scores the index of its first element, int64 (b * h * rows,): element
-        ((batch * heads + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
+        """Returns the index of each score row's first element, int64 (b * h * rows,): element ((batch * heads
+        + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
         z = self.sizes
         batches = np.arange(self.batches.start, self.batches.stop) + place[0]
         heads = batches[:, None] * place[2] + place[1] + np.arange(z.kv_heads * z.group)
@@ -175,8 +175,8 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
 
 
 def place_of(extras: AttentionExtras, sizes: Sizes) -> tuple[int, int, int]:
-    """For dropout: which batch and head of the whole attention the first ones are, and how many heads that
-    has."""
+    """Returns, for dropout, the first batch and the first head within the whole attention, and its number of
+    heads."""
     if extras.dropout_place is None:
         return 0, 0, sizes.kv_heads * sizes.group
     batch, head, heads = (int(n) for n in extras.dropout_place.numpy())

@@ -180,8 +180,8 @@ def _row_amax(x: Any, columns: Any, most: Any, out: Any) -> None:
 
 
 class _Scales(NamedTuple):
-    """Of each tile, (down, across): the factor before the cast, its reciprocal, the code or None, and what
-    codes are multiplied by to give values."""
+    """Scales of the tiles, arrays (down, across): the factor before the cast, its reciprocal, the code or
+    None, and what codes are multiplied by to give values."""
 
     scale: Array
     inverse: Array

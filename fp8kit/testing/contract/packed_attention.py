@@ -99,7 +99,7 @@ def _packed(a: Any, name: str, x: Array) -> Array:
 
 
 def packed_attention_fwd_oracle(a: Any) -> Results:
-    """Of the padded batches."""
+    """Returns the results of the padded batches."""
     value, slack = padded.attention_fwd_oracle(dense := _dense(a))["o"]
     lse = padded.attention_fwd_oracle(dense)["lse"]
     return {"o": (_packed(a, "o", value), _packed(a, "o", slack)), "lse": lse}
@@ -119,7 +119,7 @@ def packed_attention_bwd(s: Sampler, m: int, n: int, forward: bool = False, **op
 
 
 def packed_attention_bwd_oracle(a: Any) -> Results:
-    """Of the padded batches."""
+    """Returns the results of the padded batches."""
     found = padded.attention_bwd_oracle(_dense(a))
     for name in ("dq", "dk", "dv"):
         value, slack = found[name]
