@@ -11,12 +11,12 @@ from fp8kit.testing import compare
 
 
 def host(value: Any) -> Any:
-    """A tensor's values in float64 on the host; anything else as it is."""
+    """Returns a tensor's values in float64 on the host; anything else as it is."""
     return value.detach().double().cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def largest(*tensors: torch.Tensor) -> float:
-    """The largest absolute value in any of them."""
+    """Returns the largest absolute value in any of them."""
     return max(float(np.abs(host(tensor)).max()) for tensor in tensors)
 
 
