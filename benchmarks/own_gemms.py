@@ -1,6 +1,6 @@
-"""Our FP8 product for Hopper alone beside cuBLASLt's, each with the algorithm that is the fastest under load:
-the layer's twelve products with scales per tensor and with scales of blocks, and one product over numbers of
-rows.
+"""Our FP8 product for Hopper beside cuBLASLt's, each with the algorithm that is the fastest under load: the
+layer's twelve products with scales per tensor and with scales of blocks, one product over numbers of rows,
+and with epilogues the products of the feed-forward layer, beside cuBLASLt's and a pass of our own.
 
     python -m benchmarks own --out DIR
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,20 +22,25 @@ from benchmarks.moe import as_graph
 from fp8kit import arrays, codec
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
+from fp8kit.backends.composed import composed
+from fp8kit.backends.cuda.fused_gemm import fused_workspace, place
 from fp8kit.backends.policy import SelectionPolicy, policy_context
-from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.protocol import SPECS, block_shapes
 from fp8kit.bench import gemms, random
 from fp8kit.bench.contest import Contest, row_of, within_time
 from fp8kit.bench.report import Row, Setting, Unavailable
 from fp8kit.bench.sizes import FULL
 from fp8kit.bench.timing import Step
-from fp8kit.formats import E4M3, bfloat16
+from fp8kit.formats import E4M3, E5M2, bfloat16
 from fp8kit.testing import relative_error
-from fp8kit.testing.contract import poisoned, put, workspace
+from fp8kit.testing.contract import kernel_test, poisoned, put, workspace
+from fp8kit.testing.contract.sampler import Sampler
 
 OURS, LIBRARY = "fp8kit", "cuBLASLt"
-TENSORS, BLOCKS, FEW = "tensors", "blocks", "few rows"
-ROWS = 16, 64, 256, 1024, 4096, 16384
+FUSED = "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"
+TENSORS, BLOCKS, FEW, EPILOGUES = "tensors", "blocks", "few rows", "epilogues"
+ROWS = 16, 32, 64, 256, 1024, 4096, 16384
+TURN = 8e-3  # seconds that a contender's turn takes at least, so that the chip is at its power limit
 REPEATS = 20  # of a product of few rows in a graph
 _SCALE = 2.0**-6
 _LINE, _SQUARE = (1, 128), (128, 128)
@@ -60,8 +66,78 @@ def cases(full: bool, layer: Any) -> Iterator[Case]:
         yield Case(gemms.Product("forward", rows, layer.hidden, layer.hidden, E4M3, True), FEW)
 
 
+class Epilogue(NamedTuple):
+    """A product with an epilogue: the contract's operation, (rows, columns, terms) of its result, options of
+    its sample."""
+
+    name: str
+    operation: str
+    shape: tuple[int, int, int]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{EPILOGUES}: {self.name}, {' x '.join(map(str, self.shape))}"
+
+
+def epilogues(layer: Any) -> Iterator[Epilogue]:
+    """Of the feed-forward layer: fc1 forward and fc2 dgrad with the activation, whose result the next product
+    reads in FP8; a cast and lines of 128 codes at both products' shapes."""
+    wide, narrow = (layer.tokens, layer.ffn, layer.hidden), (layer.tokens, layer.hidden, layer.ffn)
+    gated = layer.tokens, layer.ffn // 2, layer.hidden  # so that fc1's product is as large
+    for kind, shape in (("gelu", wide), ("swiglu", gated)):
+        yield Epilogue(f"{kind} forward", "fp8_gemm_act", shape, {"kind": kind})
+        options = {"kind": kind, "a": E5M2, "fast": False}
+        yield Epilogue(f"{kind} dgrad", "fp8_gemm_act_bwd", shape, options)
+    for shape in (wide, narrow):
+        yield Epilogue("cast", "fp8_gemm_cast", shape, {})
+        yield Epilogue("lines of blocks", "fp8_gemm_lines", shape, {"blocks": True})
+
+
+def measure_epilogue(case: Epilogue, setting: Setting, own: Any, library: Any) -> list[Row]:
+    """Ours, and cuBLASLt's product with our pass."""
+    spec, test, (rows, columns, terms) = SPECS[case.operation], kernel_test(case.operation), case.shape
+    given = test.arguments(
+        Sampler(library, setting.device, bfloat16), rows, columns, **test.timed | case.options, k=terms
+    )
+    given["stream"] = arrays.current_stream(setting.device)
+    given["workspace"] = workspace(fused_workspace(rows, 2 * columns, bfloat16.itemsize), setting.device)
+    separate = SimpleNamespace(**dict(zip(FUSED, composed(library, place, __name__), strict=True)))
+    assert spec.flops is not None
+    flops = spec.flops(SimpleNamespace(**given))
+    contest = Contest(_long(setting, flops), str(case), scales=EPILOGUES)
+    for name, kernels in ((OURS, own), (LIBRARY, separate)):
+        contest.enter(name, lambda row, kernels=kernels: _timed(partial(spec.call, kernels, given)))
+    return _of_best(contest, contest.time(host=False), flops)
+
+
+def _timed(step: Step) -> Step:
+    """cuBLASLt's algorithm is timed when a product comes for the third time."""
+    for _ in range(4):
+        step()
+    return step
+
+
+def _long(setting: Setting, flops: float) -> Setting:
+    """Turns of ``TURN`` seconds or more."""
+    return setting.warmed(math.ceil(TURN / (flops / 1.2e15)) if setting.device.kind == "cuda" else 10)
+
+
+def _of_best(contest: Contest, rows: list[Row], flops: float, repeats: int = 1) -> list[Row]:
+    """Fills in the speed of each, and cuBLASLt's time over it."""
+    for row in rows:
+        if "gpu_ms" in row:
+            row["gpu_ms"] /= repeats
+            row["tflops"] = flops / row["gpu_ms"] * 1e-9
+    best = contest.rows[LIBRARY].get("gpu_ms")
+    for row in rows:
+        if best is not None and "gpu_ms" in row:
+            row["of_best"] = best / row["gpu_ms"]
+    return rows
+
+
 def _kernels(device: Device, tensors: str, blocks: str) -> Any:
     chosen: Any = {"fp8_gemm": (f"impl:cuda.{tensors}",), "block_gemm": (f"impl:cuda.{blocks}",)}
+    chosen |= {name: (f"impl:cuda.hopper_{name}",) for name in FUSED}
     with policy_context(SelectionPolicy(per_op=chosen)):
         return dispatch.kernels(device)
 
@@ -107,7 +183,8 @@ def _repeated(given: gemms.Operands, kernels: Any) -> Step:
 
 def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
     """Ours and cuBLASLt's."""
-    contest, repeats = Contest(setting.warmed(), str(case), scales=case.scales), 1
+    turns = setting.warmed() if case.scales == FEW else _long(setting, case.product.flops)
+    contest, repeats = Contest(turns, str(case), scales=case.scales), 1
     if case.scales == BLOCKS:
         step, error = _of_blocks(case.product, setting.device)
     else:
@@ -121,9 +198,7 @@ def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
         error = partial(_corner_error, given.out, exact)
 
     def make(kernels: Any, row: Row) -> Step:
-        made = step(kernels)
-        for _ in range(4):  # cuBLASLt's algorithm is timed when a product comes for the third time
-            made()
+        made = _timed(step(kernels))
         row["error"] = error()
         if not row["error"] < gemms.BOUND:
             row["status"] = f"WRONG: error {row['error']:.5f}, bound {gemms.BOUND:.5f}"
@@ -131,16 +206,7 @@ def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
 
     for name, kernels in ((OURS, own), (LIBRARY, library)):
         contest.enter(name, partial(make, kernels))
-    rows = contest.time(host=False)
-    for row in rows:
-        if "gpu_ms" in row:
-            row["gpu_ms"] /= repeats
-            row["tflops"] = case.product.flops / row["gpu_ms"] * 1e-9
-    best = contest.rows[LIBRARY].get("gpu_ms")
-    for row in rows:
-        if best is not None and "gpu_ms" in row:
-            row["of_best"] = best / row["gpu_ms"]
-    return rows
+    return _of_best(contest, contest.time(host=False), case.product.flops, repeats)
 
 
 def own_part(setting: Setting) -> list[Row]:
@@ -150,7 +216,13 @@ def own_part(setting: Setting) -> list[Row]:
         raise Unavailable("a GPU of compute capability 9.0")
     own = _kernels(device, "hopper_fp8_gemm", "hopper_block_gemm")
     library = _kernels(device, "timed_fp8_gemm", "timed_block_gemm")
-    return within_time(
+    fused = within_time(
+        setting,
+        list(epilogues(setting.sizes.large)),
+        lambda case: measure_epilogue(case, setting, own, library),
+        lambda case: row_of(str(case), OURS, scales=EPILOGUES),
+    )
+    return fused + within_time(
         setting,
         list(cases(setting.sizes is FULL, setting.sizes.large)),
         lambda case: measure(case, setting, own, library),
@@ -159,12 +231,12 @@ def own_part(setting: Setting) -> list[Row]:
 
 
 def speed(rows: list[Row], scales: str) -> float | None:
-    """The geometric mean of our speed over cuBLASLt's; of "few rows" the least, up to 64 rows. None where a
-    product has no figure."""
+    """The geometric mean of our speed over cuBLASLt's; of "epilogues" the least, and of "few rows" up to 64
+    rows. None where a product has no figure."""
     found = [row for row in rows if row["case"] == OURS and row["scales"] == scales]
     if scales == FEW:
         found = [row for row in found if int(row["workload"].split(", ")[1].split(" x ")[0]) <= 64]
     shares = [float(row["of_best"]) for row in found if row["status"] == "ok" and "of_best" in row]
     if not found or len(shares) < len(found):
         return None
-    return min(shares) if scales == FEW else math.prod(shares) ** (1 / len(shares))
+    return min(shares) if scales in (FEW, EPILOGUES) else math.prod(shares) ** (1 / len(shares))

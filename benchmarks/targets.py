@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from benchmarks.own_gemms import BLOCKS, FEW, TENSORS, speed
+from benchmarks.own_gemms import BLOCKS, EPILOGUES, FEW, TENSORS, speed
 from fp8kit.bench.report import Report, Row
 from fp8kit.bench.sizes import FULL
 from fp8kit.bench.skeleton import NAME as SKELETON
@@ -252,6 +252,14 @@ TARGETS = (
         1.10,
         1.25,
         own_speed(BLOCKS),
+        more=True,
+        part="own",
+    ),
+    Target(
+        "own FP8 product with an epilogue / cuBLASLt's and a pass, speed, the least of the FFN's",
+        1.00,
+        1.08,
+        own_speed(EPILOGUES),
         more=True,
         part="own",
     ),

@@ -4,6 +4,8 @@
 #pragma once
 #include "common.cuh"
 
+#define METHOD __device__ __forceinline__  // before a structure's function
+
 // --- barriers ----------------------------------------------------------------------------------------------
 // A barrier counts arrivals and, where it is told, bytes that are on their way. When all are there its phase
 // ends, and the next one (of the other parity) begins.
@@ -38,13 +40,13 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // What this thread wrote to shared memory is what its warpgroup's products read, once all threads are here.
 DEVICE void writes_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Waits until THREADS threads of the block are at barrier number N of the hardware.
-template <int N, int THREADS> DEVICE void wait_for_threads() {
-  asm volatile("bar.sync %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
+// Waits until THREADS threads of the block are at a barrier of the hardware, number 1 to 15.
+template <int THREADS> DEVICE void wait_for_threads(u32 number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 // Counts as being there, and does not wait.
-template <int N, int THREADS> DEVICE void arrive_of_threads() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(N), "n"(THREADS) : "memory");
+template <int THREADS> DEVICE void arrive_of_threads(u32 number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
 // The word of both, each expanded first.
@@ -76,11 +78,11 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
 // A place of a ring of STAGES places in shared memory, and the parity of its barriers' phase.
 template <u32 STAGES> struct RingPlace {
   u32 stage = 0, parity = 0;
-  __device__ __forceinline__ void next() {
+  METHOD void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   // The place n further on.
-  __device__ __forceinline__ void skip(u32 n) {
+  METHOD void skip(u32 n) {
     const u32 rounds = (stage + n) / STAGES;
     stage += n - rounds * STAGES, parity ^= rounds & 1;
   }
@@ -196,12 +198,12 @@ struct Ahead {
   i32 count;
   float now, next;
 
-  __device__ __forceinline__ Ahead(const float* from, i32 count) : from(from), count(count), next(read(0)) {}
-  __device__ __forceinline__ float read(i32 first) const {
+  METHOD Ahead(const float* from, i32 count) : from(from), count(count), next(read(0)) {}
+  METHOD float read(i32 first) const {
     return first + lane() < count ? from[first + lane()] : 0.0f;
   }
   // Number i; they are asked for in ascending order, each once.
-  __device__ __forceinline__ float at(i32 i) {
+  METHOD float at(i32 i) {
     if (i % 32 == 0) now = next, next = read(i + 32);
     return __shfl_sync(~0u, now, i % 32);
   }
@@ -233,6 +235,12 @@ DEVICE u64 tile_descriptor(u32 address) {
   return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// The same where the contraction runs down the tile's rows: panels of 64 elements of 16 bits across, each of
+// ROWS rows, ROWS * 128 bytes apart. + 128 is 16 rows down.
+template <int ROWS> DEVICE u64 columns_descriptor(u32 address) {
+  return (u64)(address >> 4 & 0x3FFF) | (u64)(ROWS * 128 >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
 DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -261,15 +269,28 @@ template <int W, int ALL, int N> DEVICE void hold(float (&d)[ALL][N]) {
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define R32(i) R16(i), R16(i + 16)
 #define R64(i) R32(i), R32(i + 32)
+// Of operands of 16 bits: which of them have the contraction down their rows, by LAYOUT.
+#define WIDTH_OF_bf16 2
+#define WIDTH_OF_f16 2
+#define ACROSS_nt ", 0, 0"
+#define ACROSS_nn ", 0, 1"
+#define ACROSS_tn ", 1, 1"
+#if JOIN(WIDTH_OF_, LEFT) == 2
+#define TERMS_OF_ONE "16"
+#define ACROSS JOIN(ACROSS_, LAYOUT)
+#else
+#define TERMS_OF_ONE "32"
+#define ACROSS ""
+#endif
 // N columns; the numbers of a's and b's descriptors and of `onto` among the operands follow the sums'
 #define WGMMA(N, SUMS, A, B, ONTO, ...)                                                                    \
   asm volatile("{.reg .pred onto; setp.ne.b32 onto, %" #ONTO ", 0;"                                        \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TEXT(LEFT) "." TEXT(RIGHT) " {" SUMS "}," \
-               " %" #A ", %" #B ", onto, 1, 1;}"                                                           \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k" TERMS_OF_ONE ".f32." TEXT(LEFT) "." TEXT(RIGHT)  \
+               " {" SUMS "}, %" #A ", %" #B ", onto, 1, 1" ACROSS ";}"                                     \
                : __VA_ARGS__                                                                               \
                : "l"(a), "l"(b), "r"(onto))
 
-// d = a b^T, onto d where `onto` is not 0; begins it. LEFT and RIGHT: e4m3 or e5m2.
+// d = a b^T, onto d where `onto` is not 0; begins it. LEFT and RIGHT: e4m3 or e5m2, or both bf16 or f16.
 template <int N> DEVICE void multiply_tiles(float (&d)[N / 2], u64 a, u64 b, i32 onto) {
   if constexpr (N == 32)
     WGMMA(32, FIRST_TEN "%10,%11,%12,%13,%14,%15", 16, 17, 18, R16(0));
@@ -364,7 +385,8 @@ template <typename X> DEVICE void put_columns(u32 boxes, int k, const float (&va
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      store_shared_pair(pair_at(boxes, k, i / 4, i % 4), values[i / 4][i % 4 * 2], values[i / 4][i % 4 * 2 + 1]);
+      store_shared_pair(pair_at(boxes, k, i / 4, i % 4), values[i / 4][i % 4 * 2],
+                        values[i / 4][i % 4 * 2 + 1]);
   }
 }
 // What `put_columns` has put there, once all lanes are past it.

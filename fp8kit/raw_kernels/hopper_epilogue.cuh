@@ -102,7 +102,7 @@ DEVICE void sum_columns(const float (&v)[2][8], u32 shared, int group, float* to
     if (lane() < 4) store_shared(shared + 4 * (32 * warp + 8 * (i / 2) + 2 * lane() + i % 2), sum);
   }
   // the next turn's sums lie elsewhere, and those of the turn after come behind the next turn's barrier
-  group ? wait_for_threads<3, 128>() : wait_for_threads<2, 128>();
+  wait_for_threads<128>(2 + group);
   if (warp || lane() >= left) return;
   float sum = 0.0f;
 #pragma unroll
@@ -141,8 +141,8 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
   return {ACT::gradient(a, g * ACT::factor(second, p), p), of_second};
 }
 
-// `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values. `rows`:
-// M. INSIDE: rows and columns exist, and are aligned.
+// `forward` and `backward`: 16 rows by 32 columns from `column` of F on, of the product as T's values.
+// `rows`: M. INSIDE: rows and columns exist, and are aligned.
 template <bool INSIDE, Epilogue E>
 DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8], i64 rows,
                            i64 row, i64 column, u32 shared, int group) {
@@ -235,8 +235,8 @@ DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 
 // What is made of a warp's 16 rows of the product by 128 columns, which are in `boxes`, 0 where it ends: from
 // `column` of F on, and with two halves half of them each. `there`: of F's columns and of rows all exist.
 template <Epilogue E>
-DEVICE void finish_part(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column, bool there,
-                        u32 shared, int group) {
+DEVICE void finish_part(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column,
+                        bool there, u32 shared, int group) {
   if constexpr (E == lines) {
     finish_line(to, boxes, rows, row, column);
   } else if constexpr (E != bare) {

@@ -109,11 +109,6 @@ template <int N> DEVICE void multiply_weights(float (&d)[N / 2], const u32 (&a)[
                  : R64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
 
-// A tile of ROWS rows whose features are the sums' columns: panels ROWS * 128 bytes apart, eight rows 1024.
-template <int ROWS> DEVICE u64 columns_descriptor(u32 address) {
-  return (u64)(address >> 4 & 0x3FFF) | (u64)(ROWS * 128 >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
 // A warpgroup's sums, 64 rows by 8 N columns, as it gives them to the tensor cores. Of its four warps each
 // has 16 rows, as `Sums` lays them out.
 template <int N> DEVICE float (&flat(Sums<1, N>& sums))[4 * N] {

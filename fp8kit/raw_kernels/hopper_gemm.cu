@@ -1,21 +1,23 @@
 // FP8 products on Hopper: out = (a scales) (b scales)^T + bias + addend, a (m, k), b (n, k), rows of k codes.
 //
 // functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
-//   fp8_gemm_cast, fp8_gemm_lines)
-// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=bare;
+//   fp8_gemm_cast, fp8_gemm_lines, grouped_gemm)
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=bare;
 //   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,64 32 0 whole,
 //   256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,
 //   128 128 128 whole,128 128 128 lines_squares,128 64 128 whole,128 64 128 lines_squares,64 32 128 whole,
 //   64 32 128 lines_squares
-// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; EPILOGUE=bare; ACT=identity;
 //   GROUPS SCALES=rows whole,terms whole; BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128
-// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; EPILOGUE=bare; ACT=identity;
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; EPILOGUE=bare; ACT=identity;
 //   GROUPS SCALES=rows lines_squares,terms lines_lines; BM BN PROMOTE=256 128 128,128 128 128
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
+// variants: LEFT RIGHT T=bf16 bf16 bf16,f16 f16 f16; GROUPS LAYOUT=rows nt,rows nn,terms tn; SCALES=whole;
+//   BM BN PROMOTE=128 256 0,128 128 0; EPILOGUE=bare; ACT=identity
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; SCALES=whole;
 //   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
-// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; SCALES=whole;
+// variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; SCALES=whole;
 //   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
-// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; GROUPS=none; EPILOGUE=lines; ACT=identity;
+// variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=lines; ACT=identity;
 //   BM BN PROMOTE SCALES=128 128 0 whole,256 128 128 whole,128 128 128 whole,256 128 128 lines_squares,
 //   128 128 128 lines_squares
 //
@@ -28,23 +30,22 @@
 //   terms warps 1 to 3 clear what a place holds of other groups (`clear`).
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
 //   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and in the
-//   end each warp writes its rows: from registers (`write_columns`), or by shared memory (`write_part`).
-//   TURNS: each makes whole tiles, in turn, so that one writes while the other multiplies.
+//   end each warp writes its rows: from registers or by shared memory (`write_rows`).
+//   The loader gives its registers to them, whose sums fill them. TURNS: each makes whole tiles, in turn, so
+//   that one writes while the other multiplies.
 //
-// The loader gives its registers to the multipliers, whose sums fill them.
+// LEFT and RIGHT of 16 bits: products without scales, of groups. LAYOUT: the contraction runs along the rows
+// of both (nt), down b's (nn), down both (tn).
 //
 // Sums: Hopper adds FP8 products with 13 fraction bits (docs/numerics.md). PROMOTE: after how many codes such
 // a sum is added to a float32 one; 0: never ("fast accumulation"). With SCALES of blocks it is at most 128,
-// and the partial sum is scaled first. The order is that of fk.Accumulation's "hopper_fast" and
-// "hopper_split".
+// and the partial sum is scaled first. Order: fk.Accumulation's "hopper_fast" and "hopper_split".
 //
 // GROUPS rows: the rows of a are groups, each times a b of its own. GROUPS terms: the terms of the
 // contraction are groups, each makes a result of its own. `sizes` says on the device how large groups are:
 // every role walks past them tile by tile (`Walk`), and nobody else need know.
-//
 // EPILOGUE, with ACT: what is done to the result before it is written (hopper_epilogue.cuh).
 #include "fp8.cuh"
-#include "hopper.cuh"
 #include "hopper_epilogue.cuh"
 
 // Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
@@ -66,14 +67,17 @@ struct alignas(64) Job {
 extern "C" __global__ void hopper_gemm(const __grid_constant__ Job job) { __trap(); }
 #else
 
-constexpr int DEPTH = 128;               // codes of a row in a tile: 128 bytes, the width of the swizzle
-constexpr int STEPS = DEPTH / 32;        // wgmma instructions along it
-constexpr int MULTIPLIERS = 256;         // threads
+constexpr int DEPTH = 128, STEPS = DEPTH / 32;  // bytes of a tile's row, as the swizzle's; wgmma's along it
+constexpr int WIDTH = sizeof(LEFT), TERMS = DEPTH / WIDTH;  // bytes of a term, terms of a tile
+constexpr int MULTIPLIERS = 256;  // threads
+enum Groups { none, rows, terms };
+enum Layout { nt, nn, tn };
 // a scale for a tensor or for each row; for lines of 1 x 128 codes, squares of 128 x 128
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
 constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
 constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
-enum Groups { none, rows, terms };
+constexpr bool A_DOWN = LAYOUT == tn, B_DOWN = LAYOUT != nt;  // terms run down the rows: boxes of 64 across
+constexpr int A_STEP = A_DOWN ? 128 : 2, B_STEP = B_DOWN ? 128 : 2;  // of a descriptor, for a wgmma's terms
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
 constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED;
 constexpr int WAVES = TURNS ? BM / 64 : BM > 128 ? BM / 128 : 1;  // 64 rows at a time, of a multiplier
@@ -82,11 +86,11 @@ constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
-// STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which copies
-// bring them to `out` while the next tile is multiplied, and epilogues read them. LATE: columns from PART on
-// wait for it in registers. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds
-// while the other multiplies. CLUSTER: two blocks make tiles beside each other, and either copies half of a's
-// to both. BM 64: a few rows of a, which the first multiplier has alone; no more of them are copied than exist.
+// STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
+// copies bring them to `out` while the next tile is multiplied, and epilogues read them. LATE: columns from
+// PART on wait for it in registers. SKEWED: the second multiplier begins a tile one partial sum later, so
+// that one adds while the other multiplies. CLUSTER: two blocks make tiles beside each other, and either
+// copies half of a's to both. BM 64: a few rows, the first multiplier's; no more are copied than there are.
 constexpr bool STAGED =
     FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
 constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
@@ -104,12 +108,12 @@ constexpr int CLUSTER = TURNS || (BY_TERMS && WAVES == 2) ? 2 : 1;
 constexpr bool TIGHT = LATE || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need most registers
 constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / STAGE_BYTES;
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
-static_assert(BM % 64 == 0 && BN % 32 == 0 && (!FUSED || BN == 128), "");
-static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums fit");
-static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "");
+static_assert(BM % 64 == 0 && BN % 32 == 0 && (!FUSED || (BN == 128 && !GROUPED)), "epilogues: BN 128");
+static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums do not fit");
+static_assert((WIDTH == 1 || (!PROMOTE && GROUPED && SCALES == whole)) && (WIDTH == 2 || LAYOUT == nt), "");
+static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "32, 64, or times 128");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
-static_assert((!GROUPED || !FUSED) && (!STAGED || PART % 64 == 0), "no epilogues; copies of 64 columns");
-
+static_assert(!STAGED || PART % 64 == 0, "copies have 64 columns");
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
@@ -122,18 +126,16 @@ DEVICE i32 first_lane(i32 x) { return GROUPED || PROMOTE ? __shfl_sync(~0u, x, 0
 struct Tile {
   i32 row, column, depths, group, top, end, cover, from, before, last;
 
-  // By shuffles the compiler knows it to be the same in a warp, and so what follows from it.
-  __device__ __forceinline__ void make_uniform() {
+  // By shuffles the compiler knows it to be the same in a warp.
+  METHOD void make_uniform() {
     row = first_lane(row), column = first_lane(column);
     depths = first_lane(depths), group = first_lane(group);
     if constexpr (BY_ROWS) top = first_lane(top), end = first_lane(end), cover = first_lane(cover);
   }
 
   // Whether a row of the result is this tile's to write, and whether it is 0.
-  __device__ __forceinline__ bool has(const Job& job, i64 i) const {
-    return BY_ROWS ? i >= top && i < cover : i < job.m;
-  }
-  __device__ __forceinline__ bool is_zero(i64 i) const { return BY_ROWS ? i >= end : depths == 0; }
+  METHOD bool has(const Job& job, i64 i) const { return BY_ROWS ? i >= top && i < cover : i < job.m; }
+  METHOD bool is_zero(i64 i) const { return BY_ROWS ? i >= end : depths == 0; }
 };
 
 // Tile number `tile` of `tall` x `job.wide`: bands of rows, in them column after column.
@@ -146,7 +148,7 @@ DEVICE void place_tile(const Job& job, i32 tile, i32 tall, Tile& to) {
 
 // A copy begins at a multiple of 16 bytes of a map's row. So tiles whose rows have scales in lines begin at
 // a multiple of four of them, sums at a multiple of 16 terms, or of 128, where blocks of these have scales.
-constexpr i32 ROW_STEP = BY_ROWS && A_LINES ? 4 : 1, TERM_STEP = SCALES == whole ? 16 : DEPTH;
+constexpr i32 ROW_STEP = BY_ROWS && A_LINES ? 4 : 1, TERM_STEP = A_DOWN ? 1 : SCALES == whole ? 16 : DEPTH;
 
 // The way of one role along the blocks' list of tiles, group after group, forwards only: a group, the first
 // of the rows or terms that it takes up, and its first tile.
@@ -155,7 +157,7 @@ struct Walk {
 
   // How many rows or terms the group takes up, and how many of them are its own. What is left behind the last
   // group is one more, without any.
-  __device__ __forceinline__ i32 cover(const Job& job, i32& size) const {
+  METHOD i32 cover(const Job& job, i32& size) const {
     const i32 left = (i32)(BY_ROWS ? job.m : job.terms) - start;
     const i32 asked = group < (i32)job.groups ? max(job.sizes[group], 0) : 0;
     const i32 found = group == (i32)job.groups ? left : job.slots ? (i32)job.slots : min(asked, left);
@@ -164,7 +166,7 @@ struct Walk {
   }
 
   // Tile number `tile`, which is none before the last one asked for; false where there is none.
-  __device__ __forceinline__ bool at(const Job& job, i32 tile, Tile& to) {
+  METHOD bool at(const Job& job, i32 tile, Tile& to) {
     i32 size;
     if constexpr (BY_ROWS) {
       for (;; ++group) {
@@ -189,8 +191,8 @@ struct Walk {
         for (; group < there; ++group) start += cover(job, size);
         cover(job, size);
         to.before = start % TERM_STEP, to.from = start - to.before;
-        to.depths = size ? (to.before + size + DEPTH - 1) / DEPTH : 0;
-        to.last = to.before + size - DEPTH * (to.depths - 1);
+        to.depths = size ? (to.before + size + TERMS - 1) / TERMS : 0;
+        to.last = to.before + size - TERMS * (to.depths - 1);
       }
     }
     to.group = group;
@@ -202,21 +204,28 @@ struct Walk {
 struct Memory {
   u32 base;
   // Where a warp of the multipliers, 0 to 7, puts its results.
-  __device__ __forceinline__ u32 part(u32 warp) const { return base + warp * PART_BYTES; }
-  __device__ __forceinline__ u32 a(u32 stage) const { return base + PARTS_BYTES + stage * A_BYTES; }
-  __device__ __forceinline__ u32 b(u32 stage) const { return a(STAGES) + stage * B_BYTES; }
-  __device__ __forceinline__ u32 a_scales(u32 stage) const { return b(STAGES) + stage * A_SCALE_BYTES; }
-  __device__ __forceinline__ u32 b_scales(u32 stage) const {
-    return a_scales(STAGES) + stage * B_SCALE_BYTES;
-  }
-  __device__ __forceinline__ u32 full(u32 stage) const { return b_scales(STAGES) + 8 * stage; }
-  __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES + stage); }
-  __device__ __forceinline__ u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
-  __device__ __forceinline__ u32 sums() const { return full(3 * STAGES); }
-  __device__ __forceinline__ u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
+  METHOD u32 part(u32 warp) const { return base + warp * PART_BYTES; }
+  METHOD u32 a(u32 stage) const { return base + PARTS_BYTES + stage * A_BYTES; }
+  METHOD u32 b(u32 stage) const { return a(STAGES) + stage * B_BYTES; }
+  METHOD u32 a_scales(u32 stage) const { return b(STAGES) + stage * A_SCALE_BYTES; }
+  METHOD u32 b_scales(u32 stage) const { return a_scales(STAGES) + stage * B_SCALE_BYTES; }
+  METHOD u32 full(u32 stage) const { return b_scales(STAGES) + 8 * stage; }
+  METHOD u32 empty(u32 stage) const { return full(STAGES + stage); }
+  METHOD u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
+  METHOD u32 sums() const { return full(3 * STAGES); }
+  METHOD u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
+
+// A tile of ROWS rows from (row, term) on; of groups' matrices the last number says which.
+template <bool DOWN, int ROWS, typename... More>
+DEVICE void copy_operand(u32 to, const TensorMap& map, i32 term, i32 row, More... more) {
+  if constexpr (!DOWN) copy_tile(to, map, term, row, more...);
+#pragma unroll 1
+  for (int box = 0; DOWN && box < ROWS / 64; ++box)
+    copy_tile(to + box * 64 * DEPTH, map, row + 64 * box, term, more...);
+}
 
 DEVICE void load(const Job& job, const Memory& memory) {
   Place place, mixed;
@@ -226,11 +235,11 @@ DEVICE void load(const Job& job, const Memory& memory) {
 #pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage;
-      const i32 term = at.from + depth * DEPTH;
+      const i32 term = at.from + depth * TERMS;
       u32 full = memory.full(stage);
       barrier_wait(memory.empty(stage), place.parity ^ 1);
-      const i32 begin = depth ? 0 : at.before, stop = depth + 1 == at.depths ? at.last : DEPTH;
-      if (BY_TERMS && (begin > 0 || stop < DEPTH)) {  // for `clear`, which will say that it is full
+      const i32 begin = depth ? 0 : at.before, stop = depth + 1 == at.depths ? at.last : TERMS;
+      if (BY_TERMS && (begin > 0 || stop < TERMS)) {  // for `clear`, which will say that it is full
         store_words_shared(memory.note(mixed.stage), {stage, (u32)begin, (u32)stop, 0});
         full = memory.landed(mixed.stage), mixed.next();
       }
@@ -238,11 +247,11 @@ DEVICE void load(const Job& job, const Memory& memory) {
       barrier_expect(full, STAGE_BYTES - missing * DEPTH);
       const i32 half = BM / 2 * (blockIdx.x % CLUSTER);
       CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
-                   : copy_tile(memory.a(stage), job.a, term, at.row, full);
+                   : copy_operand<A_DOWN, BM>(memory.a(stage), job.a, term, at.row, full);
       if constexpr (BY_ROWS)  // a matrix for each group
-        copy_tile(memory.b(stage), job.b, term, at.column, at.group, full);
+        copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, at.group, full);
       else
-        copy_tile(memory.b(stage), job.b, term, at.column, full);
+        copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, full);
       if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
         copy_tile(memory.b(stage) + B_BYTES / 2, job.b, term, at.column + (i32)job.n / 2, full);
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
@@ -258,33 +267,33 @@ DEVICE void load(const Job& job, const Memory& memory) {
 
 // Where a group's first or last term lies within a stage: once it has `landed`, three warps make the codes of
 // other groups 0, so that nothing of them is in the group's sums, not even NaN; then it is full. A thread has
-// the same 16 codes of every 12th row, which the copy put where row and place say.
+// the same 16 bytes of every 12th row, which the copy put where row and place say.
 DEVICE void clear(const Memory& memory) {
   const i32 chunk = threadIdx.x % 8;
   for (Place mixed;; mixed.next()) {
     u32 note[4], keep[4], words[4];
     barrier_wait(memory.landed(mixed.stage), mixed.parity);
     load_words_shared(memory.note(mixed.stage), note);
-    const u32 stage = note[0];
-    if (stage == STAGES) return;
+    if (note[0] == STAGES) return;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {  // note[1] <= code < note[2]
-      const i32 begin = note[1] - 16 * chunk - 4 * w, stop = note[2] - 16 * chunk - 4 * w;
+    for (int w = 0; w < 4; ++w) {  // note[1] <= term < note[2]
+      const i32 begin = WIDTH * note[1] - 16 * chunk - 4 * w, stop = WIDTH * note[2] - 16 * chunk - 4 * w;
       keep[w] = (u32)((1ull << 8 * min(max(stop, 0), 4)) - (1ull << 8 * min(max(begin, 0), 4)));
     }
-    const bool all = (keep[0] & keep[1] & keep[2] & keep[3]) == ~0u;
+    const bool all = !A_DOWN && (keep[0] & keep[1] & keep[2] & keep[3]) == ~0u;
 #pragma unroll 1
     for (i32 row = threadIdx.x / 8 - 4; row < BM + BN && !all; row += 12) {
-      const u32 tile = row < BM ? memory.a(stage) : memory.b(stage) - A_BYTES;
+      const u32 tile = row < BM ? memory.a(note[0]) : memory.b(note[0]) - A_BYTES;
       const u32 address = tile + row * DEPTH + 16 * (chunk ^ row % 8);
+      const bool own = (u32)row % 64 >= note[1] && (u32)row % 64 < note[2];  // of rows that are terms
       load_words_shared(address, words);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words[w] &= keep[w];
+      for (int w = 0; w < 4; ++w) words[w] &= A_DOWN ? (own ? ~0u : 0u) : keep[w];
       store_words_shared(address, words);
     }
     writes_before_products();
-    wait_for_threads<1, 96>();
-    if (threadIdx.x == 32) barrier_arrive(memory.full(stage));
+    wait_for_threads<96>(1);
+    if (threadIdx.x == 32) barrier_arrive(memory.full(note[0]));
   }
 }
 
@@ -327,7 +336,7 @@ struct Outgoing {
   i32 row = -1, column, matrix;
 
   // The part, filled, to the result.
-  __device__ __forceinline__ void send(const Job& job, i32 row, i32 column, i32 matrix) const {
+  METHOD void send(const Job& job, i32 row, i32 column, i32 matrix) const {
     constexpr int WIDE = 128 / sizeof(T);  // a box's columns
     writes_before_products();
     __syncwarp();
@@ -337,7 +346,7 @@ struct Outgoing {
       copy_tile_out(job.parts, part + box * BOX_BYTES, column + column_of(job, WIDE * box), row, matrix);
   }
   // What waits, once copies have read the part.
-  __device__ __forceinline__ void send_late(const Job& job) {
+  METHOD void send_late(const Job& job) {
     if (!LATE || row < 0) return;
     copies_have_read();
 #pragma unroll
@@ -347,17 +356,8 @@ struct Outgoing {
   }
 };
 
-// With TURNS a multiplier begins a tile when the other one is two tiles of terms before the end of its own, so
-// that the ring's places come to each in order.
-DEVICE void wait_for_turn(int group) {
-  group ? wait_for_threads<6, MULTIPLIERS>() : wait_for_threads<5, MULTIPLIERS>();
-}
-DEVICE void end_turn(int group) {
-  group ? arrive_of_threads<5, MULTIPLIERS>() : arrive_of_threads<6, MULTIPLIERS>();
-}
-
-// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows. `more`:
-// with TURNS, whether the other one has a tile after this.
+// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows. TURNS:
+// `more` says whether the other one has a tile after this, which it begins when this one has two places left.
 template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
                      float (&total)[WAVES][BN / 2], Outgoing& outgoing, bool more) {
@@ -374,20 +374,21 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
     if (GROUPED && depths == 0) return;
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
       barrier_wait(memory.full(place.stage), place.parity);
-      const u64 a = tile_descriptor(memory.a(place.stage) + first * DEPTH);
-      const u64 b = tile_descriptor(memory.b(place.stage));
+      const u32 a_tile = memory.a(place.stage) + first * DEPTH, b_tile = memory.b(place.stage);
+      const u64 a = A_DOWN ? columns_descriptor<64>(a_tile) : tile_descriptor(a_tile);
+      const u64 b = B_DOWN ? columns_descriptor<64>(b_tile) : tile_descriptor(b_tile);
       hold<ACTIVE>(total);
       products_fence();
 #pragma unroll
       for (int w = 0; w < ACTIVE; ++w)
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
-          multiply_tiles<BN>(total[w], a + 512 * w + 2 * i, b + 2 * i, depth | i);
+          multiply_tiles<BN>(total[w], a + 512 * w + A_STEP * i, b + B_STEP * i, depth | i);
       products_commit();
       hold<ACTIVE>(total);
       if constexpr (LATE)
         if (depth == 2) outgoing.send_late(job);
-      if (TURNS && more && depth == max(depths - 2, 0)) end_turn(group);
+      if (TURNS && more && depth == max(depths - 2, 0)) arrive_of_threads<MULTIPLIERS>(6 - group);
       products_wait<1>();  // those before these
       if (depth) release(memory, before);
       before = place.stage;
@@ -415,7 +416,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   if (depths) barrier_wait(memory.full(place.stage), place.parity);
   // Tiles of more depths than the ring has places: none of its arrivals is the next tile's.
   const bool skewed = SKEWED && depths > 8;
-  if (skewed && group == 1) wait_for_threads<4, MULTIPLIERS>();
+  if (skewed && group == 1) wait_for_threads<MULTIPLIERS>(4);
   const u32 a_first = opaque((u32)tile_descriptor(memory.a(0) + first * DEPTH));
   const u32 b_first = opaque((u32)tile_descriptor(memory.b(0)));
   const u64 high = tile_descriptor(0) >> 32 << 32;
@@ -448,7 +449,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         if (end && depth + 1 < depths) barrier_wait(memory.full(place.stage), place.parity);
         products_wait<0>();
         hold(part);
-        if (skewed && group == 0 && depth == 0 && w == 0 && begin == 0) arrive_of_threads<4, MULTIPLIERS>();
+        if (skewed && group == 0 && depth == 0 && w == 0 && begin == 0) arrive_of_threads<MULTIPLIERS>(4);
         // b's lines are still to be read, else the place may be filled again
         if (end && !B_LINES) release(memory, stage);
         if (TILES == 1 || depth % TILES == TILES - 1 || depth + 1 == depths)
@@ -473,8 +474,7 @@ struct Corner {
 // edge, or where rows are not aligned. Every instruction counts here: tensor cores stand still meanwhile.
 enum How { SCALED, BIASED, ANY, EDGE };
 
-// Columns 32 k ... 32 k + 31 of the tile's columns, which begin at `first`: scaled, with bias and addend, not
-// rounded yet.
+// Columns 32 k ... 32 k + 31 of the tile's, from `first` on: scaled, with bias and addend, not rounded.
 template <How HOW>
 DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first,
                         float (&values)[2][8]) {
@@ -512,45 +512,36 @@ DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[B
   }
 }
 
-// The same to the result from registers.
+// A warp's 16 rows to the result: from registers, or PART columns by shared memory now and the others late.
 template <How HOW>
-DEVICE void write_columns(const Job& job, const Corner& at, const float (&total)[BN / 2], int k, i32 first) {
-  float values[2][8];
-  asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
-  finish_sums<HOW>(job, at, total, k, first, values);
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
-                               at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
-}
-
-// All columns of a warp's 16 rows: PART by shared memory now, the others late. With HOW EDGE not all exist.
-template <How HOW>
-DEVICE void write_part(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
+DEVICE void write_rows(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
                        i32 matrix, Outgoing& outgoing) {
-  outgoing.send_late(job);  // of a tile that was followed by one of few depths
-  copies_have_read();
+  constexpr bool BY_PARTS = STAGED && (FUSED || HOW != EDGE);
+  if constexpr (BY_PARTS) outgoing.send_late(job), copies_have_read();
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     float values[2][8];
-    asm volatile("" ::: "memory");
+    asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
     finish_sums<HOW>(job, at, total, k, first + column_of(job, 32 * k) - 32 * k, values);
-    if (k < PART / 32) put_columns<T>(outgoing.part, k, values);
-    if (k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
-    if constexpr (LATE)
-      if (k >= PART / 32)
-        pack_columns<T>(values[0], outgoing.words[k - PART / 32][0]),
-            pack_columns<T>(values[1], outgoing.words[k - PART / 32][1]);
+    if (BY_PARTS && k < PART / 32) put_columns<T>(outgoing.part, k, values);
+    if (BY_PARTS && k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (!BY_PARTS)
+        store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
+                                   at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
+      else if constexpr (LATE)
+        if (k >= PART / 32) pack_columns<T>(values[h], outgoing.words[k - PART / 32][h]);
+    }
   }
-  if (LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
+  if (BY_PARTS && LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
 }
 
-// Sixty-four rows of the result: by parts or from registers, 32 columns at a time. `multiplier`: 0 or 1.
+// Sixty-four rows of the result. `multiplier`: 0 or 1.
 DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], const Tile& at, i32 first_row,
                   int multiplier, Running& own, Outgoing& outgoing) {
   const i64 top = first_row + threadIdx.x / 32 % 4 * 16 + lane() / 4, group = at.group;
-  const i32 first_column = at.column;
-  const i64 corner = ((BY_TERMS ? group * job.m : 0) + top) * job.out_stride + first_column;
+  const i64 corner = ((BY_TERMS ? group * job.m : 0) + top) * job.out_stride + at.column;
   const bool by_row = SCALES == whole && job.a_step != 0;
   const T* bias = !GROUPED || job.bias == nullptr ? job.bias : job.bias + group * job.n;
   const float* b_scale = job.b_scale + (BY_ROWS ? group * job.b_group : 0);
@@ -560,38 +551,22 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
   if (BY_ROWS && group == job.groups) to.b_scale = job.b_scale, to.bias = nullptr;  // rows of no group
   if (by_row)
     to.a[0] = job.a_scale[min64(top, job.m - 1)], to.a[1] = job.a_scale[min64(top + 8, job.m - 1)];
-  else if (SCALES == whole)
+  else if (SCALES == whole && WIDTH == 1)
     to.b = __fmul_rn(job.a_scale[0], to.b_scale[0]);  // and a is 1, which changes nothing
-  const bool aligned = rows_aligned<16>(job.out, job.out_stride) &&
-                       rows_aligned<16>(job.addend, job.out_stride) &&
-                       rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n);
+  const bool inside =
+      rows_aligned<16>(job.out, job.out_stride) && rows_aligned<16>(job.addend, job.out_stride) &&
+      rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n) &&
+      at.column + BN / HALVES <= (i32)job.n / HALVES && (!FUSED || first_row + 64 <= (i32)job.m);
   const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
-  const bool inside = aligned && first_column + BN / HALVES <= (i32)job.n / HALVES;
-  if constexpr (STAGED) {
-    const bool there = inside && (!FUSED || first_row + 64 <= (i32)job.m);
-    if (FUSED && !there)
-      write_part<EDGE>(job, to, total, row, first_column, matrix, outgoing);
-    else if (there && (by_row || job.addend != nullptr))
-      write_part<ANY>(job, to, total, row, first_column, matrix, outgoing);
-    else if (there && to.bias != nullptr)
-      write_part<BIASED>(job, to, total, row, first_column, matrix, outgoing);
-    else if (there)
-      write_part<SCALED>(job, to, total, row, first_column, matrix, outgoing);
-    finish_part(job.further, own, outgoing.part, job.m, top, first_column, there, memory.sums(), multiplier);
-    if (FUSED || there) return;
-  }
-  if constexpr (!FUSED) {
-#pragma unroll
-    for (int k = 0; k < BN / 32; ++k)
-      if (!aligned || first_column + 32 * k + 32 > (i32)job.n)
-        write_columns<EDGE>(job, to, total, k, first_column);
-      else if (by_row || job.addend != nullptr)
-        write_columns<ANY>(job, to, total, k, first_column);
-      else if (to.bias != nullptr)
-        write_columns<BIASED>(job, to, total, k, first_column);
-      else
-        write_columns<SCALED>(job, to, total, k, first_column);
-  }
+  if (!inside)
+    write_rows<EDGE>(job, to, total, row, at.column, matrix, outgoing);
+  else if (by_row || job.addend != nullptr)
+    write_rows<ANY>(job, to, total, row, at.column, matrix, outgoing);
+  else if (to.bias != nullptr)
+    write_rows<BIASED>(job, to, total, row, at.column, matrix, outgoing);
+  else
+    write_rows<SCALED>(job, to, total, row, at.column, matrix, outgoing);
+  finish_part(job.further, own, outgoing.part, job.m, top, at.column, inside, memory.sums(), multiplier);
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------
@@ -606,7 +581,7 @@ hopper_gemm(const __grid_constant__ Job job) {
     prefetch_map(job.a), prefetch_map(job.b);
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
-      barrier_init(memory.empty(stage), CLUSTER * MULTIPLIERS / (TURNS ? 64 : 32));  // of warps that multiply it
+      barrier_init(memory.empty(stage), CLUSTER * (TURNS ? 4 : 8));  // of every warp that multiplies it
       if constexpr (BY_TERMS) barrier_init(memory.landed(stage), 1);
     }
     barriers_are_set();
@@ -628,13 +603,13 @@ hopper_gemm(const __grid_constant__ Job job) {
     Outgoing outgoing{memory.part(threadIdx.x / 32 - 4)};
     float total[WAVES][BN / 2];
     const i32 step = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER, tiles = (i32)(job.tall * job.wide);
-    if (TURNS && group) place.skip((i32)job.depths);
-    for (i32 tile = start + (TURNS ? group * step : 0); first_lane(walk.at(job, tile, at));
-         tile += TURNS ? 2 * step : step) {
+    const i32 turn = TURNS ? group * step : 0;
+    if (turn) place.skip((i32)job.depths);
+    for (i32 tile = start + turn; first_lane(walk.at(job, tile, at)); tile += TURNS ? 2 * step : step) {
       at.make_uniform();
       const i32 first = at.row + (TURNS ? 0 : 64 * WAVES * group);
       const i32 left = BY_ROWS ? at.end - first : BM > 64 || group == 0 ? BM : 0;
-      if (TURNS && tile != start) wait_for_turn(group);
+      if (TURNS && tile != start) wait_for_threads<MULTIPLIERS>(5 + group);
       if (left > 64 * (WAVES - 1))
         multiply<WAVES>(job, memory, place, at, group, total, outgoing, tile + step < tiles);
       else if (WAVES == 1 || left <= 0)

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import own_gemms, targets
-from benchmarks.own_gemms import BLOCKS, FEW, LIBRARY, OURS, TENSORS, Case, cases, measure, speed
+from benchmarks.own_gemms import (
+    BLOCKS,
+    FEW,
+    LIBRARY,
+    OURS,
+    TENSORS,
+    Case,
+    cases,
+    epilogues,
+    measure,
+    measure_epilogue,
+    speed,
+)
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
 from fp8kit.bench.gemms import Product
@@ -38,6 +50,14 @@ def test_the_twelve_products_and_numbers_of_rows():
         own_gemms.own_part(setting_for(CPU))
 
 
+@pytest.mark.parametrize("case", list(epilogues(FULL.large)), ids=str)
+def test_epilogues_are_timed_beside_a_product_and_a_pass(case):
+    small = case._replace(shape=(32, 128, 64))
+    rows = measure_epilogue(small, setting_for(CPU), dispatch.kernels(CPU), dispatch.kernels(CPU))
+    assert [(row["case"], row["status"]) for row in rows] == [(OURS, "ok"), (LIBRARY, "ok")]
+    assert rows[1]["of_best"] == 1
+
+
 def _row(scales, share, rows=64, **more):
     workload = str(Case(Product("forward", rows, 4, 4, E4M3, True), scales))
     return {"case": OURS, "scales": scales, "workload": workload, "status": "ok", "of_best": share} | more
@@ -54,5 +74,5 @@ def test_speed():
 def test_targets_without_figures():
     report = Report({"settings": {"sizes": FULL.name}})
     found = {row["what"]: row for row in targets.evaluate(report) if row["part"] == "own"}
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(row["verdict"] == "not measured" for row in found.values())

@@ -76,7 +76,7 @@ def test_every_bit_is_that_of_product_and_pass(
         quantize_transpose=quantize.quantize_transpose,
         block_quantize=block.block_quantize,
     )
-    parts = SimpleNamespace(**dict(zip(NAMES, composed(product, fused_gemm._place, __name__), strict=True)))
+    parts = SimpleNamespace(**dict(zip(NAMES, composed(product, fused_gemm.place, __name__), strict=True)))
     m, n, k = size
     found = []
     for kernels in (hopper_fused, parts):

@@ -40,7 +40,7 @@ _BODIES = {
     "void store_shared(u32 address, float x)": "*(float*)(shared_memory + address) = x;",
     "void load_words_shared(u32 from, u32 (&words)[4])": "memcpy(words, shared_memory + from, 16);",
     "void store_words_shared(u32 to, const u32 (&words)[4])": "memcpy(shared_memory + to, words, 16);",
-    "void wait_for_threads()": "group_barrier[N]->arrive_and_wait();",
+    "void wait_for_threads(u32 number)": "group_barrier[number]->arrive_and_wait();",
     "bf16 from_float<bf16>(float x)": _BFLOAT16,
     "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
     "float to_float(f16 x)": "return (float)cast_bits<_Float16>(x.bits);",

@@ -28,7 +28,7 @@ OWN = {
     "hopper_gemm.cu": {
         "fp8_gemm": "hopper_gemm",
         "block_gemm": "hopper_gemm",
-        "grouped_fp8_gemm": "hopper_grouped",
+        **dict.fromkeys(("grouped_fp8_gemm", "grouped_gemm"), "hopper_grouped"),
         **dict.fromkeys(
             ("fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"), "hopper_fused"
         ),

@@ -31,7 +31,7 @@ def _bytes(rows: int, columns: int, itemsize: int) -> int:
     return ceil_div(rows * columns * itemsize, _ALIGNMENT) * _ALIGNMENT
 
 
-def _place(
+def place(
     shape: tuple[int, int], dtype: DType, workspace: ArrayView | None, device: Any
 ) -> tuple[ArrayView, ArrayView | None]:
     """Returns the first bytes of the workspace."""
@@ -60,6 +60,6 @@ fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines = composed(
         quantize_transpose=quantize_transpose,
         block_quantize=block_quantize,
     ),
-    _place,
+    place,
     __name__,
 )

@@ -24,7 +24,7 @@ SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
 _NO_EPILOGUE = bytes(40)  # up to a multiple of 64
-_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
@@ -53,7 +53,7 @@ _COSTS = {
     Tiling(128, 64): (0.3, 0.27),
     Tiling(64, 32): (0.3, 0.13),
 }
-_COSTS_IN_TURN = (0.1, 0.367)
+_COSTS_IN_TURN, _LAST_TURN = (0.1, 0.372), 0.9  # and once what the last tile costs, which hides behind none
 _SMALL = Tiling(128, 128), Tiling(128, 64), Tiling(64, 32)
 
 
@@ -64,8 +64,9 @@ def in_turn(promote: int, groups: str, at: Tiling) -> bool:
 
 def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multiprocessors: int) -> float:
     """What so many ``tiles`` of ``depths`` times 128 terms cost, by rounds of all multiprocessors."""
-    first, each = _COSTS_IN_TURN if in_turn(promote, groups, at) else _COSTS[at]
-    return ceil_div(tiles, multiprocessors) * (first + depths * each)
+    turns = in_turn(promote, groups, at)
+    first, each = _COSTS_IN_TURN if turns else _COSTS[at]
+    return ceil_div(tiles, multiprocessors) * (first + depths * each) + (_LAST_TURN if turns else 0)
 
 
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
@@ -81,14 +82,14 @@ def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: i
 
 
 def want_hopper(index: int, *strides: int) -> None:
-    """CannotTake for a device that is no Hopper, and rows that are not a multiple of 16 codes apart."""
+    """CannotTake for a device that is no Hopper, and rows that are not a multiple of 16 bytes apart."""
     if launch.capability(index) != CAPABILITY:
         major, minor = launch.capability(index)
         raise CannotTake("hopper_gemm", "device", f"compute capability {major}.{minor}", "9.0")
     if any(stride % 16 for stride in strides):
         wanted = "multiples of 16"
         raise CannotTake(
-            "hopper_gemm", "a, b", f"{', '.join(map(str, strides))} codes from row to row", wanted
+            "hopper_gemm", "a, b", f"{', '.join(map(str, strides))} bytes from row to row", wanted
         )
 
 
@@ -106,7 +107,7 @@ def result_map(
     if stride * itemsize % 16:
         return NONE[1]
     box = 128 // itemsize, 16, 1
-    return tensor_map(_KINDS[out], (n, m, matrices), (stride, m * stride), box, True)
+    return tensor_map(KINDS[out], (n, m, matrices), (stride, m * stride), box, True)
 
 
 def blocks_together(promote: int, groups: str, at: Tiling) -> int:
@@ -137,9 +138,10 @@ def compiled(
     groups: str,
     epilogue: str = "bare",
     act: str = "identity",
+    layout: str = "nt",
 ) -> launch.Kernel:
-    """The kernel for the source's names of a's, b's and out's types, of its kinds of scales, groups and
-    epilogues, and of an activation."""
+    """The kernel for the source's names of a's, b's and out's types, of its kinds of scales, groups,
+    epilogues and layouts, and of an activation."""
     left, right, out = types
     return launch.kernel(
         SOURCE,
@@ -155,6 +157,7 @@ def compiled(
         GROUPS=groups,
         EPILOGUE=epilogue,
         ACT=act,
+        LAYOUT=layout,
     )
 
 
@@ -206,7 +209,7 @@ def packed(
     plan: Planned,
     a: ArrayView,
     b: ArrayView,
-    scale_invs: tuple[ArrayView, ArrayView],
+    scale_invs: tuple[ArrayView | None, ArrayView | None],
     out: ArrayView | None,
     bias: ArrayView | None = None,
     addend: ArrayView | None = None,
@@ -217,8 +220,7 @@ def packed(
     described: list[Any] = []
     for view, one in zip((a, b, *scale_invs, out), plan.maps, strict=True):
         described += [address(view) if any(one) else 0, one]
-    first, second = scale_invs
-    pointers = first.ptr, second.ptr, address(bias), address(addend), address(out), address(sizes)
+    pointers = (address(view) for view in (*scale_invs, bias, addend, out, sizes))
     return _JOB.pack(*described, *pointers, *plan.sizes) + further
 
 

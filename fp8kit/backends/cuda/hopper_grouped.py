@@ -15,6 +15,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
     DEPTH,
+    KINDS,
     LEAST_ARCH,
     SHARED,
     THREADS,
@@ -32,7 +33,7 @@ from fp8kit.backends.cuda.hopper_gemm import (
 from fp8kit.backends.cuda.own_gemm import PROMOTE
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
-from fp8kit.backends.protocol.grouped import GroupedAlong
+from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import Format
 from fp8kit.lru import memoized
@@ -40,6 +41,7 @@ from fp8kit.lru import memoized
 __all__ = ["LEAST_ARCH", "grouped_fp8_gemm", "tiling"]
 
 _LINE, _SQUARE = (1, 128), (128, 128)
+_TERMS = 64  # of 16 bits, in a tile
 # what groups run along, and the operands' tiles -> the source's SCALES
 _SCALES = {
     **{(along, (tile, tile)): "whole" for along in ("rows", "terms") for tile in ((0, 0), (1, 0))},
@@ -115,6 +117,63 @@ def _plan(
     numbers = m, n, out_stride, ceil_div(terms, DEPTH), step, b_step or step, tall, wide
     own = band_of(clusters, at.rows, at.columns * together), groups, slots, b_group, terms
     return Planned(kernel, clusters * together, maps, (*numbers, *own))
+
+
+@memoized("Hopper products of groups in high precision by call")
+def _plan_high(
+    index: int,
+    layout: GroupedLayout,
+    out_shape: tuple[int, ...],
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
+    groups: int,
+    slots: int,
+    name: str,
+) -> Planned:
+    """``name``: the source's, of the type of all operands."""
+    along: GroupedAlong = "terms" if layout == "tn" else "rows"
+    (m, n), by_rows, multiprocessors = out_shape[-2:], along == "rows", launch.sm_count(index)
+    terms = a_shape[1] if by_rows else a_shape[0]
+    want_hopper(index, *(2 * extent for extent in (a_shape[-1], b_shape[-1], n)))
+    at = tiling(along, m, n, terms, groups, 0, multiprocessors)
+    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
+    blocks = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors)
+    kind, down, across = KINDS[name], (_TERMS, _TERMS), (_TERMS, at.columns)
+    box = across if layout == "nt" else down  # of b; with "nn" and "tn" terms run down its rows
+    stack, apart, one = ((groups,), (b_shape[-2] * b_shape[-1],), (1,)) if by_rows else ((), (), ())
+    own = (_TERMS, at.rows) if by_rows else down
+    maps = (
+        tensor_map(kind, (a_shape[1], a_shape[0]), (a_shape[1],), own, True),
+        tensor_map(kind, (b_shape[-1], b_shape[-2], *stack), (b_shape[-1], *apart), (*box, *one), True),
+        NONE[1],
+        NONE[1],
+        result_map(out_shape, n, name, "whole", along, at),
+    )
+    kernel = compiled(index, (name, name, name), "whole", 0, at, along, layout=layout)
+    numbers = m, n, n, ceil_div(terms, _TERMS), 0, 0, tall, wide
+    return Planned(kernel, blocks, maps, (*numbers, band_of(blocks, *at), groups, slots, 0, terms))
+
+
+def grouped_gemm(
+    a: ArrayView,
+    b: ArrayView,
+    out: ArrayView,
+    sizes: ArrayView,
+    layout: GroupedLayout,
+    slots: int,
+    bias: ArrayView | None,
+    stream: int,
+) -> None:
+    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0, for float32,
+    for rows or addresses that are not multiples of 16 bytes, and for what is empty."""
+    name = launch.type_name(out.dtype)
+    if name == "f32" or not (a.size and b.size and out.size and sizes.size):
+        raise CannotTake("hopper_grouped", "a, b, out", f"{a.shape}, {name}", "elements of 16 bits")
+    if (a.ptr | b.ptr | out.ptr) % 16:
+        raise CannotTake("hopper_grouped", "a, b, out", "addresses", "multiples of 16")
+    plan = _plan_high(out.device.index, layout, out.shape, a.shape, b.shape, sizes.size, slots, name)
+    job = packed(plan, a, b, (None, None), out, bias, sizes=sizes)
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
 
 def grouped_fp8_gemm(

@@ -240,6 +240,10 @@ for _layout in ("nt", "nn", "tn"):
     _CASES |= {f"{_layout}-{size}": {**options, "layout": _layout} for size, options in _SIZES.items()}
     for _dtype in HIGH_PRECISION:
         _CASES[f"{_layout}-{_dtype.name}"] = {**_SIZES["uneven"], "layout": _layout, "dtype": _dtype}
+    for _size in ("rest", "too-many", "negative", "slots", "slots-full"):
+        _CASES[f"{_layout}-{_size}-bfloat16"] = {**_SIZES[_size], "layout": _layout, "dtype": bfloat16}
+    _whole: Options = {**_LARGE, "n": 152, "k": 264}  # rows of whole chunks of 16 bytes
+    _CASES[f"{_layout}-large"] = {**_whole, "layout": _layout, "dtype": float16}
 for _layout in ("nt", "nn"):
     _CASES[f"{_layout}-bias"] = {**_SIZES["rest"], "layout": _layout, "bias": True, "dtype": bfloat16}
 
