@@ -220,8 +220,8 @@ def _on_its_stream(
 def _replaced(
     operation: str, implementation: Any, kind: str, function: str | None
 ) -> Callable[[Callable[[], None]], Callable[..., Any]]:
-    """Returns what makes the engine's implementation with the kernel in its place, given what is to be called
-    at every launch of it."""
+    """What makes the engine's implementation with the kernel in its place, given what is to be called at
+    every launch of it."""
     from fp8kit.backends.cuda import substitute
 
     if not manifest.uses(operation):

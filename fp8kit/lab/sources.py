@@ -41,8 +41,8 @@ class Part:
         return self.unit.content if self.unit is not None else manifest.text(self.entry.name)
 
     def variant(self, wanted: str = "") -> manifest.Defines:
-        """Returns the defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16,
-        E4M3 or GELU where there is a choice."""
+        """The defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16, E4M3 or
+        GELU where there is a choice."""
         asked = dict(part.split("=", 1) for part in wanted.split(",") if "=" in part)
         fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
         if not fits or (wanted and not asked):
@@ -51,7 +51,7 @@ class Part:
         return max(fits, key=lambda v: sum(value in _PREFERRED for _, value in v))
 
     def compiled(self, defines: manifest.Defines, arch: str) -> compiler.CompiledKernel:
-        """Returns the source compiled, from the cache or afresh. BackendError as ``compile_cubin``."""
+        """The source compiled, from the cache or afresh. BackendError as ``compile_cubin``."""
         return compiler.compile_cubin(self.entry.name, defines, arch, self.unit)
 
 
@@ -72,7 +72,7 @@ def said(defines: manifest.Defines) -> str:
 
 
 def find(name: str) -> Found:
-    """Returns what ``name`` means: a file, a source's name (``quantize.cu``), one of its functions
+    """What ``name`` means: a file, a source's name (``quantize.cu``), one of its functions
     (``quantize.cu:quantize_fp8``), an operation, a function wherever it is, or a source's stem, in this
     order. ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for
     no source."""
@@ -123,12 +123,12 @@ def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:
 
 @functools.cache
 def launching() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns the operations that launch raw kernels: source -> its functions (``manifest.uses``)."""
+    """The operations that launch raw kernels: source -> its functions (``manifest.uses``)."""
     return {op: manifest.uses(op) for op in KERNELS if manifest.uses(op)}
 
 
 def users(source: str, function: str) -> list[str]:
-    """Returns the operations that launch a function of a source."""
+    """The operations that launch a function of a source."""
     return [op for op, uses in launching().items() if function in uses.get(source, ())]
 
 

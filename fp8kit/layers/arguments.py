@@ -36,7 +36,7 @@ def whole(operation: str, name: str, value: Any) -> int:
 
 
 def instance(kind: type, wanted: str) -> Rule:
-    """Returns an object of that class, called ``wanted`` in the message."""
+    """An object of that class, called ``wanted`` in the message."""
 
     def rule(operation: str, name: str, value: Any) -> Any:
         if not isinstance(value, kind):

@@ -134,7 +134,7 @@ class FP8Layer(Layer):
         self._weights: WeightCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
+        """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
         return vars(self) | {"_specs": {}, "_fp8": None, "_binding": None, "_weights": None, "_own": None}
 
     # --- what a subclass gives ------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class FP8Layer(Layer):
     # --- running --------------------------------------------------------------------------------------------
 
     def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-        """Check options of ``forward``: ArgumentError for one that is not a flag, UnsupportedError for one
-        that this frontend does not have."""
+        """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
+        have."""
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
         if self.splits_weights:
             self.check_split(fp8_output, fp8_grad)

@@ -123,7 +123,7 @@ class InferenceParams(NamedWell):
         raise NotImplementedError
 
     def _kind(self, dtype: Any) -> DType:
-        """Returns the dtype that the argument means. FormatError for one that caches cannot have."""
+        """The dtype that the argument means. Fp8kitError kinds for one that caches cannot have."""
         raise NotImplementedError
 
     def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Any:

@@ -24,7 +24,7 @@ from fp8kit.spec import Operation
 
 
 def _dtype(operation: str, name: str, value: Any) -> formats.DType:
-    """Returns a dtype of parameters."""
+    """A dtype of parameters."""
     return formats.dtype(value, operation, name, formats.HIGH_PRECISION)
 
 

@@ -48,8 +48,8 @@ _TYPES = {
 def engine_with(
     operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]
 ) -> Callable[..., Any]:
-    """Returns the engine's implementation of an operation of the contract, the one that launches what is
-    replaced (functions of one source); ``note`` is called at every use of one."""
+    """The engine's implementation of an operation of the contract, the one that launches what is replaced
+    (functions of one source); ``note`` is called at every use of one."""
     function = cuda.implementation(operation, next(iter(replacements))[0])
 
     def launcher(
