@@ -52,8 +52,7 @@ class DotProductAttention(AttentionCall):
     Engine's.
 
     Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
-    Raises ArgumentError for arguments out of their range, FormatError for a dtype, BackendError for a device,
-    UnsupportedError for what fp8kit does not have.
+    Raises ArgumentError for arguments out of their range, UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "DotProductAttention"

@@ -187,8 +187,8 @@ def _single(view: ArrayView, name: str) -> ArrayView:
 
 
 def _rules(recipe: Any) -> Quantization | None:
-    """Returns the rules of a recipe or of a recipe's name. ArgumentError for anything else, and for a recipe
-    that differs by layer."""
+    """Returns the rules of a recipe, of a recipe's name or of a Quantization; None for None. ArgumentError
+    for anything else, and for a recipe that differs by layer."""
     if isinstance(recipe, str):
         recipe = NAMED[choice("statistics", "recipe", recipe, NAMED)].recipe
     if isinstance(recipe, Recipe) and not recipe.by_layer:
