@@ -119,7 +119,7 @@ def on_chip(capability: tuple[int, int], fast: bool) -> Accumulation | None:
 
 def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:
     """Returns the Accumulation that ``value`` is or names. ArgumentError, about ``argument`` of
-    ``operation``, for what is neither, with the names that are ``known`` there."""
+    ``operation``, for anything else, with the names that are ``known`` there."""
     if isinstance(value, Accumulation):
         return value
     if not isinstance(value, str):

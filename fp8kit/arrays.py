@@ -70,7 +70,7 @@ class ArrayView:
     order when not given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels
     beside. ``owner`` is whatever keeps the memory alive. Views are cheap values: reshaping or slicing makes
     another over the same memory. Nothing is checked here: what made the array vouches for it. Methods raise
-    ShapeError or FormatError for what the shape, the strides or the dtype does not allow.
+    ShapeError or FormatError where the view's shape, strides or dtype do not allow the call.
     """
 
     __slots__ = ("_strides", "device", "dtype", "owner", "ptr", "shape")

@@ -64,7 +64,7 @@ class AttentionQuantization:
     * ``emulated``: False; or True: never by FP8 kernels (``fp8kit.ops.attention_native``), which round o and
       those gradients in any case.
 
-    RecipeError for what the kernels do not do.
+    RecipeError for rules that no kernel carries out.
     """
 
     q: Quantizer

@@ -124,7 +124,7 @@ class Collectives:
             self._do("part of a reduce_scatter", label, send, stream, source)
 
     def wait(self, target: ArrayView, stream: int) -> None:
-        """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
+        """Let ``stream`` wait for the call that writes ``target``, if one was started."""
 
         def arrive(address: int, on: int) -> None:
             started = self._started.pop(address)

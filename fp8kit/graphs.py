@@ -197,9 +197,9 @@ def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:
     The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that
     are not on one CUDA device and for a function that cannot be captured (device values on the host,
     ``check_finite``, arrays made on the host): the step is then not made, and gradients are undefined.
-    ArgumentError for what has changed since the capture; nothing is done then. Fp8kitError for a call within
-    an active autocast, for arguments that do not fit the first call's, and for a ``warmup`` below 1, which
-    makes the states that a capture needs.
+    ArgumentError if something that it holds has changed since the capture; nothing is done then. Fp8kitError
+    for a call within an active autocast, for arguments that do not fit the first call's, and for a ``warmup``
+    below 1, which makes the states that a capture needs.
     """
     return Graph(
         arguments.function("graph", "function", function), arguments.integer("graph", "warmup", warmup, 1)

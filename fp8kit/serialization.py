@@ -48,7 +48,7 @@ class Part(Stateful, Protocol):
 
 
 class Loadable:
-    """Base of what is loaded all or nothing."""
+    """Base of objects whose state is loaded all or nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what ``state_dict`` gave. Everything is checked before anything changes: arguments and

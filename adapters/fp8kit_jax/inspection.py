@@ -86,7 +86,8 @@ def want_values(operation: str, what: str, wanted: str) -> None:
 
 
 def switch(looked_at: Any) -> None:
-    """Let jit know programs by what is looked at from now on."""
+    """Let jit compile anew when another set of tensors is inspected, and use what it has for one that it
+    knows."""
     _looked_at.set_global(looked_at)
 
 

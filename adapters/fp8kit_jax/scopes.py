@@ -160,7 +160,7 @@ def history_of(recipe: Recipe | None) -> AmaxHistory | None:
 
 
 def check_recipe(operation: str, recipe: Any) -> None:
-    """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with
+    """RecipeError for anything but a recipe or None, and for a recipe that JAX cannot carry out: one with
     host callables, or with ``reduce_amax=False``."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(operation, "recipe", shown(recipe), WANTED)
@@ -198,8 +198,9 @@ def autocast(
       is a constant of the compiled program. What ``jax.lax.scan`` traces once draws the same bits in each of
       its steps, unless the key comes in with them.
 
-    Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
-    ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.
+    Raises RecipeError for wrong arguments, and for a recipe that JAX cannot carry out: one with host
+    callables, or with ``reduce_amax=False``. Source: Transformer Engine's
+    ``transformer_engine.jax.autocast``.
     """
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):

@@ -270,7 +270,8 @@ def _run_part(
 
 
 def _counted_once(program: Program, one: Chosen) -> set[str]:
-    """Cotangents of what is the same on all devices: they count on one of them."""
+    """Returns the names of the cotangents that count on one device only: those of outputs that are the same
+    on all devices."""
     dims, p = one.arguments[len(program.read) :], one.partition
     same = {name for name, d in zip(program.cotangents, dims, strict=True) if d is None}
     return (same | {p.stream}) - {*p.sums, p.mean.name if p.mean is not None else ""}

@@ -142,7 +142,7 @@ class Setting:
         return replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
 
     def fewer_rounds(self) -> Setting:
-        """Returns the same in half as many rounds, two at least: for what has many cases."""
+        """Returns the same in half as many rounds, two at least: for parts that have many cases."""
         return replace(self, rounds=max(2, self.rounds // 2))
 
     def medians(self, steps: Mapping[str, Step]) -> dict[str, float]:

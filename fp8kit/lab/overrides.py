@@ -93,8 +93,8 @@ def override(
 
     ``verify``: the CPU engine computes every call a second time, on copies, and the first difference is an
     error, within the contract's tolerances; slow, not within a captured graph. Raises BackendError here,
-    before anything runs, for what does not fit, naming it; at a call for a source that does not compile and,
-    with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
+    before anything runs, for an argument that does not fit, naming it; at a call for a source that does not
+    compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
     if not isinstance(operation, str) or operation not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"

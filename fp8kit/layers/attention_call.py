@@ -213,8 +213,8 @@ class AttentionCall(AttentionBase):
 
     def _cached_mask(self, mask: str, bias: str, inputs: dict[str, Any], cache: Any) -> str:
         """Returns the mask of new tokens over a cache that means what ``mask`` means over whole sequences;
-        the lengths that the step says are taken out of ``inputs``. Fp8kitError for what attention over a
-        cache cannot be given."""
+        the lengths that the step says are taken out of ``inputs``. ArgumentError for an argument that
+        attention over a cache does not take."""
         op = self.layer_name
         if not isinstance(cache, self.frontend.InferenceParams):
             raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")

@@ -77,9 +77,9 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
 
 
 def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTHING, **given: Any) -> None:
-    """ArgumentError for what is about an encoder's output, in the constructor or the call of a layer that has
-    no cross-attention: for all that is not ``usual``, None where that has no value. ``array``: what the
-    frontend calls one."""
+    """ArgumentError for an argument about an encoder's output, in the constructor or the call of a layer
+    without cross-attention: each must have its ``usual`` value, None where that has no value. ``array``: what
+    the frontend calls one."""
     for name, value in given.items():
         wanted = usual.get(name)
         if value is not wanted and not (isinstance(value, str) and value == wanted):
@@ -115,7 +115,7 @@ def normed_and_rotated(
     """Queries or keys, or a layer's projections, after their norm and their rotary embedding, in this or the
     other order.
 
-    ``norm``, ``rotate``: functions of one value, None for what there is not."""
+    ``norm``, ``rotate``: functions of one value, None for a step that the layer does not have."""
     for step in (norm, rotate) if norm_first else (rotate, norm):
         value = value if step is None else step(value)
     return value

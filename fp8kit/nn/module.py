@@ -153,8 +153,8 @@ class Module(serialization.Loadable):
         return self.train(False)
 
     def apply(self: _Self, function: Callable[[Module], object]) -> _Self:
-        """Call ``function`` with every module, children first. Returns the module. Fp8kitError for what
-        cannot be called."""
+        """Call ``function`` with every module, children first. Returns the module. Fp8kitError if
+        ``function`` cannot be called."""
         arguments.function(type(self).__name__, "function", function)
         for _, module in reversed(list(self.named_modules())):
             function(module)
@@ -319,7 +319,7 @@ class Sequential(ModuleList):
 
 
 def _dotted(path: str, name: str) -> str:
-    """Returns the path of what is called ``name`` below ``path``, either perhaps empty."""
+    """Returns ``path.name``, or the one that is not empty."""
     return f"{path}.{name}" if path and name else path or name
 
 

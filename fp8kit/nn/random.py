@@ -294,8 +294,8 @@ def _copied(state: _State) -> _State:
 
 
 def init_of(operation: str, name: str, init: Init | None) -> Init:
-    """Returns an ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what
-    cannot be called."""
+    """Returns an ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError if it cannot
+    be called."""
     return normal_init() if init is None else function(operation, name, init)
 
 

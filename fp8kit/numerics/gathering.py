@@ -1,4 +1,4 @@
-"""Counts and sums of all ranks, by what the native frontend's ranks communicate by."""
+"""Counts and sums of all ranks, gathered by the native frontend's collectives."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class _Ended(NamedTuple):
 def _needs(
     logged: tuple[Logged, ...], quantization: Quantization | None, transposed: bool
 ) -> tuple[tuple[tuple[str, Needs], ...], str]:
-    """(tensor, needs) of what is logged of a product with these rules; in words what there is none of."""
+    """Returns (tensor, needs) of each tensor logged for a product with these rules, and in words what it does
+    not have."""
     by_tensor: dict[str, list[Any]] = {}
     for own in logged:
         by_tensor.setdefault(own.tensor, []).extend(own.names())
@@ -479,7 +480,7 @@ def _in_order(found: tuple[tuple[int, Place | None], tuple[_Logged, Record]]) ->
 
 
 def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:
-    """Returns the ranks' records together, of what is asked for."""
+    """Returns the requested records of all ranks together."""
     total: Records = {}
     for records in ranks:
         for key, record in records.items():

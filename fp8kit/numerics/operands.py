@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 def quantizer_of(recipe: str | None, tensor: str, stat: str = "") -> Quantizer | None:
     """Returns how a recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation of
-    ``stat``; None for no recipe, for one that has another name, and for what it does not cast."""
+    ``stat``; None without a recipe, for one of another name, and for a tensor that it does not cast."""
     if recipe is None or recipe not in recipe_names() or tensor not in CAST:
         return None
     return _quantizer_of(recipe, tensor, stat)

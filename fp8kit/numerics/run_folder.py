@@ -134,7 +134,7 @@ def write(
       others are compared with.
     * ``versions``: by name, None for those of fp8kit and of the array libraries that are loaded.
 
-    Returns the folder. Raises ArgumentError for what ``read`` would refuse, before a file is written.
+    Returns the folder. Raises ArgumentError for values that ``read`` would refuse, before a file is written.
     """
     about: dict[str, Any] = {
         "model": {} if model is None else model,
@@ -169,7 +169,8 @@ def _versions() -> dict[str, str]:
 
 
 def _loss_rows(name: str, losses: Any) -> Iterator[dict[str, Any]]:
-    """Yields the lines of losses.jsonl of one argument of ``write``; ArgumentError for what gives none."""
+    """Yields the lines of losses.jsonl of one argument of ``write``; ArgumentError for a value that has no
+    losses."""
     if not isinstance(losses, Mapping):
         raise ArgumentError("run_folder.write", name, shown(losses), "losses by the name of their run")
     for series, own in losses.items():
@@ -192,7 +193,7 @@ def plain(value: Any) -> Any:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, Series]:
-    """Returns the rows of a log, by what they are of. Rows are taken as they are: ``check_row`` checks
+    """Returns the rows of a log by their Key. Rows are taken as they are: ``check_row`` checks
     one."""
     found: dict[Key, dict[int, Any]] = {}
     for row in rows:

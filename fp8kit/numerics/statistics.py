@@ -176,7 +176,7 @@ def tensor_statistics(
 
 
 def _single(view: ArrayView, name: str) -> ArrayView:
-    """float64 as float32; FormatError for what statistics are not made of."""
+    """Returns a float64 view as float32, others as they are. FormatError for dtypes without statistics."""
     if view.dtype is formats.float64:
         with np.errstate(over="ignore"):
             return arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))

@@ -440,8 +440,8 @@ class NormMLP(Products):
         return None
 
     def _recompute(self, plan: Plan, ws: WorkingSet) -> Views:
-        """Forward once more, for what backward reads of it; returns that, by the names under which forward
-        would have saved it."""
+        """Run forward once more and return what backward reads of it, by the names under which forward would
+        have saved it."""
         st: _Stages = plan.extra.backward
         inputs = dict(ws.inputs)
         for i, name in enumerate(plan.extra.numbers):

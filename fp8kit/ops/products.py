@@ -51,7 +51,7 @@ _SUPPORTED = {
 def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
     """Returns the products of operands that are cast so: the tensor cores' own where there are such, else
     emulated, with a chip's sums where a GEMM names these, or on codes where one is ``scaled``.
-    UnsupportedError, which names GEMM, operand and field, for what none carries out."""
+    UnsupportedError, which names GEMM, operand and field, for rules that no product carries out."""
     _want_fprop_quantized(quantization)
     try:
         return _native(quantization)

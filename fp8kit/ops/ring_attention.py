@@ -113,7 +113,7 @@ class RingAttention(Operation):
     cast by its own amaxes.
 
     ``infer`` raises what ``attention`` would raise for a chunk, ShapeError for another number of chunks or
-    none, UnsupportedError for what a block of chunks cannot know.
+    none, UnsupportedError for options that need more than one block of chunks.
     """
 
     name = "ring_attention"
@@ -299,7 +299,7 @@ class RingAttention(Operation):
 
 
 def _refuse(spec: AttentionSpec) -> None:
-    """UnsupportedError for what needs more of the scores than one block of chunks."""
+    """UnsupportedError for options that need more of the scores than one block of chunks."""
     op, parts = RingAttention.name, "a block of chunks knows no place in the whole"
     for field, found, wanted in (
         ("mask", spec.mask, ("no_mask", "causal", "padding", "padding_causal")),

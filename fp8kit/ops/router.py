@@ -166,7 +166,7 @@ def router_fields(
     dense: bool = False,
 ) -> tuple[Any, ...]:
     """Returns the fields of a ``RouterSpec`` for Transformer Engine's arguments, where None, and -1, stand
-    for no groups and None for a factor of 1. ShapeError, ArgumentError for what they may not be;
+    for no groups and None for a factor of 1. ShapeError or ArgumentError for values out of their range;
     ``RouterSpec`` refuses the rest."""
     shape = tuple(logits.shape)
     if not shape:

@@ -325,8 +325,8 @@ class Plan:
         stream: int,
         addend: int = 0,
     ) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle;
-        ``addend``: what is added, where the key says that something is, 0 for out itself.
+        """Launch the product. Addresses, 0 for arrays that the key does not have; ``stream`` is the raw
+        handle; ``addend``: what is added, where the key says that something is, 0 for out itself.
 
         Raises BackendError when cuBLASLt refuses.
         """

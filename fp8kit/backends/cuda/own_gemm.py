@@ -48,7 +48,7 @@ def contract(
     name: str, run: Callable[[Product, int], None]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """``fp8_gemm`` and ``block_gemm`` by ``run``, which is given a product and a stream. BackendError, with
-    the kernel's ``name``, for what no such kernel takes."""
+    the kernel's ``name``, for a problem that no such kernel takes."""
 
     def fp8_gemm(
         a: ArrayView,

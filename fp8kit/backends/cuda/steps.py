@@ -87,6 +87,6 @@ class Replay:
             raise BackendError(f"{', '.join(self.names)}: {error}") from error
 
     def check(self, number: int, status: Any) -> None:
-        """BackendError for what step ``number`` returned, where that is an error of the driver."""
+        """BackendError if step ``number`` returned an error of the driver."""
         if status:
             raise BackendError(f"{self.names[number]}: {launch.error_text(status)}")

@@ -51,8 +51,8 @@ def result(view: ArrayView) -> Float32:
 
 
 def store(view: ArrayView, values: Array) -> None:
-    """Write values into the view, rounded once to nearest even; nothing to do for what ``result`` gave of a
-    float32 view."""
+    """Write values into the view, rounded once to nearest even; nothing to do for the array that ``result``
+    returned for a float32 view."""
     if view.dtype is formats.float32 and values.dtype == np.float32 and values.ctypes.data == view.ptr:
         return
     np.copyto(view.numpy(), values, casting="unsafe")

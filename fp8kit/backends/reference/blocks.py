@@ -368,8 +368,8 @@ def _encode(x: Any, scale: Any, rows: Any, columns: Any, how: Any, q: Any) -> No
 def _encode_steps(
     x: Any, scale: Any, rows: Any, columns: Any, how: Any, random: Any, bits: Any, q: Any
 ) -> None:
-    """The same for what ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C) where
-    ``bits`` is 0."""
+    """The same for rows that ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C)
+    where ``bits`` is 0."""
     for i in prange(x.shape[0]):
         line = random[min(np.int64(i), random.shape[0] - 1)]
         for t in range(scale.shape[1]):
