@@ -67,8 +67,7 @@ class KnownFields:
     missing one is Python's own TypeError, which names it: ``copy`` calls ``__new__`` without any."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """RecipeError for names that are not fields, for a field given twice, and for too many positional
-        arguments."""
+        """RecipeError for names that are no field, and for what comes twice or has no place."""
         known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
         for name in kwargs:
             if name not in known:
