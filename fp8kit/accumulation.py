@@ -111,15 +111,15 @@ _HOPPER = 9, 0  # compute capability
 
 
 def on_chip(capability: tuple[int, int], fast: bool) -> Accumulation | None:
-    """How FP8 products are added on a chip of a compute capability, by cuBLASLt where it does not cut the
-    contraction into parts, and by ``hopper_gemm``, with or without fast accumulation. None where that was
+    """Returns how FP8 products are added on a chip of a compute capability, by cuBLASLt where it does not cut
+    the contraction into parts, and by ``hopper_gemm``, with or without fast accumulation. None where that was
     not compared with the chip."""
     return ACCUMULATIONS["hopper_fast" if fast else "hopper_split"] if capability == _HOPPER else None
 
 
 def accumulation(operation: str, argument: str, value: Any, known: Iterable[str] = ()) -> Accumulation:
-    """The Accumulation that ``value`` is or names. ArgumentError, about ``argument`` of ``operation``, for
-    what is neither, with the names that are ``known`` there."""
+    """Returns the Accumulation that ``value`` is or names. ArgumentError, about ``argument`` of
+    ``operation``, for anything else, with the names that are ``known`` there."""
     if isinstance(value, Accumulation):
         return value
     if not isinstance(value, str):

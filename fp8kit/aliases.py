@@ -25,7 +25,7 @@ class Distribution(importlib.metadata.Distribution):
         self._name, self._version, self._who = name, version, who
 
     def read_text(self, filename: str) -> str | None:
-        """The METADATA, and nothing else."""
+        """Returns the METADATA, and nothing else."""
         if filename != "METADATA":
             return None
         about = f"Name: {self._name}\nVersion: {self._version}\nSummary: {self._who} under another name\n"
@@ -46,14 +46,14 @@ class Finder:
 
     @classmethod
     def find_distributions(cls, context: Any) -> list[importlib.metadata.Distribution]:
-        """What ``importlib.metadata`` finds: one, when it is asked for."""
+        """Returns what ``importlib.metadata`` finds: one, when it is asked for."""
         asked = (context.name or "").replace("_", "-").lower()
         return [Distribution(asked, cls.version, cls.who)] if asked == cls.package else []
 
 
 def ours(operation: str, *names: str) -> ModuleType | None:
-    """The module of the first of these ``names``, as a frontend has made it, or None. BackendError where
-    another package was imported under one of them."""
+    """Returns the module of the first of these ``names``, as a frontend has made it, or None. BackendError
+    where another package was imported under one of them."""
     for name in names:
         if name in sys.modules and not hasattr(sys.modules[name], "__fp8kit__"):
             raise BackendError(operation, name, "imported already", "a call before its first import")
@@ -61,7 +61,7 @@ def ours(operation: str, *names: str) -> ModuleType | None:
 
 
 def module(name: str, parts: Iterable[ModuleType] = (), path: Sequence[str] = ()) -> ModuleType:
-    """A module of that name, a package with those folders, with the public names of ``parts``."""
+    """Returns a module of that name, a package with those folders, with the public names of ``parts``."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
     made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), list(path)
     for part in parts:
@@ -118,8 +118,8 @@ class _Refused(type):
 
 @cache
 def refused(module: str, name: str, why: str) -> type:
-    """What stands for a name that there is nothing for: a class that can be imported, subclassed and asked
-    about with ``isinstance``, and that says ``why`` when it is called. The same class each time."""
+    """Returns what stands for a name that there is nothing for: a class that can be imported, subclassed and
+    asked about with ``isinstance``, and that says ``why`` when it is called. The same class each time."""
     text = f"Not supported by fp8kit: {why}. A call raises UnsupportedError."
     return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why})
 

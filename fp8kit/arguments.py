@@ -44,7 +44,7 @@ def integer(
     most: int | None = None,
     kind: type[Fp8kitError] = ArgumentError,
 ) -> int:
-    """An int in [least, most]; a bool is none."""
+    """Returns an int in [least, most]; a bool is none."""
     if is_integer(value) and (least is None or value >= least) and (most is None or value <= most):
         return int(value)
     limits = f" in [{least}, {most}]"
@@ -64,7 +64,7 @@ def number(
     least: float = 0.0,
     above: float | None = None,
 ) -> float:
-    """A finite number in [least, below), or in (above, below)."""
+    """Returns a finite number in [least, below), or in (above, below)."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, _NO_NUMBER)
     try:
         found = float(value) if real else math.nan  # a float16 would bring the limits into its own range
@@ -115,7 +115,7 @@ def function(
 def listed(
     operation: str, name: str, value: Any, wanted: str, kind: type[Fp8kitError] = ArgumentError
 ) -> list[Any]:
-    """What an iterable holds; a string and an array are none."""
+    """Returns what an iterable holds; a string and an array are none."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | np.ndarray):
         return list(value)
     raise kind(operation, name, shown(value), wanted)
@@ -130,7 +130,7 @@ def sizes(operation: str, values: Iterable[Any], kind: type[Fp8kitError]) -> tup
 
 
 def path(operation: str, value: Any) -> str:
-    """A file's path as a string. CheckpointError for anything else."""
+    """Returns a file's path as a string. CheckpointError for anything else."""
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text and os.path.basename(text):
@@ -140,7 +140,7 @@ def path(operation: str, value: Any) -> str:
 
 @cache
 def _names_of(function: Any) -> tuple[str, ...]:
-    """The arguments that may be given by name; () where any may."""
+    """Returns the arguments that may be given by name; () where any may."""
     known = inspect.signature(function).parameters.values()
     any_name = any(p.kind is p.VAR_KEYWORD for p in known)
     return (
@@ -186,7 +186,7 @@ class NamedWell:
 
 
 def named_well(function: _Function) -> _Function:
-    """The function, which says of a keyword argument that it does not have which one was meant."""
+    """Returns the function, which says of a keyword argument that it does not have which one was meant."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -203,8 +203,8 @@ Rule = Callable[[str, str, Any], Any]
 
 
 def check(operation: str, rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
-    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are
-    passed over."""
+    """Call the rule of each argument in ``given``, by name; names without a rule are passed over. Raises what
+    a rule raises, mostly ArgumentError."""
     for name, value in given.items():
         rule = rules.get(name)
         if rule is not None:
@@ -227,7 +227,7 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value's ``repr``, shortened; an array or a tensor by its kind."""
+    """Returns a value's ``repr``, shortened; an array or a tensor by its kind."""
     dtype = getattr(value, "dtype", None)
     if isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, np.generic | np.dtype):
         kind = "an array" if isinstance(value, np.ndarray) else "a tensor"

@@ -70,7 +70,7 @@ class ArrayView:
     order when not given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels
     beside. ``owner`` is whatever keeps the memory alive. Views are cheap values: reshaping or slicing makes
     another over the same memory. Nothing is checked here: what made the array vouches for it. Methods raise
-    ShapeError or FormatError for what the shape, the strides or the dtype does not allow.
+    ShapeError or FormatError where the view's shape, strides or dtype do not allow the call.
     """
 
     __slots__ = ("_strides", "device", "dtype", "owner", "ptr", "shape")
@@ -130,8 +130,8 @@ class ArrayView:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def reshape(self, *shape: int) -> ArrayView:
-        """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or
-        of another size."""
+        """Returns the same elements under another shape (one -1 is worked out); ShapeError when not
+        C-contiguous or of another size."""
         size = self.size
         try:
             shape = tuple(map(index, shape))
@@ -147,7 +147,7 @@ class ArrayView:
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
     def rows(self) -> ArrayView:
-        """The array as a matrix: all leading dimensions flattened into rows, the last one kept."""
+        """Returns the array as a matrix: all leading dimensions flattened into rows, the last one kept."""
         shape = self.shape
         if self._strides is None and shape:
             if len(shape) == 2:
@@ -176,8 +176,8 @@ class ArrayView:
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
     def repeated(self, count: int) -> ArrayView:
-        """A single element as an array (count,), each of which it is. ShapeError for another size, and for
-        what is no count."""
+        """Returns a single element as an array (count,), each of which it is. ShapeError for another size,
+        and for a ``count`` that is not one."""
         (extent,) = sizes("repeated", (count,), ShapeError)
         if self.size != 1 or extent < 0:
             got = f"{extent} times one of {self.shape}"
@@ -185,7 +185,7 @@ class ArrayView:
         return ArrayView(self.ptr, (extent,), self.dtype, self.device, self.owner, (0,))
 
     def transpose(self, *axes: int) -> ArrayView:
-        """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a
+        """Returns the same memory with its dimensions in the order ``axes``. ShapeError unless they are a
         permutation."""
         strides = self.strides
         if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
@@ -199,7 +199,7 @@ class ArrayView:
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, strides)
 
     def view(self, dtype: DType | str) -> ArrayView:
-        """The same bytes as another dtype of the same item size; FormatError otherwise."""
+        """Returns the same bytes as another dtype of the same item size; FormatError otherwise."""
         if not isinstance(dtype, DType):
             dtype = formats.dtype(dtype)
         if dtype.itemsize != self.dtype.itemsize:
@@ -207,8 +207,8 @@ class ArrayView:
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array as NumPy: the same memory on the CPU, read-only where that is; a copy from any other
-        device.
+        """Returns the array as NumPy: the same memory on the CPU, read-only where that is; a copy from any
+        other device.
 
         What is written through it no count of changes sees (``Tensor.version``): backward would use the new
         values without a word.
@@ -287,7 +287,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
-    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements.
+    """Returns a fresh C-contiguous array, its contents undefined. ``shape`` in elements.
 
     ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for
     memory that cannot be had.
@@ -305,7 +305,7 @@ def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
 
 
 def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
-    """A fresh C-contiguous array of zeros."""
+    """Returns a fresh C-contiguous array of zeros."""
     view = empty(shape, dtype, where)
     zero_(view)
     return view
@@ -339,14 +339,14 @@ def want_writable(operation: str, argument: str, view: ArrayView) -> None:
 
 
 def duplicate(view: ArrayView, where: Device | None = None) -> ArrayView:
-    """A C-contiguous copy in memory of its own, on the same device or ``where``."""
+    """Returns a C-contiguous copy in memory of its own, on the same device or ``where``."""
     own = empty(view.shape, view.dtype, view.device if where is None else where)
     copy(own, contiguous(view))
     return own
 
 
 def to(view: ArrayView, where: Device | str) -> ArrayView:
-    """The view itself where it already lives on ``where``, else a copy there."""
+    """Returns the view itself where it already lives on ``where``, else a copy there."""
     view = as_view(view)
     if not isinstance(where, Device):
         where = device(where)
@@ -365,7 +365,8 @@ def assign(dst: ArrayView, src: ArrayView) -> None:
 
 
 def contiguous(view: ArrayView) -> ArrayView:
-    """The view itself when it is C-contiguous, else a C-contiguous copy made by the device's own library."""
+    """Returns the view itself when it is C-contiguous, else a C-contiguous copy made by the device's own
+    library."""
     view = as_view(view)
     if view.contiguous:
         return view
@@ -415,14 +416,14 @@ def _view_of(array: Any) -> ArrayView:
 
 
 def from_dlpack(array: Any) -> ArrayView:
-    """A view of what ``array.__dlpack__`` gives; see ``dlpack.import_``."""
+    """Returns a view of what ``array.__dlpack__`` gives; see ``dlpack.import_``."""
     ptr, shape, kind, device, owner, strides = dlpack.import_(array, lambda *on: current_stream(Device(*on)))
     view = ArrayView(ptr, shape, kind, Device(*device), owner, strides)
     return view.reshape(*shape) if strides is not None and view.contiguous else view
 
 
 def _kind(value: Any) -> str:
-    """What is no array, as errors call it."""
+    """Returns what is no array, as errors call it."""
     if value is None:
         return "None"
     return type(value).__name__ + (f" {shown(value)}" if isinstance(value, str | int | float) else "")
@@ -455,7 +456,8 @@ def _from_cuda_interface(array: Any) -> ArrayView:
 
 
 def to_library(view: ArrayView, like: Any) -> Any:
-    """The view as an array of the library that ``like`` belongs to, sharing memory where that library can.
+    """Returns the view as an array of the library that ``like`` belongs to, sharing memory where that library
+    can.
 
     NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that
     has it, else the view itself.
@@ -471,7 +473,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
 
 
 def as_sizes(shape: int | Sequence[int]) -> Shape:
-    """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
+    """Returns a shape argument as a tuple; ShapeError for negative or non-integer entries."""
     one_by_one = isinstance(shape, Iterable) and not isinstance(shape, str | bytes | np.ndarray)
     extents: tuple[Any, ...] = tuple(shape) if one_by_one else (shape,)  # type: ignore[arg-type]
     if not all(is_integer(n) and 0 <= n < 2**63 for n in extents):

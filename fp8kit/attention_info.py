@@ -60,7 +60,7 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 def _choice(default: str, values: Iterable[str] | Mapping[str, Any]) -> Key:
-    """A key whose value is one of some strings, or what a mapping has for it."""
+    """Returns a key whose value is one of some strings, or what a mapping has for it."""
     read = values if isinstance(values, Mapping) else {name: name for name in values}
     return Key(default, read.__getitem__, _one_of(read))
 
@@ -120,8 +120,9 @@ class Question:
 
 
 def question(text: str = "") -> Question:
-    """Read a question. ArgumentError for a part that is no ``key=value``, an unknown or repeated key, or a
-    value that is none; ShapeError for values that do not fit together, as the operation refuses them."""
+    """Read a question. ArgumentError for a part that is not ``key=value``, an unknown or repeated key, or a
+    value that the key cannot have; ShapeError for values that do not fit together, as the operation refuses
+    them."""
     asked: dict[str, str] = {}
     for part in text.split():
         name, equals, value = part.partition("=")
@@ -144,7 +145,7 @@ def question(text: str = "") -> Question:
 
 
 def _checked(of: dict[str, Any], text: str) -> Question:
-    """The question of these values, seen by the operation: ShapeError where they do not fit."""
+    """Returns the question of these values, seen by the operation: ShapeError where they do not fit."""
     spec = AttentionSpec(**{field: of[key] for field, key in _FIELDS.items()}, layout="separate")
     batch, kind = of["batch"], formats.dtype(of["dtype"])
     rows, columns = of["sequence"], of["sequence_kv"]
@@ -206,8 +207,8 @@ def _implementations(device: Device) -> list[Row]:
 
 
 def _cuda(about: Question, device: Device | None) -> list[Row]:
-    """Which of the CUDA engine's paths takes each direction; None: what is known of them where there is no
-    device."""
+    """Returns which of the CUDA engine's paths takes each direction; None: what is known of them where there
+    is no device."""
     from fp8kit.backends.cuda import attention as engine
     from fp8kit.backends.cuda import launch
 
@@ -257,8 +258,8 @@ def _lies(about: Question) -> bool:
 def _fp8(
     about: Question, formats: tuple[Format, Format], spec: AttentionSpec, device: Device | None
 ) -> list[Row]:
-    """Which directions of an attention in FP8 cuDNN takes. A call that is trained is cuDNN's where it takes
-    both."""
+    """Returns which directions of an attention in FP8 cuDNN takes. A call that is trained is cuDNN's where it
+    takes both."""
     from fp8kit.backends.cuda import fp8_attention as engine
     from fp8kit.backends.cuda import launch
 

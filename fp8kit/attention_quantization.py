@@ -64,7 +64,7 @@ class AttentionQuantization:
     * ``emulated``: False; or True: never by FP8 kernels (``fp8kit.ops.attention_native``), which round o and
       those gradients in any case.
 
-    RecipeError for what the kernels do not do.
+    RecipeError for rules that no kernel carries out.
     """
 
     q: Quantizer
@@ -168,8 +168,8 @@ class AttentionQuantization:
         return self.rows_per_block or max([1, *blocks])
 
     def rotated(self, features: int, of: str = "rotation") -> int:
-        """How many neighbours are rotated, by the field ``of``, in heads of so many features, 0 for none.
-        RecipeError where there are fewer than any matrix has."""
+        """Returns how many neighbours are rotated, by the field ``of``, in heads of so many features, 0 for
+        none. RecipeError where there are fewer than any matrix has."""
         most = getattr(self, of)
         if not most:
             return 0
@@ -180,7 +180,7 @@ class AttentionQuantization:
         return fits[-1]
 
     def map(self, change: Callable[[Quantizer], Quantizer]) -> AttentionQuantization:
-        """The same with ``change(quantizer)`` for q, k and v."""
+        """Returns the same with ``change(quantizer)`` for q, k and v."""
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v))
 
     def __str__(self) -> str:
@@ -210,16 +210,16 @@ def check_fields(recipe: Any, dpa: str = "", mha: str = "") -> None:
 
 
 def words_of(recipe: Any) -> str:
-    """What a recipe's short name says of its attention: ", dpa", ", mha" or nothing."""
+    """Returns what a recipe's short name says of its attention: ", dpa", ", mha" or nothing."""
     return ", mha" if recipe.fp8_mha else ", dpa" if recipe.fp8_dpa else ""
 
 
 def attention_of(
     forward: Quantizer, backward: Quantizer, passes_on: bool = False, casts_on: bool = True
 ) -> AttentionQuantization:
-    """What ``fp8_dpa`` comes to with quantizers of the forward and of the backward pass, and, where it
-    ``passes_on`` what is quantised, ``fp8_mha``; ``casts_on``: whether attention itself rounds what it hands
-    on, which the next layer then casts by the same rule."""
+    """Returns what ``fp8_dpa`` comes to with quantizers of the forward and of the backward pass, and, where
+    it ``passes_on`` what is quantised, ``fp8_mha``; ``casts_on``: whether attention itself rounds what it
+    hands on, which the next layer then casts by the same rule."""
     ds = Quantizer(backward.format, "tensor", "current", "power_2" if backward.power_2 else "exact")
     found = AttentionQuantization(forward, forward, forward, backward, ds, joint=passes_on)
     return replace(found, o=forward, dqkv=backward) if passes_on and casts_on else found

@@ -38,8 +38,8 @@ FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def kind_of(quantizer: Quantizer) -> str:
-    """What kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the tensor,
-    "moss", E8M0 below one, or "block", float32. RecipeError where it has no blocks."""
+    """Returns what kind of scales a quantizer's blocks have: "mx", E8M0, "nvfp4", E4M3 below a scale of the
+    tensor, "moss", E8M0 below one, or "block", float32. RecipeError where it has no blocks."""
     kind = quantizer.granularity.partition("_")[0]
     if kind in ("tensor", "row"):
         raise RecipeError(
@@ -56,19 +56,19 @@ def tile_of(quantizer: Quantizer, along: int) -> tuple[int, int]:
 
 
 def largest_exponent(fmt: Format) -> int:
-    """The exponent of a format's largest value: 8 for E4M3, 2 for E2M1."""
+    """Returns the exponent of a format's largest value: 8 for E4M3, 2 for E2M1."""
     return int(np.frexp(fmt.max)[1]) - 1
 
 
 def even_addend(fmt: Format) -> int:
-    """What rule "even" adds to the bits of a float32 amax before it drops the mantissa: half a unit of a
-    format's last place in the binade of its largest value, where fixed point has one bit fewer."""
+    """Returns what rule "even" adds to the bits of a float32 amax before it drops the mantissa: half a unit
+    of a format's last place in the binade of its largest value, where fixed point has one bit fewer."""
     return 1 << (22 - fmt.mantissa_bits + (fmt.exponent_bits == 0))
 
 
 def scale_bytes(amax: Any, fmt: Format, rule: str) -> Array:
-    """The E8M0 scales of blocks by a rule of ``quantization.MX_RULES``: uint8 like ``amax``, float32 of any
-    shape, at least 0. The byte B means that codes stand for values times 2^(B-127).
+    """Returns the E8M0 scales of blocks by a rule of ``quantization.MX_RULES``: uint8 like ``amax``, float32
+    of any shape, at least 0. The byte B means that codes stand for values times 2^(B-127).
 
     With e and m the exponent and mantissa fields of amax, and emax the exponent of the format's largest value
 
@@ -145,8 +145,8 @@ def _line_sums(x: Array) -> Array:
 
 
 def scale_bound(rule: str) -> float:
-    """The largest scale of a block that NVFP4's scale of the tensor allows for, by a rule: 448, 256, or,
-    where it may grow afterwards, 255.99."""
+    """Returns the largest scale of a block that NVFP4's scale of the tensor allows for, by a rule: 448, 256,
+    or, where it may grow afterwards, 255.99."""
     return 255.99 if rule == EDEN else 256.0 if rule.endswith("_256") else E4M3.max
 
 
@@ -295,7 +295,7 @@ def _error(apart: Array, squares: bool) -> Array:
 
 
 def signs_of(signs: Any, count: int) -> Array:
-    """The signs of ``count`` indices along the contraction, float32 (count,) of 1 and -1.
+    """Returns the signs of ``count`` indices along the contraction, float32 (count,) of 1 and -1.
 
     ``signs``: "plus", all 1; "te", ``TE_SIGNS`` again and again; or an array of 1 and -1, of as many.
     Raises ArgumentError for another word, ShapeError for an array of another shape.

@@ -4,7 +4,7 @@ operation has finished with them.
 An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much
 memory, each large buffer is *streamed*: it is allocated when the operation first asks for it (``Buffers``),
 and goes back to its allocator once the operation has called ``free``. What still reads it is on the stream
-already, and whoever gets the memory next writes to it behind that. The buffers of small calls lie in one
+already, and the next user of the memory writes to it after that. The buffers of small calls lie in one
 block, since there a call of the allocator costs more than the bytes.
 """
 
@@ -49,12 +49,12 @@ class Buffers(dict[str, ArrayView | None]):
         return view
 
     def allocate_all(self) -> None:
-        """Allocate what nobody has read yet."""
+        """Allocate the buffers that have not been read yet."""
         for name in self.metas:
             self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The buffer of that name, ``default`` where there is none."""
+        """Returns the buffer of that name, ``default`` where there is none."""
         return self[name] if name in self or name in self.metas else default
 
 
@@ -72,7 +72,7 @@ class Lasting(dict[str, ArrayView]):
         self.later = later
 
     def again(self, names: Mapping[str, str] | None = None) -> Lasting:
-        """The same for another call. ``names``: only these, own name -> name here."""
+        """Returns the same for another call. ``names``: only these, own name -> name here."""
         if names is None:
             return Lasting(self, {name: [*views] for name, views in self.later.items()})
         later = {own: [*self.later[name]] for own, name in names.items() if name in self.later}

@@ -33,7 +33,7 @@ from fp8kit import settings, slowness
 from fp8kit.errors import BackendError
 
 FOLDERS = ("kernels", "products", "numba")
-_OLD = 3600  # seconds after which a temporary file is nobody's: writing one takes milliseconds
+_OLD = 3600  # seconds after which a temporary file is abandoned: writing one takes milliseconds
 _LARGEST = 1 << 28  # bytes of an entry; the largest cubin has some megabytes
 _HEAD, _DIGITS, _NEXT = b'{"sha256": "', 64, b'", '
 EFFECT = "what is compiled lasts for this process alone"
@@ -141,7 +141,7 @@ def want(operation: str, name: str) -> None:
 
 
 def read(folder: str, name: str) -> tuple[Path, bytes] | None:
-    """Where an entry lies, and its bytes; None where there is none that may be read."""
+    """Returns where an entry lies, and its bytes; None where there is none that may be read."""
     for place in _places(folder):
         path = place / name
         with contextlib.suppress(OSError):
@@ -206,7 +206,8 @@ _MAKING = threading.RLock()
 
 
 def _private() -> Path:
-    """The folder of this process alone that stands in for ``cache_dir()``, and goes with the process."""
+    """Returns the folder of this process alone that stands in for ``cache_dir()``, and goes with the
+    process."""
     with _MAKING:
         root, process = settings.cache_dir(), os.getpid()
         if root not in _PRIVATE:
@@ -221,14 +222,14 @@ def _private() -> Path:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """A JSON object as text, with the digest of the rest as its first member."""
+    """Returns a JSON object as text, with the digest of the rest as its first member."""
     body = json.dumps(content, indent=1).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return b"".join((_HEAD, digest, _NEXT, body[1:], b"\n"))
 
 
 def unseal(text: bytes) -> dict[str, Any] | None:
-    """What ``seal`` was given; None for anything else, which is not parsed."""
+    """Returns what ``seal`` was given; None for anything else, which is not parsed."""
     start = len(_HEAD) + _DIGITS
     body = b"{" + text[start + len(_NEXT) : -1]
     sealed = _HEAD + hashlib.sha256(body).hexdigest().encode() + _NEXT
@@ -270,7 +271,7 @@ _SWEPT: dict[Path, float] = {}  # folder -> when
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed writers left, once an hour: those that are older than an hour
-    and that nobody holds a lock of."""
+    and not locked."""
     now = time.time()
     if now - _SWEPT.get(folder, 0) < _OLD:
         return

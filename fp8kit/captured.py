@@ -1,8 +1,9 @@
 """What a captured graph takes from the host and holds from then on: numbers that are part of a launch, and
 where arrays lie.
 
-Who reads such a thing says so (``hold``); nobody listens unless a graph is being captured. Each replay asks
-again (``Held.check``), so that a change which it could not see is an error.
+Code that reads such a thing calls ``hold``, which does nothing unless a graph is being captured. Each replay
+reads it again (``Held.check``) and raises an error if it has changed, since the graph would go on with the
+old value.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def write(file: BinaryIO, host: Mapping[str, HostArray], metadata: Mapping[str, 
 
 
 def read(path: str) -> tuple[dict[str, HostArray], dict[str, str]]:
-    """The arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be read, is
-    truncated or foreign, or has a dtype that is not known here."""
+    """Returns the arrays and the metadata of a file. CheckpointError that says what is wrong: it cannot be
+    read, is truncated or foreign, or has a dtype that is not known here."""
     try:
         _want_file(os.stat(path))  # opening a device may do something
         # opening a pipe, put there meanwhile, would wait for its writer
@@ -125,8 +125,8 @@ def read_from(file: BinaryIO) -> tuple[dict[str, HostArray], dict[str, str]]:
 
 
 def _header(text: str) -> dict[str, Any]:
-    """The metadata, and dtype, shape and place of each array. Every member is checked before the next is
-    parsed, so that absurd ones cost neither time nor memory."""
+    """Returns the metadata, and dtype, shape and place of each array. Every member is checked before the next
+    is parsed, so that absurd ones cost neither time nor memory."""
     header: dict[str, Any] = {}
     at = 0
     while (member := _MEMBER.match(text, at)) and text.startswith("," if at else "{", at):
@@ -144,8 +144,8 @@ def _header(text: str) -> dict[str, Any]:
 
 
 def _entry(name: str, value: dict[str, Any]) -> tuple[formats.DType, tuple[int, ...], tuple[int, int]]:
-    """What the header says of an array, checked: dtype, shape, first byte after the header and the one after
-    its last."""
+    """Returns what the header says of an array, checked: dtype, shape, first byte after the header and the
+    one after its last."""
     if value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{shown(name)} is not described by dtype, shape and data_offsets")
     shape, place = value["shape"], value["data_offsets"]
@@ -161,7 +161,7 @@ def _entry(name: str, value: dict[str, Any]) -> tuple[formats.DType, tuple[int, 
 
 
 def _array(file: Any, name: str, dtype: formats.DType, shape: tuple[int, ...]) -> HostArray:
-    """The next array of a file."""
+    """Returns the next array of a file."""
     try:
         array = np.empty(shape, dtype.numpy)
     except ValueError as error:  # more dimensions, or longer ones, than NumPy has

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, None: the process's own.
 
     Returns the exit status: 0, 1 with the reason on standard error, 2 for a wrong argument, 130 after Ctrl-C,
-    or 141 when nobody reads the output any more. What argparse refuses exits with 2.
+    or 141 when the reader has closed the output. What argparse refuses exits with 2.
     """
     options = _parser().parse_args(arguments)
     options.command_line = sys.argv[1:] if arguments is None else list(arguments)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the output
         # what Python flushes at its end has nowhere else to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
@@ -248,8 +248,8 @@ def _train_one(options: argparse.Namespace, ranks: Collectives, stream: TextIO |
 
 
 def _continuation(arguments: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
-    """What says how to go on with a training that was stopped: its state is in ``keep`` where that was
-    written since now, or before, by the training that this one ``resumed``."""
+    """Returns what says how to go on with a training that was stopped: its state is in ``keep`` where that
+    was written since now, or before, by the training that this one ``resumed``."""
 
     def written() -> int | None:
         return keep.stat().st_mtime_ns if keep.exists() else None
@@ -315,7 +315,7 @@ def _libraries() -> list[tuple[str, str, str]]:
 
 
 def _settings() -> list[tuple[str, str, str]]:
-    """The FP8KIT_* variables that are set, and what is wrong with those that are bad."""
+    """Returns the FP8KIT_* variables that are set, and what is wrong with those that are bad."""
     readers: dict[str, Callable[[], object]] = {
         "DETERMINISTIC": settings.deterministic,
         "PREFER": settings.prefer,

@@ -23,8 +23,8 @@ Array = np.ndarray[Any, Any]
 
 @cache
 def table(fmt: Format) -> Array:
-    """The value of every byte as a code of ``fmt``: float64 (256,), read-only. Bits above the format's are
-    ignored."""
+    """Returns the value of every byte as a code of ``fmt``: float64 (256,), read-only. Bits above the
+    format's are ignored."""
     codes = np.arange(256) & ((1 << fmt.bits) - 1)
     magnitude = codes & ~fmt.sign_code
     if fmt.twos_complement:
@@ -42,8 +42,8 @@ def table(fmt: Format) -> Array:
 
 @cache
 def grid(fmt: Format) -> Array:
-    """The finite values >= 0 in order of their codes, and one more: where the next would be if the exponent
-    range went on."""
+    """Returns the finite values >= 0 in order of their codes, and one more: where the next would be if the
+    exponent range went on."""
     return _magnitude(fmt, np.arange(fmt.max_code + 2))
 
 
@@ -57,8 +57,8 @@ def _magnitude(fmt: Format, codes: Array) -> Array:
 
 @cache
 def code_ends(fmt: Format) -> tuple[float, float]:
-    """The least float32 magnitudes whose code, nearest even and saturating, is not 0, and is the largest. Of
-    signed formats with a zero that are no two's complement."""
+    """Returns the least float32 magnitudes whose code, nearest even and saturating, is not 0, and is the
+    largest. Of signed formats with a zero that are no two's complement."""
     points, found = grid(fmt), []
     for code in (1, fmt.max_code):
         middle = np.float32((points[code - 1] + points[code]) / 2)  # exact: a code has at most 7 bits
@@ -68,7 +68,7 @@ def code_ends(fmt: Format) -> tuple[float, float]:
 
 
 def decode(codes: Any, fmt: Format) -> Array:
-    """The values of ``codes``, uint8 of any shape, as float64 of the same shape. Exact."""
+    """Returns the values of ``codes``, uint8 of any shape, as float64 of the same shape. Exact."""
     return table(fmt)[np.asarray(codes, np.uint8)]
 
 
@@ -80,7 +80,7 @@ def encode(
     words: Any = None,
     bits: int = 32,
 ) -> Array:
-    """The codes of ``values``, float64 or narrower of any shape, as uint8 of the same shape.
+    """Returns the codes of ``values``, float64 or narrower of any shape, as uint8 of the same shape.
 
     * "nearest": to the nearer neighbour, ties to the even code (also in formats without a mantissa, where
       IEEE 754 has no even neighbour). "stochastic": away from zero where ``words`` (uint32, of the same

@@ -124,7 +124,7 @@ class Collectives:
             self._do("part of a reduce_scatter", label, send, stream, source)
 
     def wait(self, target: ArrayView, stream: int) -> None:
-        """Let ``stream`` wait for what was started into ``target``; nothing where nothing was."""
+        """Let ``stream`` wait for the call that writes ``target``, if one was started."""
 
         def arrive(address: int, on: int) -> None:
             started = self._started.pop(address)
@@ -166,15 +166,15 @@ class Collectives:
         self._do("shift", label, self._shift, stream, source, target)
 
     def broadcast(self, x: ArrayView, root: int, stream: int, label: str = "") -> None:
-        """x = that of the rank ``root``, in place. ArgumentError for what is no rank."""
+        """x = that of the rank ``root``, in place. ArgumentError if ``root`` is not a rank."""
         integer("broadcast", "root", root, 0, self.size - 1)
         if self.size > 1:
             what = f"broadcast from {root}"
             self._do(what, label, lambda x, on: self._broadcast(x, root, on), stream, x)
 
     def split(self, color: int) -> Collectives:
-        """The group of the ranks that gave the same ``color``, 0 or more, in their order here. All ranks of
-        this group call it. BackendError where a backend cannot."""
+        """Returns the group of the ranks that gave the same ``color``, 0 or more, in their order here. All
+        ranks of this group call it. BackendError where a backend cannot."""
         color = integer("split", "color", color, 0, 2**31 - 1)
         return self if self.size == 1 else self._split(color)
 
@@ -290,7 +290,7 @@ def _same(source: ArrayView, target: ArrayView) -> None:
 
 
 def named(name: str) -> Collectives:
-    """The group of that name; ArgumentError where it has gone."""
+    """Returns the group of that name; ArgumentError where it has gone."""
     found = _KNOWN.get(name)
     if found is None:
         raise ArgumentError("collectives", "group", repr(name), "a group of this process that is alive")
@@ -298,7 +298,7 @@ def named(name: str) -> Collectives:
 
 
 def everyone() -> Collectives | None:
-    """The group of all processes that ``fp8kit.distributed.init`` made; None before."""
+    """Returns the group of all processes that ``fp8kit.distributed.init`` made; None before."""
     return EVERYONE[0] if EVERYONE else None
 
 
@@ -308,7 +308,7 @@ def set_everyone(ranks: Collectives) -> None:
 
 
 def described(operation: str, x: ArrayView, label: str) -> str:
-    """A call in words, for errors."""
+    """Returns a call in words, for errors."""
     return f"{operation} of {x.dtype.name} {x.shape}{f' in {label}' if label else ''}"
 
 
@@ -320,8 +320,8 @@ class CallFailed(BackendError):
 
 
 def call_failed(got: str) -> CallFailed:
-    """The error that says what the ranks did, such as ``differing`` of it. Where nobody catches it, the
-    program's own lines are printed: each rank ends with one."""
+    """Returns the error that says what the ranks did, such as ``differing`` of it. Uncaught, it is printed
+    with the program's own lines alone, since each rank ends with one."""
     if not isinstance(sys.excepthook, _Shortening):
         sys.excepthook = _Shortening(sys.excepthook)
     return CallFailed("collectives", "ranks", got, "the same call of all ranks")
@@ -357,12 +357,13 @@ class _Shortening:
 
 
 def reason(text: str) -> str:
-    """The first line of what another library says, in brackets, at most 200 characters of it."""
+    """Returns the first line of what another library says, in brackets, at most 200 characters of it."""
     return f"({textwrap.shorten(text.partition(chr(10))[0], 200, placeholder=' ...')})"
 
 
 def differing(said: dict[int, str], size: int) -> str:
-    """What the ranks did last, those that did the same together; ranks that said nothing hang or are gone."""
+    """Returns what the ranks did last, those that did the same together; ranks that said nothing hang or are
+    gone."""
     groups: dict[str, list[int]] = {}
     for rank in range(size):
         groups.setdefault(said.get(rank, "nothing: it hangs or has ended"), []).append(rank)
@@ -390,7 +391,7 @@ class FakeCollectives:
         self.ranks = [_Thread(self, rank) for rank in range(size)]
 
     def run(self, function: Callable[[Collectives], Any]) -> list[Any]:
-        """The results of ``function`` of each rank. Raises what the first rank that failed of itself
+        """Returns the results of ``function`` of each rank. Raises what the first rank that failed of itself
         raised."""
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
@@ -424,7 +425,7 @@ class FakeCollectives:
             part.end()
 
     def exchange(self, rank: int, what: str, array: Any) -> list[Any]:
-        """What every rank posted, by rank; BackendError where one posted another thing or none."""
+        """Returns what every rank posted, by rank; BackendError where one posted another thing or none."""
         self._posted[rank] = what, array
         self._wait(rank, what)
         posted = list(self._posted)
@@ -435,7 +436,7 @@ class FakeCollectives:
         return [own for _, own in posted]
 
     def part(self, rank: int, number: int, color: int) -> Collectives:
-        """The rank's place in the group of its ``color``, in the ranks' split of that ``number``."""
+        """Returns the rank's place in the group of its ``color``, in the ranks' split of that ``number``."""
         colors = self.exchange(rank, f"split {number}", color)
         own = [i for i, other in enumerate(colors) if other == color]
         if rank == own[0]:
@@ -516,7 +517,8 @@ class _Thread(Collectives):
 
 
 def _reduced(parts: list[Any], op: Reduction) -> Any:
-    """The sum or the largest of arrays, in the order of the ranks, rounded once. NaN wins a maximum."""
+    """Returns the sum or the largest of arrays, in the order of the ranks, rounded once. NaN wins a
+    maximum."""
     wide = np.float64 if parts[0].dtype == np.float64 else np.float32
     out = parts[0].astype(wide)
     with np.errstate(all="ignore"):
@@ -533,7 +535,7 @@ def share(total: int, size: int, operation: str, name: str) -> int:
 
 
 def flat(x: ArrayView) -> ArrayView:
-    """The same elements as one dimension."""
+    """Returns the same elements as one dimension."""
     return x.reshape(math.prod(x.shape))
 
 

@@ -41,8 +41,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a
-    name, which says its index. BackendError for anything else, about ``argument`` of ``operation``."""
+    """Returns the Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of
+    such a name, which says its index. BackendError for anything else, about ``argument`` of ``operation``."""
     if isinstance(value, Device):
         return value
     foreign = type(value).__name__ == "device"
@@ -102,8 +102,8 @@ class DeviceProvider(Protocol):
         function that waits until the copy is there and returns it; the view is kept alive until then."""
 
     def native(self, view: ArrayView) -> Any:
-        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays
-        uint8."""
+        """Returns the view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8
+        stays uint8."""
 
 
 class _Host:
@@ -164,11 +164,11 @@ def register_device(kind: str, module: str) -> None:
 
 
 def provider(where: Device) -> DeviceProvider:
-    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its
-    library is missing."""
+    """Returns the provider of a device, imported at its first use; BackendError when the kind is unknown or
+    its library is missing."""
     try:
         found = _PROVIDERS.get(where.kind)
-    except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
+    except (AttributeError, TypeError, ValueError):  # not a device, or not hashable
         raise BackendError("device", "value", shown(where), "a Device, such as arrays.CPU") from None
     if found is None:
         if where.kind not in _LOADERS:
@@ -192,8 +192,8 @@ def available(kind: str) -> bool:
 
 
 def lacking(kind: str) -> str:
-    """That there is no usable device of this kind, and what is missing first, as its engine's module
-    ``support`` knows it (``fp8kit info``)."""
+    """Returns the text of an error that no device of this kind is usable, and what is missing first, by its
+    engine's module ``support`` (``fp8kit info``)."""
     first = _missing_first(kind)
     name = kind.upper() if kind == "cuda" else kind
     return f"no {name} device found{first}; `fp8kit info` lists what is missing"
@@ -219,7 +219,7 @@ def say_unused() -> None:
 
 
 def current_stream(where: Device) -> int:
-    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError if this is not a
     device."""
     return 0 if where is CPU else provider(where).current_stream(where)
 

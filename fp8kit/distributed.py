@@ -30,8 +30,8 @@ BACKENDS = {"nccl": ("fp8kit.backends.cuda.nccl", "cuda"), "gloo": ("fp8kit_torc
 def init(
     backend: str | None = None, device: Device | str | None = None, timeout: float = 600.0
 ) -> Collectives:
-    """The group of all processes that were started together: what each of them calls first. Later calls give
-    the same group.
+    """Returns the group of all processes that were started together: what each of them calls first. Later
+    calls give the same group.
 
     ``backend``: "nccl" or "gloo"; None is the device's. ``device``: this process's, ``ranks.device``; None is
     the GPU with the process's number on its machine, or the only one that it sees (Slurm's
@@ -139,8 +139,8 @@ def whole_state(model: Module, tensor: Collectives) -> dict[str, Any]:
 
 
 def own_state(state: Mapping[str, Any], model: Module, tensor: Collectives) -> dict[str, Any]:
-    """What ``model.load_state_dict`` takes on this rank, of a ``state`` with whole parameters, arrays by
-    name: as ``whole_state`` gave it with any number of ranks, or a model of one rank. CheckpointError for
+    """Returns what ``model.load_state_dict`` takes on this rank, of a ``state`` with whole parameters, arrays
+    by name: as ``whole_state`` gave it with any number of ranks, or a model of one rank. CheckpointError for
     parameters that the ranks do not divide."""
     found = dict(state)
     for name, parameter in model.named_parameters():
@@ -156,7 +156,7 @@ def own_state(state: Mapping[str, Any], model: Module, tensor: Collectives) -> d
 
 
 def _blocks(array: Any, parameter: Parameter) -> list[Any]:
-    """The blocks of a parameter, or of a rank's part, of each of which a rank has a part."""
+    """Returns the blocks of a parameter, or of a rank's part, of each of which a rank has a part."""
     dim, sizes = parameter.partition_dim, parameter.partition_blocks
     assert dim is not None
     unit = array.shape[dim] // sum(sizes)

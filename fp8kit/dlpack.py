@@ -113,8 +113,8 @@ def device_code(kind: str) -> int:
 def array_at(
     ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], owner: object
 ) -> np.ndarray[Any, Any]:
-    """A writable NumPy array over memory at the address ``ptr`` that keeps ``owner`` alive; the memory is not
-    touched.
+    """Returns a writable NumPy array over memory at the address ``ptr`` that keeps ``owner`` alive; the
+    memory is not touched.
 
     ``strides`` in elements, of any sign; ``ptr`` is the address of element (0, ..., 0).
     """
@@ -128,7 +128,7 @@ def array_at(
 
 
 def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
-    """A capsule over the view's memory, which it keeps alive until the consumer's deleter call.
+    """Returns a capsule over the view's memory, which it keeps alive until the consumer's deleter call.
 
     "dltensor_versioned" when ``max_version`` is at least (1, 0), else the older "dltensor". The capsule, its
     deleter and its destructor are NumPy's, made over the same address with integers of the same width; only
@@ -167,7 +167,7 @@ class Imported(NamedTuple):
 
 
 def import_(array: Any, current_stream: Callable[[str, int], int]) -> Imported:
-    """The memory of any array that has ``__dlpack__``; the producer's deleter runs when the owner is
+    """Returns the memory of any array that has ``__dlpack__``; the producer's deleter runs when the owner is
     collected.
 
     On CUDA the producer is asked to make ``current_stream(kind, index)`` of its device wait for its work.
@@ -219,7 +219,7 @@ class Borrowed:
 
 
 def _ask(array: Any, stream: dict[str, int]) -> Any:
-    """The producer's capsule; producers older than DLPack 1.0 do not know ``max_version``."""
+    """Returns the producer's capsule; producers older than DLPack 1.0 do not know ``max_version``."""
     try:
         try:
             return array.__dlpack__(**stream, max_version=VERSION)
@@ -232,7 +232,7 @@ def _ask(array: Any, stream: dict[str, int]) -> Any:
 
 
 def _managed(capsule: Any) -> tuple[_Managed, bytes]:
-    """The struct inside a capsule that nobody has taken yet, and the capsule's name."""
+    """Returns the struct inside a capsule that has not been consumed yet, and the capsule's name."""
     try:
         name = _capsule_name(capsule)
     except ValueError:  # no capsule

@@ -53,8 +53,8 @@ class Fp8kitError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
     def renamed(self, operation: str, argument: str) -> Self:
-        """The same refusal as one of ``operation``'s ``argument``: what a caller sees of a check further
-        down. A sentence follows the two names."""
+        """Returns the same refusal as one of ``operation``'s ``argument``: what a caller sees of a check
+        further down. A sentence follows the two names."""
         if self.argument is None:
             return type(self)(f"{operation}: {argument}: {self}")
         return type(self)(operation, argument, self.got, self.wanted)
@@ -115,7 +115,7 @@ _ELSEWHERE = {
 
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
-    """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
+    """Returns what a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
     ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case. ``before``:
     what every such name begins with in print."""
     lower: dict[str, str] = {}
@@ -131,7 +131,7 @@ def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -
 
 
 def install(extra: str) -> str:
-    """How to get the packages of one of fp8kit's extras: the end of a refusal for want of them."""
+    """Returns how to get the packages of one of fp8kit's extras: the end of a refusal for want of them."""
     return f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'"
 
 

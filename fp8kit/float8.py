@@ -60,7 +60,7 @@ def quantize(
       become NaN, and zero its smallest value, 2^-127.
     * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid
       of blocks; positive and finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU
-      nobody looks at the values). None: current scaling by ``scale_rule``.
+      the values are not checked). None: current scaling by ``scale_rule``.
     * ``scaling``: "tensor", "row", or blocks of rows x columns, 1xN or NxN (tiles at the edges are smaller):
       "block_1x128" with float32 scales, "mx_1x32" with E8M0 scales, N 16, 32, 64 or 128; "nvfp4_1x16",
       "nvfp4_16x16" with E4M3 scales, and one of the tensor; "nvfp4_row_1x16" with one of each row.
@@ -168,7 +168,7 @@ def quantize(
 
 
 def _rule(rule: Any, kind: str) -> str:
-    """The rule of the scales of "tensor", "row", "block", "mx" or "nvfp4"."""
+    """Returns the rule of the scales of "tensor", "row", "block", "mx" or "nvfp4"."""
     if rule is None:
         return "power_2" if kind in ("block", "mx") else "exact"
     known = _RULES.get(kind, ("exact", "power_2"))

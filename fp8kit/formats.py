@@ -253,9 +253,9 @@ HIGH_PRECISION = (float32, bfloat16, float16)
 def dtype(
     value: object, operation: str = "dtype", argument: str = "value", among: Collection[DType] = ()
 ) -> DType:
-    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's
-    dtypes. FormatError otherwise, and for one that is not ``among`` those that are wanted, about ``argument``
-    of ``operation``."""
+    """Returns the DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or
+    torch's dtypes. FormatError otherwise, and for one that is not ``among`` those that are wanted, about
+    ``argument`` of ``operation``."""
     found = _named(value)
     if found is None or (among and found not in among):
         known = [kind.name for kind in among] or list(DTYPES)
@@ -285,7 +285,7 @@ def _named(value: object) -> DType | None:
 
 
 def dtype_from_dlpack(code: int, bits: int) -> DType:
-    """The DType of a DLPack (type code, bits) pair; FormatError where fp8kit has none."""
+    """Returns the DType of a DLPack (type code, bits) pair; FormatError where fp8kit has none."""
     try:
         return _BY_DLPACK[(code, bits)]
     except (KeyError, TypeError, ValueError):
@@ -295,8 +295,8 @@ def dtype_from_dlpack(code: int, bits: int) -> DType:
 
 
 def dtype_of_format(fmt: Format) -> DType | None:
-    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for
-    what is no Format."""
+    """Returns the array dtype whose elements are codes of ``fmt``, None for a user-defined format.
+    FormatError if ``fmt`` is not a Format."""
     if not isinstance(fmt, Format):
         raise FormatError("dtype_of_format", "fmt", shown(fmt), "a Format")
     return next((d for d in DTYPES.values() if d.format == fmt), None)

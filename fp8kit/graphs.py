@@ -50,7 +50,7 @@ class _Captured(NamedTuple):
 
 
 def _view(value: Any) -> ArrayView | None:
-    """An array's view, None for what is no array."""
+    """Returns an array's view, None for anything else."""
     if isinstance(value, Tensor):
         return value.view
     known = (
@@ -111,7 +111,8 @@ class Graph:
             held.check()
 
     def _looked_at(self, given: Any) -> list[ArrayView]:
-        """The arrays among the arguments; Fp8kitError kinds where they are no longer what they were."""
+        """Returns the arrays among the arguments. BackendError unless they lie on one CUDA device,
+        Fp8kitError if shapes, dtypes or values differ from the first call's."""
         views: list[ArrayView] = []
 
         def look(value: Any) -> Any:
@@ -140,7 +141,7 @@ class Graph:
         return views
 
     def _call(self, given: Any, views: list[ArrayView]) -> Any:
-        """The function on ``views`` in place of the arrays among the arguments."""
+        """Returns the function on ``views`` in place of the arrays among the arguments."""
         left = iter(views)
 
         def replaced(value: Any) -> Any:
@@ -163,8 +164,8 @@ def _detached(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a result of the recording, for the caller to keep: the next call overwrites the recording's
-    own."""
+    """Returns a copy of a result of the recording, for the caller to keep: the next call overwrites the
+    recording's own."""
     view = _view(value)
     return value if view is None else _like(value, arrays.duplicate(view))
 
@@ -190,15 +191,15 @@ def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:
       since: optimisers' hyperparameters (let an ``lr`` that changes be a float32 array of one element) and
       state, ``GradScaler``'s settings, modules' settings (``training``, dropout rates), the memory of their
       arrays (a loaded history of another length), the policy (``fk.deterministic``). Other numbers, such as
-      the ``max_norm`` of ``clip_grad_norm_``, are constants that nobody watches.
+      the ``max_norm`` of ``clip_grad_norm_``, are constants, whose changes are not noticed.
     * ``autocast`` is entered within ``function``. Nothing within may wait for the device.
 
     The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that
     are not on one CUDA device and for a function that cannot be captured (device values on the host,
     ``check_finite``, arrays made on the host): the step is then not made, and gradients are undefined.
-    ArgumentError for what has changed since the capture; nothing is done then. Fp8kitError for a call within
-    an active autocast, for arguments that do not fit the first call's, and for a ``warmup`` below 1, which
-    makes the states that a capture needs.
+    ArgumentError if something that it holds has changed since the capture; nothing is done then. Fp8kitError
+    for a call within an active autocast, for arguments that do not fit the first call's, and for a ``warmup``
+    below 1, which makes the states that a capture needs.
     """
     return Graph(
         arguments.function("graph", "function", function), arguments.integer("graph", "warmup", warmup, 1)

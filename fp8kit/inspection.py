@@ -61,11 +61,12 @@ class Watch:
         return self._hash
 
     def of(self, prefix: str) -> ProductWatch:
-        """That of the product with this prefix; one that wants nothing where there is none."""
+        """Returns the watch of the product with this prefix, or one that asks for nothing."""
         return next((own for own in self.products if own.prefix == prefix), ProductWatch("", prefix))
 
     def only(self, forward: bool) -> Watch:
-        """The same with the tensors of one direction: those of a forward pass, or those of backward."""
+        """Returns the same with the tensors of one direction: those of a forward pass, or those of
+        backward."""
         names = FORWARD if forward else BACKWARD
         return Watch(
             tuple(
@@ -97,7 +98,7 @@ class Place:
     names: tuple[str, ...]
 
     def name_of(self, layer: str) -> str:
-        """The name of a layer there: "layers.3.mlp" of "layers.mlp"."""
+        """Returns the name of a layer there: "layers.3.mlp" of "layers.mlp"."""
         ends = ""
         for name, number in zip(
             self.names[::-1], self.numbers[::-1], strict=True
@@ -113,7 +114,7 @@ class Inspector(Protocol):
     """What layers and frontends ask of the inspector."""
 
     def of_layer(self, layer: Any, state: Any) -> Watch | None:
-        """What a layer's call within the autocast ``state`` is to show; None for nothing."""
+        """Returns what a layer's call within the autocast ``state`` is to show; None for nothing."""
 
     def of_products(
         self, names: tuple[tuple[str, str], ...], base: Any, transposed: bool = False
@@ -125,8 +126,8 @@ class Inspector(Protocol):
         """Take note that a layer of this name is called which shows nothing and is not changed."""
 
     def place(self, memory: Any, nbytes: int) -> Any:
-        """An ArrayView of so many bytes for counts and sums of a call that is about to run, on the device and
-        the stream of ``execution.Memory``, contents undefined."""
+        """Returns an ArrayView of so many bytes for counts and sums of a call that is about to run, on the
+        device and the stream of ``execution.Memory``, contents undefined."""
 
     def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
         """Take the arrays of a call, in the order of ``entries``; they may not be filled yet. ``place``: of

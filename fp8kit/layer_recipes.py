@@ -108,7 +108,7 @@ class DataRecipe(Recipe):
 
     @classmethod
     def of_key(cls, key: str, name: str) -> DataRecipe:
-        """The recipe of this ``key``, while another one has it."""
+        """Returns the recipe of this ``key``, while another one has it."""
         found = _DATA[key]
         return cls(found.data, name, found.attention, found.history)
 
@@ -181,8 +181,8 @@ class PerLayer(Recipe):
         last: int = 0,
         other: Recipe | None = None,
     ) -> PerLayer:
-        """The ``first`` and the ``last`` of so many numbered ``layers`` by an ``other`` recipe, None: in high
-        precision ::
+        """Returns the ``first`` and the ``last`` of so many numbered ``layers`` by an ``other`` recipe, None:
+        in high precision ::
 
             PerLayer.ends(NVFP4BlockScaling(), "layers.{}.*", 62, first=2, last=8)
 
@@ -281,7 +281,7 @@ _UNFIT: LRU[Recipe, bool] = LRU(256)
 
 
 def _some(names: list[str]) -> str:
-    """The first ones, and how many more there are."""
+    """Returns the first ones, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
 
@@ -366,7 +366,7 @@ class _Asking(QuantizerRole):
 
     @classmethod
     def of(cls, recipe: CustomRecipe, *role: str) -> _Asking:
-        """The role, for this recipe's function."""
+        """Returns the role, for this recipe's function."""
         found = cls(*role)
         found.recipe = recipe
         return found
@@ -449,7 +449,7 @@ class CustomRecipe(Recipe):
 
     @classmethod
     def of_key(cls, key: str) -> CustomRecipe:
-        """The recipe of this ``key``, while another one has it."""
+        """Returns the recipe of this ``key``, while another one has it."""
         found = _ANSWERS[key]
         return cls(found.qfactory, found.accumulation, found.history)
 

@@ -51,7 +51,7 @@ class LRU(Generic[K, V]):
         return Info(len(self._values), self.limit, self._hits, self.misses)
 
     def get(self, key: K) -> V | None:
-        """The value of a key, None where there is none."""
+        """Returns the value of a key, None where there is none."""
         try:
             found = self._values[key]
             self._values.move_to_end(key)
@@ -72,8 +72,8 @@ class LRU(Generic[K, V]):
         return value
 
     def make(self, key: K, make: Callable[[K], V]) -> V:
-        """The value of a key, made by ``make(key)`` where there is none, by one thread. Errors of ``make``
-        are the caller's, and nothing is kept."""
+        """Returns the value of a key, made by ``make(key)`` where there is none, by one thread. Errors of
+        ``make`` are the caller's, and nothing is kept."""
         found = self.get(key)
         if found is None:
             with self._making:
@@ -113,7 +113,7 @@ def memoized(name: str, limit: int = SHAPES) -> Callable[[F], F]:
 
 
 def cache_info() -> dict[str, dict[str, int]]:
-    """How this process's caches by shape do: name -> ``{"size", "limit", "hits", "misses"}``.
+    """Returns how this process's caches by shape do: name -> ``{"size", "limit", "hits", "misses"}``.
 
     Listed are the caches of what has been imported. A cache whose size stands at its limit, and whose misses
     grow in every step, is too small for the program.

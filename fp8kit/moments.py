@@ -104,8 +104,8 @@ class MomentFormat:
         return KEPT[self.format].max
 
     def scales(self, size: int) -> tuple[int, ...] | None:
-        """The shape of the float32 array beside ``size`` codes: (1,), (blocks,), (blocks, 2) of amax and
-        exponent with ``expansion``; None where there is none."""
+        """Returns the shape of the float32 array beside ``size`` codes: (1,), (blocks,), (blocks, 2) of amax
+        and exponent with ``expansion``; None where there is none."""
         if not self.scaled:
             return None
         if self.block is None:
@@ -159,7 +159,8 @@ class StateFormats:
         return (*found, MASTERS.index(self.master))
 
     def master_dtype(self, param: DType) -> DType | None:
-        """Of a parameter's master: None for float32 parameters. FormatError for remainders of float16."""
+        """Returns the dtype of a parameter's master, None for float32 parameters. FormatError for remainders
+        of float16."""
         if param is formats.float32:
             return None
         if self.master == "remainder":
@@ -197,7 +198,7 @@ PRESETS: dict[str, StateFormats] = {
 
 
 def _name(format: Any) -> Any:
-    """That of a format; anything else as it is."""
+    """Returns a format's name; anything else as it is."""
     return format.name if isinstance(format, Format | DType) else format
 
 

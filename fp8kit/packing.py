@@ -25,7 +25,7 @@ def pack(codes: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """What ``pack`` packed: uint8 (..., N) of (..., N / 2). ShapeError without a dimension."""
+    """Returns what ``pack`` packed: uint8 (..., N) of (..., N / 2). ShapeError without a dimension."""
     if not packed.shape:
         raise ShapeError("unpack", "packed", "no dimension", "at least one")
     codes = packed.repeat(2, axis=-1)
@@ -51,7 +51,7 @@ def swizzle(scales: Any) -> Any:
 
 
 def unswizzle(swizzled: Any, rows: int, columns: int) -> Any:
-    """The scales, uint8 (rows, columns), that ``swizzle`` laid out. ShapeError for another number of
+    """Returns the scales, uint8 (rows, columns), that ``swizzle`` laid out. ShapeError for another number of
     bytes."""
     down, across = -(-rows // _ROWS), -(-columns // _COLUMNS)
     wanted = down * _ROWS * across * _COLUMNS

@@ -26,7 +26,7 @@ def places(shape: Shape) -> tuple[Array, ...] | None:
 
 
 def picked(view: ArrayView, indices: tuple[Array, ...]) -> Array:
-    """The elements at all combinations of the indices along each dimension, on the host."""
+    """Returns the elements at all combinations of the indices along each dimension, on the host."""
     native = arrays.provider(view.device).native
     spread = [
         index.reshape(tuple(-1 if i == dim else 1 for i in range(len(indices))))
@@ -54,7 +54,7 @@ def text(values: Array, shape: Shape, prefix: str = "", narrow: bool = False) ->
 
 
 def view_text(view: ArrayView, prefix: str = "") -> str:
-    """A view's values as text; waits for its device."""
+    """Returns a view's values as text; waits for its device."""
     indices = places(view.shape)
     if indices is None:
         return text(view.numpy(), view.shape, prefix)

@@ -128,7 +128,7 @@ class Quantizer(KnownFields):
       first rotated by a Hadamard matrix. ``signs`` of its columns: "plus", "te" (the 16 of Transformer
       Engine, repeated) or "random" (drawn for each call).
 
-    RecipeError for another word, a number out of its range, and a format that is none.
+    RecipeError for another word, a number out of its range, and for a format that is not one.
     """
 
     format: Format
@@ -289,7 +289,7 @@ class Quantizer(KnownFields):
         return self.format.max, self.power_2, self.epsilon, float32.max
 
     def with_amax(self) -> Quantizer:
-        """The same with the amax as an input, where it takes it itself."""
+        """Returns the same with the amax as an input, where it takes it itself."""
         return replace(self, scale_source="amax") if self.takes_amax else self
 
     def __str__(self) -> str:
@@ -493,7 +493,7 @@ class Quantization(KnownFields):
         return [operand for gemm in self.gemms.values() for operand in gemm.cast]
 
     def map(self, change: Callable[[Quantizer], Quantizer], operands: str = "xwg") -> Quantization:
-        """The same with ``change(quantizer)`` for those ``operands``."""
+        """Returns the same with ``change(quantizer)`` for those ``operands``."""
         made = (
             replace(
                 gemm,
@@ -505,11 +505,11 @@ class Quantization(KnownFields):
         return Quantization(*made)
 
     def summed(self, how: str | Accumulation) -> Quantization:
-        """The same with all three GEMMs summed by ``how``, a ``Gemm.accumulation``."""
+        """Returns the same with all three GEMMs summed by ``how``, a ``Gemm.accumulation``."""
         return Quantization(*(replace(gemm, accumulation=how) for gemm in self.gemms.values()))
 
     def emulated(self) -> Quantization:
-        """The same, never by products on codes: on every device, those that have none among them."""
+        """Returns the same, never by products on codes: on every device, those that have none among them."""
         return Quantization(*(replace(gemm, emulated=True, scaled=False) for gemm in self.gemms.values()))
 
     def __str__(self) -> str:

@@ -114,9 +114,9 @@ class QuantizedArray:
     def from_packed(
         cls, packed: Any, scale_inv: Any = None, format: Format = E2M1, scaling: str = "tensor", **more: Any
     ) -> QuantizedArray:
-        """The array whose codes ``packed()`` gave: uint8 (..., N / 2), two codes a byte, the even index in
-        the low four bits. The other arguments, and the errors, are the constructor's; FormatError also for
-        bytes that are not uint8 and a format of more than 4 bits."""
+        """Returns the array whose codes ``packed()`` gave: uint8 (..., N / 2), two codes a byte, the even
+        index in the low four bits. The other arguments, and the errors, are the constructor's; FormatError
+        also for bytes that are not uint8 and a format of more than 4 bits."""
         view = arrays.as_view(packed, "from_packed", "packed")
         _want_4_bits("from_packed", format)
         if view.dtype is not formats.uint8:
@@ -218,7 +218,8 @@ class QuantizedArray:
         return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
 
     def matmul(self, other: QuantizedArray, dtype: Any = None, fast_accumulate: bool = False) -> Any:
-        """The product of (..., K) and (K, N) as a high-precision array (..., N), accumulated in float32.
+        """Returns the product of (..., K) and (K, N) as a high-precision array (..., N), accumulated in
+        float32.
 
         Any formats and scalings multiply; ``explain`` says how:
 
@@ -255,18 +256,18 @@ class QuantizedArray:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _no_arithmetic
 
     def explain(self, other: QuantizedArray | None = None, *, accumulate: Any = "fp32") -> str:
-        """How ``self @ other``, or ``fk.matmul`` with ``accumulate``, is computed and why, as a sentence for
-        people; without ``other``, the product with the transpose of an array quantised as this one. Computes
-        nothing. Raises what they would raise."""
+        """Returns how ``self @ other``, or ``fk.matmul`` with ``accumulate``, is computed and why, as a
+        sentence for people; without ``other``, the product with the transpose of an array quantised as this
+        one. Computes nothing. Raises what they would raise."""
         right = None if other is None else _array("explain", other)
         if isinstance(accumulate, str) and accumulate == "fp32":
             return quantized_product.explain(self, right)
         return quantized_product.explain_modelled(self, right, accumulate)
 
     def packed(self) -> Any:
-        """The codes of a format of at most 4 bits, two in a byte: uint8 (..., N / 2), the even index in the
-        low four bits; ``from_packed`` is the inverse. FormatError for wider formats, ShapeError for an odd
-        last dimension."""
+        """Returns the codes of a format of at most 4 bits, two in a byte: uint8 (..., N / 2), the even index
+        in the low four bits; ``from_packed`` is the inverse. FormatError for wider formats, ShapeError for an
+        odd last dimension."""
         _want_4_bits("packed", self.format)
         native = arrays.provider(self.device).native(self._view())
         return arrays.to_library(arrays.as_view(packing.pack(native)), self._data)
@@ -285,8 +286,8 @@ class QuantizedArray:
         return arrays.to_library(arrays.as_view(packing.swizzle(lying)), self._data)
 
     def reshape(self, *shape: int) -> QuantizedArray:
-        """The same codes under another shape (one -1 is worked out). Only tensor scaling without a rotation
-        may change the last dimension.
+        """Returns the same codes under another shape (one -1 is worked out). Only tensor scaling without a
+        rotation may change the last dimension.
 
         ShapeError for another number of elements, a transposed array, or rows that would be cut or joined.
         """
@@ -367,7 +368,7 @@ class QuantizedArray:
         return self._codes.__dlpack_device__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedArray:
-        """The same codes and scales in memory of their own."""
+        """Returns the same codes and scales in memory of their own."""
         copied = self._like(arrays.duplicate(self._codes), arrays.duplicate(self._scale_inv))
         if self._scale_codes is not None:
             copied._scale_codes = arrays.duplicate(self._scale_codes)
@@ -382,8 +383,8 @@ class QuantizedArray:
         )
 
     def __repr__(self) -> str:
-        """The values, as NumPy prints them (of a large array those that it prints are fetched and decoded),
-        shape, format, scaling and scale_inv."""
+        """Returns the values, as NumPy prints them (of a large array those that it prints are fetched and
+        decoded), shape, format, scaling and scale_inv."""
         name = f"{type(self).__name__}("
         facts = [f"shape={self.shape}", f"{self.format}", f"scaling={self.scaling!r}"]
         facts += [f"scale_rule={self.scale_rule!r}"] if self.scale_rule else []
@@ -397,7 +398,7 @@ class QuantizedArray:
     # --- for the products, and ``quantize`` ---
 
     def _wide(self, kind: formats.DType, scale_inv: ArrayView | None = None) -> ArrayView:
-        """The values as they lie in memory, not transposed, by these scales or their own."""
+        """Returns the values as they lie in memory, not transposed, by these scales or their own."""
         rows = self._codes.rows()
         out = arrays.empty(self._codes.shape, kind, self.device)
         tile = tiling(self.scaling, rows.shape, self._along)[0]
@@ -421,14 +422,14 @@ class QuantizedArray:
         return out
 
     def _lines(self) -> int:
-        """How many scales there are besides those of NVFP4's blocks."""
+        """Returns how many scales there are besides those of NVFP4's blocks."""
         return max(self._lying()[0], 1) if self.scaling.startswith("nvfp4_row") else 1
 
     def _view(self) -> ArrayView:
         return self._codes.transpose(1, 0) if self._flipped else self._codes
 
     def _matrix(self) -> ArrayView:
-        """The codes as a matrix, a view."""
+        """Returns the codes as a matrix, a view."""
         return self._view() if self._flipped else self._codes.rows()
 
     def _lying(self) -> tuple[int, int]:
@@ -437,7 +438,7 @@ class QuantizedArray:
         return (rows, columns) if self._along else (columns, rows)
 
     def _shown_values(self) -> np.ndarray[Any, Any]:
-        """The values that ``repr`` prints, float32 on the host."""
+        """Returns the values that ``repr`` prints, float32 on the host."""
         if not self.size:
             return np.empty(self.shape, np.float32)
         indices = printing.places(self.shape)
@@ -461,7 +462,7 @@ class QuantizedArray:
             return np.asarray(found * scales.reshape(found.shape))
 
     def _part(self, name: str, value: Any, kind: formats.DType, grid: Shape) -> ArrayView | None:
-        """An argument of the constructor that has one element a tile, checked."""
+        """Returns an argument of the constructor that has one element a tile, checked."""
         if value is None:
             return None
         view = arrays.as_view(value, "QuantizedArray", name)
@@ -517,7 +518,8 @@ def of_views(
     scale_codes: ArrayView | None,
     tensor_scale_inv: ArrayView | None,
 ) -> QuantizedArray:
-    """A QuantizedArray of views that are known to fit, in the library of ``like``. Nothing is checked."""
+    """Returns a QuantizedArray of views that are known to fit, in the library of ``like``. Nothing is
+    checked."""
     made = object.__new__(QuantizedArray)
     made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
     made._data, made._given_scale_inv = arrays.to_library(codes, like), arrays.to_library(scale_inv, like)

@@ -14,7 +14,7 @@ from fp8kit.quantized_array import QuantizedArray
 def matmul(
     a: QuantizedArray, b: QuantizedArray, *, accumulate: Any = "fp32", dtype: Any = formats.float32
 ) -> Any:
-    """The product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
+    """Returns the product of (..., K) and (K, N) as an array (..., N) of ``dtype``, in a's library.
 
     * ``accumulate``: "fp32", as ``a @ b``: the device's own product with sums promoted to float32, whose last
       bits differ from device to device. Or a sum with the same bits on every device, a NaN's payload aside:
@@ -30,9 +30,9 @@ def matmul(
     multiply the float32 result. Modelled sums take formats of at most 5 exponent bits, and rows and blocks
     that run along K.
 
-    Raises FormatError for what is no quantised array, for a format or a scaling that does not fit, and for
-    rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for another
-    ``accumulate``.
+    Raises FormatError for an argument that is not a quantised array, for a format or a scaling that does not
+    fit, and for rotations that do not cancel; ShapeError where the inner sizes differ, ArgumentError for
+    another ``accumulate``.
     """
     op = "matmul"
     for name, value in (("a", a), ("b", b)):

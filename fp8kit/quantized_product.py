@@ -50,7 +50,8 @@ def _right(b: QuantizedArray) -> _Operand:
 
 
 def _way(a: _Operand, b: _Operand, where: Device) -> tuple[str, str]:
-    """The kernel that multiplies two operands, and the reason. FormatError where their rotations differ."""
+    """Returns the kernel that multiplies two operands, and the reason. FormatError where their rotations
+    differ."""
     if a.rotation or b.rotation:
         _want_equal_rotations(a, b)
     if a.scaling in _SCALED and b.scaling in _SCALED and scaled_products.takes_scales(where):
@@ -243,8 +244,8 @@ def times_tensor_scales(
 
 
 def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView | None]:
-    """The float32 values of an operand; of NVFP4 without the scale of the tensor, or of its rows where they
-    lie along the contraction, and that."""
+    """Returns the float32 values of an operand; of NVFP4 without the scale of the tensor, or of its rows
+    where they lie along the contraction, and that."""
     scale = tensor._tensor_scale_inv
     if scale is None or (scale.size > 1 and not along_k):
         return tensor._wide(formats.float32), None
@@ -252,8 +253,8 @@ def _wide(tensor: QuantizedArray, along_k: bool) -> tuple[ArrayView, ArrayView |
 
 
 def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
-    """The values of a rotated array, as they lie in memory, before the rotation: rotated back in float32 and
-    rounded to ``kind``."""
+    """Returns the values of a rotated array, as they lie in memory, before the rotation: rotated back in
+    float32 and rounded to ``kind``."""
     rotation, where = tensor.rotation, tensor.device
     assert rotation is not None
     values, out = tensor._wide(formats.float32), arrays.empty(tensor._codes.shape, kind, where)
@@ -263,8 +264,8 @@ def rotated_back(tensor: QuantizedArray, kind: formats.DType) -> ArrayView:
 
 
 def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:
-    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is
-    that and aligned, or a copy."""
+    """Returns a matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where
+    it is that and aligned, or a copy."""
     if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
         return view
     padded = arrays.zeros(sizes, view.dtype, view.device)
@@ -294,7 +295,7 @@ def explain_modelled(a: QuantizedArray, b: QuantizedArray | None, accumulate: An
 def modelled(
     a: QuantizedArray, b: QuantizedArray, accumulate: Any
 ) -> tuple[models.Accumulation, list[Modelled]]:
-    """The sum, and both operands as ``model_gemm`` takes them. Raises what ``matmul`` raises."""
+    """Returns the sum, and both operands as ``model_gemm`` takes them. Raises what ``matmul`` raises."""
     known = ("fp32", *models.ACCUMULATIONS)
     how = models.accumulation("matmul", "accumulate", accumulate, known)
     _shapes(a, b)

@@ -547,7 +547,7 @@ class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
         return self._overridden(Quantization(Gemm(x, w), Gemm(g, w), wgrad))
 
     def _rule(self, scope: str) -> str:
-        """The rule of the scales of "weights" or "activations"."""
+        """Returns the rule of the scales of "weights" or "activations"."""
         if self.nvfp4_4over6 not in (scope, "all"):
             return "exact"
         bound = "_256" if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else ""
@@ -581,7 +581,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What other files hold. AttributeError that says which recipes there are."""
+    """Returns what other files hold. AttributeError that says which recipes there are."""
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(f"fp8kit.{_ELSEWHERE[name]}"), name)
     own = DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling

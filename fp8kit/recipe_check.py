@@ -116,8 +116,8 @@ def drawn(kind: str, shape: tuple[int, ...], seed: int, which: int) -> HostArray
 
 
 def errors(exact: HostArray, values: HostArray, most: HostArray | None = None) -> Errors:
-    """The errors of values that stand for exact ones, float64 of one shape; with ``most``, the largest value
-    that each might have, the shares too."""
+    """Returns the errors of values that stand for exact ones, float64 of one shape; with ``most``, the
+    largest value that each might have, the shares too."""
     signal, noise = float(np.sum(exact**2)), float(np.sum((exact - values) ** 2))
     relative, decibel = 0.0, None
     if noise:
@@ -131,8 +131,8 @@ def errors(exact: HostArray, values: HostArray, most: HostArray | None = None) -
 
 
 def row_error(exact: HostArray, values: HostArray) -> float:
-    """The median over rows, float64 (rows, columns), of the relative error of values that stand for exact
-    ones; rows of zeros are left out, and without others it is 0."""
+    """Returns the median over rows, float64 (rows, columns), of the relative error of values that stand for
+    exact ones; rows of zeros are left out, and without others it is 0."""
     signal, noise = (exact**2).sum(1), ((exact - values) ** 2).sum(1)
     rows = signal > 0
     return float(np.median(np.sqrt(noise[rows] / signal[rows]))) if rows.any() else 0.0
@@ -141,7 +141,7 @@ def row_error(exact: HostArray, values: HostArray) -> float:
 def check(
     recipe: Recipe, x: Any, w: Any, g: Any, dtype: Any = float32, device: Device | None = None, seed: int = 0
 ) -> Checked:
-    """The errors of a Linear under a recipe, y = x w^T, with the output gradient g.
+    """Returns the errors of a Linear under a recipe, y = x w^T, with the output gradient g.
 
     x (M, K), w (N, K), g (M, N): arrays of the host, rounded to ``dtype`` (float32, bfloat16, float16) first:
     what is reported is the recipe's error, not that of this rounding. ``device``: where the layer runs, None
@@ -234,8 +234,8 @@ def _cast(
     words: HostArray,
     scale: HostArray | None,
 ) -> Cast:
-    """A matrix, h (rows, columns), as a layer casts it; ``number`` of its random words, ``scale`` where an
-    earlier step gave it."""
+    """Returns a matrix, h (rows, columns), as a layer casts it; ``number`` of its random words, ``scale``
+    where an earlier step gave it."""
     where, shape = matrix.device, matrix.shape
     k, stream = dispatch.kernels(where), arrays.current_stream(where)
     source, rng = matrix, arrays.to(arrays.as_view(words), where)

@@ -67,7 +67,7 @@ class Strict(KnownFields):
     field."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without what is derived from them."""
+        """Returns the fields, without what is derived from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def _refuse(self, field: str, wanted: str) -> RecipeError:
@@ -93,7 +93,7 @@ class Strict(KnownFields):
 
 @dataclass_transform()
 def recipe_class(cls: _Class) -> _Class:
-    """The class as a frozen dataclass, but that ``Recipe`` says what setting a field does."""
+    """Returns the class as a frozen dataclass, but that ``Recipe`` says what setting a field does."""
     dataclass(frozen=True)(cls)
     del cls.__setattr__
     if not cls.by_layer:
@@ -203,8 +203,8 @@ class Recipe(Strict):
         cls._values = None
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
-        """The recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called ``name``, ""
-        where it has no name; None for high precision. The same object for the same layer."""
+        """Returns the recipe of a layer: of class ``kind``, "Linear" or "LayerNormMLP", say, and called
+        ``name``, "" where it has no name; None for high precision. The same object for the same layer."""
         return self
 
     def ended(self) -> None:
@@ -326,16 +326,16 @@ class Recipe(Strict):
         return self.fp8_format.backward
 
     def short_name(self) -> str:
-        """A printable name that fits into a log line."""
+        """Returns a printable name that fits into a log line."""
         raise NotImplementedError
 
     def _quantization(self, x: Quantizer, w: Quantizer, g: Quantizer) -> Quantization:
-        """The operands, with the accumulation that the recipe's fields say."""
+        """Returns the operands, with the accumulation that the recipe's fields say."""
         gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
         return self._overridden(Quantization.of(x, w, g, *(gemm.how for gemm in gemms)))
 
     def _overridden(self, made: Quantization) -> Quantization:
-        """The GEMMs, with those of backward as ``backward_override`` says."""
+        """Returns the GEMMs, with those of backward as ``backward_override`` says."""
         how = self.backward_override or "quantized"
         return Quantization(made.fprop, replace(made.dgrad, compute=how), replace(made.wgrad, compute=how))
 
@@ -345,7 +345,7 @@ class Recipe(Strict):
             raise self._refuse("backward_override", "None, 'high_precision' or 'dequantized'")
 
     def _more(self) -> str:
-        """What ``short_name`` says of attention and of ``backward_override``."""
+        """Returns what ``short_name`` says of attention and of ``backward_override``."""
         return words_of(self) + (f", backward {self.backward_override}" if self.backward_override else "")
 
     def _check_common(self, no_attention: str = "") -> None:

@@ -26,7 +26,7 @@ class Support(NamedTuple):
     """How a recipe runs somewhere: ``status`` "native", its products multiply the codes; "emulated", the
     codes' values in high precision; "refused". ``why`` it is refused; or how it is emulated, and which GEMMs
     are not; or what is emulated where the rest is native: sums that are a chip's on every device, attention;
-    and that nobody has run it so."""
+    and that it has not been run so."""
 
     status: str
     why: str = ""
@@ -36,8 +36,8 @@ class Support(NamedTuple):
 
 
 def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
-    """How a recipe runs on a CUDA device of compute capability (major, minor), None: on a CPU. Needs no such
-    device."""
+    """Returns how a recipe runs on a CUDA device of compute capability (major, minor), None: on a CPU. Needs
+    no such device."""
     fp8 = _quantization(recipe, capability)
     try:
         products = product_class(fp8)
@@ -58,7 +58,7 @@ def support_of(recipe: Recipe, capability: tuple[int, int] | None) -> Support:
 
 
 def _quantization(recipe: Recipe, capability: tuple[int, int] | None) -> Quantization:
-    """What a recipe means for layers on such a device."""
+    """Returns what a recipe means for layers on such a device."""
     scales = capability is not None and capability >= scaled_products.CAPABILITY
     return scaled_products.scaled(recipe.quantization) if scales else recipe.quantization
 
@@ -66,7 +66,7 @@ def _quantization(recipe: Recipe, capability: tuple[int, int] | None) -> Quantiz
 def _emulated(
     fp8: Quantization, attention: AttentionQuantization | None, capability: tuple[int, int] | None
 ) -> Support:
-    """Of emulated products, of which some GEMMs may be on codes."""
+    """Returns the support of emulated products, of which some GEMMs may be on codes."""
     used = {name: gemm.scaled for name, gemm in fp8.gemms.items() if gemm.compute == "quantized"}
     native = [name for name, scaled in used.items() if scaled]
     if not native:
@@ -78,14 +78,14 @@ def _emulated(
 
 
 def _engine() -> tuple[int, int]:
-    """The least compute capability that the CUDA engine takes."""
+    """Returns the least compute capability that the CUDA engine takes."""
     from fp8kit.backends.cuda import MIN_ARCH
 
     return divmod(MIN_ARCH, 10)
 
 
 def _attention_words(how: AttentionQuantization | None, capability: tuple[int, int] | None) -> str:
-    """How attention's products run on a device; "" where they are in high precision."""
+    """Returns how attention's products run on a device; "" where they are in high precision."""
     if how is None:
         return ""
     from fp8kit.backends.cuda import cudnn_fp8
@@ -97,8 +97,8 @@ def _attention_words(how: AttentionQuantization | None, capability: tuple[int, i
 
 
 def support_on(recipe: Recipe, device: Device) -> Support:
-    """How a recipe runs on a device of this machine: ``support_of``, and refused where a kernel of its
-    products has no implementation there."""
+    """Returns how a recipe runs on a device of this machine: ``support_of``, and refused where a kernel of
+    its products has no implementation there."""
     capability = None
     try:
         if device.kind == "cuda":
@@ -119,15 +119,15 @@ def support_on(recipe: Recipe, device: Device) -> Support:
 
 
 def devices() -> list[Device]:
-    """The CPU and the CUDA devices of this machine."""
+    """Returns the CPU and the CUDA devices of this machine."""
     count = arrays.provider(Device("cuda")).count() if arrays.available("cuda") else 0
     return [CPU, *(Device("cuda", index) for index in range(count))]
 
 
 def cast_facts(quantizer: Quantizer) -> dict[str, Any]:
-    """How an operand is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale`` (source
-    and rule; "delayed" alone, whose rule is the recipe's ``history``), ``rounding_bits`` (0: to nearest),
-    ``rotation`` (None, or neighbours and signs), ``epsilon``, and, where they are not the defaults,
+    """Returns how an operand is cast, by name, values that JSON has: ``format``, ``granularity``, ``scale``
+    (source and rule; "delayed" alone, whose rule is the recipe's ``history``), ``rounding_bits`` (0: to
+    nearest), ``rotation`` (None, or neighbours and signs), ``epsilon``, and, where they are not the defaults,
     ``ties``, ``factor`` and ``clip_gradient``."""
     rotated = f"hadamard {quantizer.hadamard}, signs {quantizer.signs}" if quantizer.hadamard else None
     return {
@@ -166,9 +166,9 @@ def gemm_facts(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def attention_facts(recipe: Recipe) -> dict[str, Any]:
-    """How attention's operands are cast, operand -> ``cast_facts``, and ``rows_per_block``, ``rotation``,
-    ``rotation_v``, ``signs``, ``joint``, as ``AttentionQuantization`` says them, and ``compute``, how
-    the products run; {} where attention is in high precision."""
+    """Returns how attention's operands are cast, operand -> ``cast_facts``, and ``rows_per_block``,
+    ``rotation``, ``rotation_v``, ``signs``, ``joint``, as ``AttentionQuantization`` says them, and
+    ``compute``, how the products run; {} where attention is in high precision."""
     how = recipe.attention
     if how is None:
         return {}
@@ -182,7 +182,7 @@ def attention_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def field_values(recipe: Recipe) -> dict[str, str]:
-    """The fields of a recipe, as they are written in Python."""
+    """Returns the fields of a recipe, as they are written in Python."""
     own = (each.name for each in fields(recipe) if each.init)  # type: ignore[arg-type]
     values = {name: getattr(recipe, name) for name in own}
     plain = Enum | Quantization | AttentionQuantization | AmaxHistory

@@ -263,8 +263,8 @@ _OWN = ", or that fp8kit.recipes.add has added (--from FILE.py)"
 
 
 def entry(name: str, operation: str = "named") -> Named:
-    """A recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the nearest
-    names, for another one."""
+    """Returns a recipe and its source by its name in ``NAMED``. ArgumentError of the ``operation``, with the
+    nearest names, for another one."""
     if not isinstance(name, str) or name not in NAMED:
         wanted = f"a name that `fp8kit recipes list` prints{meant(name, NAMED, 3) or _OWN}"
         raise ArgumentError(operation, "name", shown(name), wanted)
@@ -272,7 +272,7 @@ def entry(name: str, operation: str = "named") -> Named:
 
 
 def named(name: str) -> Recipe:
-    """A recipe by its name in ``NAMED``. ArgumentError, with the nearest names, for another one."""
+    """Returns a recipe by its name in ``NAMED``. ArgumentError, with the nearest names, for another one."""
     return entry(name).recipe
 
 
@@ -281,8 +281,9 @@ def add(name: str, recipe: Recipe, source: str = "of one's own") -> None:
     (``mine_sqnr``), comparisons and reports know it then, and ``fp8kit.cli.main``.
 
     ``name``: ASCII letters, digits and underscores. ``source``: what ``fp8kit recipes list`` says of it.
-    ArgumentError for a name that is none or that another recipe has, and for a recipe that asks a function
-    or differs by layer: a ``DataRecipe`` may have what such a one says for a layer, its ``quantization``.
+    ArgumentError for a name that is not a word or that another recipe has, and for a recipe that asks a
+    function or differs by layer: a ``DataRecipe`` may have what such a one says for a layer, its
+    ``quantization``.
     """
     if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
         raise ArgumentError("add", "name", shown(name), "letters, digits and underscores, no digit first")

@@ -31,7 +31,7 @@ class _Answers(socketserver.StreamRequestHandler):
         while line := self.rfile.readline(_LONGEST):
             try:
                 what, name, value = json.loads(line)
-            except ValueError:  # whoever that is, it is none of us
+            except ValueError:  # not a process of this job
                 return
             if what == "set":
                 server.texts[name] = value
@@ -55,8 +55,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def listening(address: str) -> tuple[socket.AddressFamily, str]:
-    """The family and the address at which rank 0 listens so that others find it at ``address``: this machine
-    alone for a loopback address, else all interfaces. The machine itself may know its name by another
+    """Returns the family and the address at which rank 0 listens so that others find it at ``address``: this
+    machine alone for a loopback address, else all interfaces. The machine itself may know its name by another
     address than the others do, a loopback one often, or not have the address at all behind a translation."""
     try:
         own = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
@@ -124,11 +124,11 @@ class Store:
         self._ask("set", name, text)
 
     def peek(self, name: str) -> str | None:
-        """The text; None where nobody has set it."""
+        """Returns the text, None where it has not been set."""
         return self._ask("get", name)
 
     def get(self, name: str, timeout: float) -> str:
-        """The text, once somebody has set it; BackendError where nobody has within ``timeout`` seconds."""
+        """Wait for the text to be set and return it; BackendError after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while True:
             with suppress(TimeoutError):

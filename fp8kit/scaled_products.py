@@ -66,8 +66,8 @@ def _scaled(quantization: Quantization) -> Quantization | None:
 
 
 def scaled(quantization: Quantization) -> Quantization:
-    """The same with its GEMMs on codes (``Gemm.scaled``), those that such tensor cores compute; the same
-    object where there is none."""
+    """Returns the same with its GEMMs on codes (``Gemm.scaled``), those that such tensor cores compute; the
+    same object where there is none."""
     return _scaled(quantization) or quantization
 
 

@@ -1,8 +1,9 @@
 """Values that hold for a block of code, for its thread or, within asyncio, for its task.
 
 Blocks may end in another order than they began, in another task or thread: two tasks take turns, a generator
-is closed late or by somebody else. So a block is marked as ended, and whoever looks skips it. A task that
-was started within a block is within it until it ends, and so is what ``contextvars.copy_context`` runs.
+is closed late or by another task. So a block that has ended is marked, and skipped when the innermost one is
+looked up. A task that was started within a block is within it until it ends, and so is what
+``contextvars.copy_context`` runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Scoped(Generic[T]):
         self.innermost: ContextVar[Block[T] | None] = ContextVar(name, default=None)  # perhaps ended
 
     def block(self) -> Block[T] | None:
-        """The innermost block that has not ended."""
+        """Returns the innermost block that has not ended."""
         found = self.innermost.get()
         while found is not None and found.ended:
             found = found.above

@@ -48,7 +48,7 @@ class Part(Stateful, Protocol):
 
 
 class Loadable:
-    """Base of what is loaded all or nothing."""
+    """Base of objects whose state is loaded all or nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what ``state_dict`` gave. Everything is checked before anything changes: arguments and
@@ -78,7 +78,7 @@ class Bundle(Loadable):
         self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts' arrays under their names."""
+        """Returns the parts' arrays under their names."""
         return {
             f"{part}/{name}": value
             for part, thing in self.parts.items()
@@ -150,7 +150,7 @@ def save(
             )
     try:
         _replace(target, lambda file: checkpoint_format.write(file, host, metadata or {}))
-    except OSError as error:  # which may name a file of ours, and that says nothing to whoever asked
+    except OSError as error:  # which may name a temporary file, unknown to the caller
         raise OSError(error.errno, error.strerror, str(target)) from None
 
 
@@ -193,8 +193,8 @@ def _beside(target: Path) -> Iterator[BinaryIO]:
 
 
 def _prefix(target: Path) -> str:
-    """What the names of files beside ``target`` begin with. A digest stands for a long name, which leaves no
-    room for more."""
+    """Returns what the names of files beside ``target`` begin with. A digest stands for a long name, which
+    leaves no room for more."""
     name = os.fsencode(target.name)
     return f".{target.name if len(name) < 200 else hashlib.sha256(name).hexdigest()}."
 
@@ -232,7 +232,7 @@ def sweep(path: str | os.PathLike[str]) -> None:
     writing stays: it holds a lock."""
     target = Path(os.path.realpath(arguments.path("sweep", path)))
     for beside in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 8}{_BESIDE}"):
-        # what is no file of ours stays; a pipe does not hold us up
+        # a file of another kind stays; a pipe does not block
         with contextlib.suppress(OSError), open(beside, "rb", opener=_carefully) as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -244,20 +244,20 @@ def _carefully(path: str, flags: int) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
-    """The arrays and the metadata of a file, on the host: memory for one copy of it. CheckpointError as
-    ``load``."""
+    """Returns the arrays and the metadata of a file, on the host: memory for one copy of it. CheckpointError
+    as ``load``."""
     return checkpoint_format.read(arguments.path("load", path))
 
 
 def _foreign(name: str) -> str:
-    """What to do about an entry of fp8kit_torch's ``state_dict``."""
+    """Returns what to do about an entry of fp8kit_torch's ``state_dict``."""
     torchs = name.endswith("_extra_state")
     return "; leave it out: FP8 state of fp8kit_torch has another form" if torchs else ""
 
 
 def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> dict[str, ArrayView]:
-    """The part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults, where
-    it does not fit."""
+    """Returns the part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults,
+    where it does not fit."""
     faults = []
     if strict:
         faults += [f"missing: {name}" for name in wanted if name not in state]
@@ -291,7 +291,7 @@ def assign(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bo
 
 
 def _stateful(operation: str, module: Any) -> Any:
-    """The module itself; CheckpointError unless it has a state."""
+    """Returns the module itself; CheckpointError unless it has a state."""
     has = all(callable(getattr(module, name, None)) for name in ("state_dict", "load_state_dict"))
     if isinstance(module, type) or not has:
         wanted = "a module, an optimiser, or a mapping of names to arrays"
@@ -300,14 +300,14 @@ def _stateful(operation: str, module: Any) -> Any:
 
 
 def mapping(operation: str, state: Any) -> Mapping[str, Any]:
-    """A state as it is; CheckpointError unless it is a mapping of names to arrays."""
+    """Returns a state as it is; CheckpointError unless it is a mapping of names to arrays."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(operation, "state", arguments.shown(state), "a mapping of names to arrays")
     return state
 
 
 def array(operation: str, name: str, value: Any) -> ArrayView:
-    """An entry of a state as a view; CheckpointError that names it where it is no array."""
+    """Returns an entry of a state as a view; CheckpointError that names it where it is no array."""
     try:
         return arrays.as_view(value)
     except FormatError as error:
@@ -320,7 +320,7 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
 
 
 def _name(name: Any) -> str:
-    """An array's name as it is; CheckpointError for one that the format cannot hold."""
+    """Returns an array's name as it is; CheckpointError for one that the format cannot hold."""
     if not isinstance(name, str) or name == checkpoint_format.METADATA or not _is_text(name):
         wanted = f"a string of characters, other than {checkpoint_format.METADATA}"
         raise CheckpointError("save", "name", arguments.shown(name), wanted)

@@ -23,7 +23,7 @@ FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8ki
                              logging says)
 ===========================  ================================================================================
 
-What several processes are to each other is said by whoever starts them: torchrun and ``fp8kit launch``
+The ranks of several processes are set by the program that starts them: torchrun and ``fp8kit launch``
 (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun (OMPI_COMM_WORLD_*, PMI_*) or
 Slurm's srun (SLURM_*).
 
@@ -75,7 +75,7 @@ log = logging.getLogger("fp8kit")
 
 
 def _source(name: str) -> str:
-    """The variable that speaks: ``name`` itself where it is set, else its alias where that is."""
+    """Returns the variable that speaks: ``name`` itself where it is set, else its alias where that is."""
     alias = _ALIASES.get(name, name)
     return alias if name not in os.environ and alias in os.environ else name
 
@@ -148,7 +148,7 @@ _PLACES = (
 
 
 def place() -> Place:
-    """What the launcher's environment says of this process; one process alone where it says nothing.
+    """Returns what the launcher's environment says of this process; one process alone where it says nothing.
     Fp8kitError for variables that are no ranks."""
     for names in _PLACES:
         if names[0] in os.environ and names[1] in os.environ:
@@ -187,7 +187,7 @@ def strict() -> bool:
 
 
 def assigned() -> dict[str, tuple[str, str]]:
-    """What is set to something: name without its prefix -> (the variable that speaks, ours or
+    """Returns what is set to something: name without its prefix -> (the variable that speaks, ours or
     TransformerEngine-FL's, its value)."""
     speaks = {name: _source(f"FP8KIT_{name}") for name in _NAMES} | {
         name: f"TE_FL_{name}" for name in ("PREFER_VENDOR", "SKIP_CUDA")

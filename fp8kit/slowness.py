@@ -40,7 +40,7 @@ def say(cause: str, effect: str, cure: str) -> None:
 
 
 def said() -> tuple[Slow, ...]:
-    """What this process was warned of so far."""
+    """Returns what this process was warned of so far."""
     with _LOCK:
         return tuple(_SAID)
 

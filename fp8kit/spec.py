@@ -37,7 +37,7 @@ class Meta(NamedTuple):
 
 
 def workspace(nbytes: int) -> dict[str, Meta]:
-    """The temporary buffer "workspace" of so many bytes, one at least."""
+    """Returns the temporary buffer "workspace" of so many bytes, one at least."""
     return {"workspace": Meta((max(nbytes, 1),), uint8)}
 
 
@@ -143,8 +143,8 @@ class Operation:
         return name.rstrip("0123456789").endswith(self.parameters or "\0")
 
     def argument(self, name: str, names: Container[str] = ()) -> str:
-        """What errors call the input ``name``. A parameter that comes in several segments, as ``names`` say,
-        keeps its number."""
+        """Returns what errors call the input ``name``. A parameter that comes in several segments, as
+        ``names`` say, keeps its number."""
         several = name.endswith("0") and f"{name[:-1]}1" in names
         return name if several else self.arguments.get(name, name)
 
@@ -159,34 +159,35 @@ class Operation:
         return any(product.parallel is not None for product in self.products(spec))
 
     def independent_rows(self, spec: Any, saved: Collection[str]) -> tuple[str, ...]:
-        """The inputs whose rows, each by itself, give the rows of all outputs and of what is ``saved`` for
-        backward; () where rows meet: they share a scale, or are summed."""
+        """Returns the inputs whose rows, each by itself, give the rows of all outputs and of what is
+        ``saved`` for backward; () where rows meet: they share a scale, or are summed."""
         return ()
 
     def partitions(self, spec: Any, metas: Metas, views: Shapes) -> Partitions:
-        """The ways to split a call into equal parts, those that cost no sum over the parts first. ``views``:
-        shapes of arrays that the frontend has with more dimensions than the operation (a kernel (K, 3, N) as
-        (K, 3 N)), by name."""
+        """Returns the ways to split a call into equal parts, those that cost no sum over the parts first.
+        ``views``: shapes of arrays that the frontend has with more dimensions than the operation (a kernel
+        (K, 3, N) as (K, 3 N)), by name."""
         return ()
 
     def part(self, spec: Any, partition: Partition, count: int) -> Any:
-        """The spec of one of ``count`` parts by features or heads; None where a number does not divide. Rows
-        leave the spec as it is."""
+        """Returns the spec of one of ``count`` parts by features or heads; None where a number does not
+        divide. Rows leave the spec as it is."""
         return spec
 
     def place(self, spec: Any, metas: Metas, parts: Mapping[str, tuple[Any, int]]) -> Place | None:
-        """How a part draws the random numbers of its place in the whole; None where it draws none. ``spec``,
-        ``metas``: the part's. ``parts``: kind of a partition -> the part's number, and how many there are;
-        numbers are ints or a framework's scalars."""
+        """Returns how a part draws the random numbers of its place in the whole; None where it draws none.
+        ``spec``, ``metas``: the part's. ``parts``: kind of a partition -> the part's number, and how many
+        there are; numbers are ints or a framework's scalars."""
         return None
 
     def shared_amaxes(self, spec: Any) -> SharedAmaxes | None:
-        """How parts cast with the scales of the whole; None where no scale is taken of a whole tensor now."""
+        """Returns how parts cast with the scales of the whole; None where no scale is taken of a whole tensor
+        now."""
         return None
 
     def decompose(self, spec: Any) -> tuple[Component, ...]:
-        """The calls that this one is made of, which give the same bits, in their order; () where it is one by
-        itself."""
+        """Returns the calls that this one is made of, which give the same bits, in their order; () where it
+        is one by itself."""
         return ()
 
     # --- what it does ---------------------------------------------------------------------------------------
@@ -196,8 +197,8 @@ class Operation:
         raise NotImplementedError
 
     def plan(self, spec: Any, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        """The plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``. Here: without
-        temporaries."""
+        """Returns the plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``. Here:
+        without temporaries."""
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:

@@ -70,8 +70,8 @@ def activation(
 
 
 def alphas_of(operation: str, name: str, alphas: Sequence[Any] | None, x: Any) -> dict[str, Any]:
-    """The learned numbers of the activation ``name`` by their names, in x's dtype; ShapeError for too many or
-    too few."""
+    """Returns the learned numbers of the activation ``name`` by their names, in x's dtype; ShapeError for too
+    many or too few."""
     learned, given = tuple(ALL[name].learned), tuple(() if alphas is None else alphas)
     if len(given) != len(learned):
         wanted = ", ".join(learned) if learned else f"None for {name}"

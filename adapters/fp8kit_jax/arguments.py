@@ -24,8 +24,8 @@ def is_key(value: Any) -> bool:
 
 
 def as_array(operation: str, argument: str, value: Any) -> Any:
-    """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for
-    anything else."""
+    """Returns a JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument
+    for anything else."""
     try:
         textual = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
         if not (value is None or textual or is_key(value) or isinstance(value, str | bytes)):
@@ -45,7 +45,7 @@ def as_rows(operation: str, argument: str, value: Any, last: str = "features") -
 
 def meta_of(operation: str, argument: str, value: Any) -> Meta:
     """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError
-    for what is no array or has no dtype of fp8kit."""
+    if it is not an array of a dtype of fp8kit."""
     if is_key(value) or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         value = as_array(operation, argument, value)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
@@ -53,8 +53,9 @@ def meta_of(operation: str, argument: str, value: Any) -> Meta:
 
 
 def in_dtype_of(x: Any, *parameters: Any) -> list[Any]:
-    """The parameters, None among them, in x's dtype where both are float32, bfloat16 or float16; as they are
-    elsewhere, for the operation to refuse by name. Gradients come back in the parameters' own dtypes."""
+    """Returns the parameters, None among them, in x's dtype where both are float32, bfloat16 or float16; as
+    they are elsewhere, for the operation to refuse by name. Gradients come back in the parameters' own
+    dtypes."""
 
     def high(array: Any) -> bool:
         is_array = isinstance(array, np.ndarray | np.generic | jax.Array)  # a dtype has a dtype, too
@@ -74,8 +75,8 @@ def check_fused(operation: str, fused: bool, what: str = "join_residual", **aske
 
 
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:
-    """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions.
-    ArgumentError for others."""
+    """Returns a static number within ``limits`` (``fp8kit.arguments.number``), also as an array without
+    dimensions. ArgumentError for others."""
     scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     if scalar and not isinstance(value, jax.core.Tracer):
         value = value.item()

@@ -75,8 +75,8 @@ def dot_product_attention(
       "causal_padding"), "padding_causal_bottom_right" or "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1
       | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``, int32 (b + 1,), running sums
       of the true lengths: 0 first, never falling, at most t, no sequence longer than s or ``max_seqlen_q``.
-      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU
-      nobody checks them: rows may come out wrong, but nothing out of bounds is touched.
+      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU they
+      are not checked: rows may come out wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is
       "post_scale_bias" where there is one.
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it
@@ -122,7 +122,7 @@ def attend(name: str, arguments: Mapping[str, Any], rows: bool = False) -> Any:
 
 @memoized("JAX: attention by name")
 def _of_module(name: str) -> tuple[Any, Any]:
-    """What ``attend_split`` needs, the same objects for the same name."""
+    """Returns what ``attend_split`` needs, the same objects for the same name."""
     return partial(_attend, name), lambda options: _resolved(options, name).spec
 
 
@@ -157,7 +157,8 @@ _BESIDE = (
 
 
 def spelled(softmax_type: Any) -> Any:
-    """A softmax type as the operation calls it: "off_by_one", as Transformer Engine's JAX has it, too."""
+    """Returns a softmax type as the operation calls it: "off_by_one", as Transformer Engine's JAX has it,
+    too."""
     return "off-by-one" if isinstance(softmax_type, str) and softmax_type == "off_by_one" else softmax_type
 
 
@@ -199,9 +200,9 @@ class _Call(NamedTuple):
 
 
 def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
-    """The call of the operation for all arguments of the function by name; layers may be shapes and dtypes.
-    ``module``: the name of the module that calls.
-    Checks everything but the shapes and dtypes that the operation checks."""
+    """Returns the call of the operation for all arguments of the function by name; layers may be shapes and
+    dtypes. ``module``: the name of the module that calls. Checks everything but the shapes and dtypes that
+    the operation checks."""
     tensors = {
         name: value if isinstance(value, jax.ShapeDtypeStruct) else as_array(_OP, name, value)
         for name in ("query", "key", "value")

@@ -50,7 +50,7 @@ _TEXTS: LRU[tuple[int, int], str] = LRU(SHAPES)  # digest -> what was lowered in
 
 
 def default_device() -> Device:
-    """The device on which a program runs that names none."""
+    """Returns the device on which a program runs that names none."""
     where = jax.config.jax_default_device  # type: ignore[attr-defined]
     device = where if isinstance(where, jax.Device) else jax.local_devices(backend=where)[0]
     kind = PLATFORMS.get(device.platform, device.platform)
@@ -86,7 +86,7 @@ def call(name: str, results: Any, *arrays: Any, **attributes: Any) -> Any:
 
 
 def shape_struct(meta: Meta) -> jax.ShapeDtypeStruct:
-    """A meta as JAX's shape and dtype."""
+    """Returns a meta as JAX's shape and dtype."""
     return jax.ShapeDtypeStruct(meta.shape, meta.dtype.numpy)
 
 
@@ -125,7 +125,7 @@ def _ieee() -> Iterator[None]:
 
 
 def _arithmetic(platform: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The arithmetic of a platform's handlers, for the duration of a call."""
+    """Returns the arithmetic of a platform's handlers, for the duration of a call."""
     return _ieee if platform == "cpu" else contextlib.nullcontext
 
 
@@ -141,12 +141,12 @@ def target(deterministic: bool) -> str:
 
 
 def constant(text: str) -> np.ndarray[Any, Any]:
-    """The first argument of the custom call for a program's text: its bytes."""
+    """Returns the first argument of the custom call for a program's text: its bytes."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def attributes(text: str) -> dict[str, Any]:
-    """The attributes of the custom call for a program's text."""
+    """Returns the attributes of the custom call for a program's text."""
     _mark_used()
     low, high = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.int64)
     _TEXTS.put((int(low), int(high)), text)
@@ -154,7 +154,7 @@ def attributes(text: str) -> dict[str, Any]:
 
 
 def _text(low: int, high: int, pointer: int, size: int, device: Device) -> str:
-    """The text of a digest; of a program that another process lowered, as its constant has it."""
+    """Returns the text of a digest; of a program that another process lowered, as its constant has it."""
     known = _TEXTS.get((low, high))
     if known is not None:
         return known
@@ -162,7 +162,7 @@ def _text(low: int, high: int, pointer: int, size: int, device: Device) -> str:
 
 
 def _receiver(kind: str) -> Callable[..., None]:
-    """The handler of programs on a kind of device."""
+    """Returns the handler of programs on a kind of device."""
     arithmetic = _arithmetic(kind)
 
     def receive(*values: Any) -> None:
@@ -236,7 +236,7 @@ def _mark_used() -> None:
 
 @jax.jit
 def _last(x: Any) -> Any:
-    """A call that does nothing."""
+    """Returns a call that does nothing."""
     return call(LAST, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
@@ -244,10 +244,10 @@ def _finish(process: int) -> None:
     """Wait until XLA has run what was launched: the interpreter must not end under a handler.
 
     XLA's clients are given up, as JAX does at its own end, and a client that goes finishes all that it was
-    given, whoever launched it. A program that keeps arrays or devices to its end keeps the client. What is
-    waited for then is every result that is still held and, since XLA runs what one thread has launched on a
-    device in the order of its launches, all that this thread has launched; but not what another thread has
-    launched and whose results nobody holds.
+    given, by any thread. A program that keeps arrays or devices to its end keeps the client. What is waited
+    for then is every result that is still held and, since XLA runs what one thread has launched on a device
+    in the order of its launches, all that this thread has launched; but not what another thread has launched
+    and whose results are not held.
     """
     if not _used or os.getpid() != process:  # a forked child has none of JAX's threads
         return

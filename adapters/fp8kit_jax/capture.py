@@ -84,8 +84,8 @@ class _Recorder(Inspector):
         """``dump`` says it."""
 
     def dump(self) -> Dump:
-        """What was shown. ArgumentError where nothing was, UnsupportedError for a layer that ran twice and
-        for one without a gradient."""
+        """Returns what was shown. ArgumentError where nothing was, UnsupportedError for a layer that ran
+        twice and for one without a gradient."""
         if not self._operands and self._left_out:
             raise left_out_alone(self._left_out)
         if not self._operands:
@@ -114,7 +114,7 @@ class _Recorder(Inspector):
         return Dump(found)
 
     def _in_order(self) -> list[_Layer]:
-        """The layers in the order of the forward pass: those of a stack by number first."""
+        """Returns the layers in the order of the forward pass: those of a stack by number first."""
         names: list[list[str]] = [[]]  # several that stand in a stack, side by side
         stacked = {layer.name for layer in self._operands if layer.place is not None}
         for name in self._transposed:
@@ -137,8 +137,8 @@ def _digest(array: Any) -> bytes:
 def capture(
     model: Any, batch: Any, loss: Callable[[Any], Any] | None = None, *, variables: Any = None
 ) -> Dump:
-    """The operands of every GEMM of ``dense``, ``layernorm_dense`` and ``layernorm_mlp``, and of modules that
-    are made of them, of one batch, in high precision ::
+    """Returns the operands of every GEMM of ``dense``, ``layernorm_dense`` and ``layernorm_mlp``, and of
+    modules that are made of them, of one batch, in high precision ::
 
         dump = fj.capture(loss_function, (params, batch))                 # a function
         dump = fj.capture(model, x, loss, variables=variables)            # a linen module

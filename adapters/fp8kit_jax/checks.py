@@ -18,7 +18,7 @@ ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
 
 
 def within(least: int, most: int) -> Rule:
-    """An int in [least, most]."""
+    """Returns an int in [least, most]."""
     return lambda operation, name, value: integer(operation, name, value, least, most)
 
 

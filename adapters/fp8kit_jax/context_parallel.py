@@ -79,9 +79,9 @@ class Division(NamedTuple):
 
 
 def division(arguments: Mapping[str, Any], module: str = "", rows: bool = False) -> Division | None:
-    """How the sequences of a call are split: along ``context_parallel_axis``, or the ``cp_resource`` of the
-    MeshResource in force where the call is one that can be split; None where they are not. ``module``: the
-    name of the module that calls; ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
+    """Returns how the sequences of a call are split: along ``context_parallel_axis``, or the ``cp_resource``
+    of the MeshResource in force where the call is one that can be split; None where they are not. ``module``:
+    the name of the module that calls; ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
     ArgumentError for an axis that no mesh in force has; for a call that cannot be split UnsupportedError, or
     ShapeError where that is for its sequences' lengths."""
     found = placed(arguments)
@@ -160,7 +160,7 @@ def attend_split(
 
 
 def _hashable(value: Any) -> Any:
-    """A plain argument that may be a list, or an array of one number."""
+    """Returns a plain argument that may be a list, or an array of one number."""
     return tuple(value) if isinstance(value, list) else value.item() if hasattr(value, "item") else value
 
 
@@ -176,8 +176,8 @@ def _program(
     beside_specs: tuple[tuple[str, Any], ...],
     *in_force: Any,
 ) -> Any:
-    """A call over all devices as one program, which calls outside of jit share too: each primitive of a
-    shard_map there would be compiled anew. ``in_force``: what else it is traced by."""
+    """Returns a call over all devices as one program, which calls outside of jit share too: each primitive of
+    a shard_map there would be compiled anew. ``in_force``: what else it is traced by."""
     arguments = dict.fromkeys(_ARRAYS) | dict(plain)
 
     def local(query: Any, key: Any, value: Any, beside: dict[str, Any]) -> Any:
@@ -190,7 +190,7 @@ def _program(
 def _sequences(
     arguments: Mapping[str, Any], how: Division, layers: tuple[Any, ...], lengths: list[int]
 ) -> dict[str, Any]:
-    """Where the whole sequences lie, by side: their lengths (b,), or a ``Packed``; {} for full ones.
+    """Returns where the whole sequences lie, by side: their lengths (b,), or a ``Packed``; {} for full ones.
     FormatError for running sums that are not int32, ArgumentError for wrong ones."""
     found: dict[str, Any] = {}
     for side, layer, length in zip(SIDES, layers, lengths, strict=False):
@@ -283,7 +283,7 @@ class _Call:
         return {name: min(-(-int(self.arguments[name]) // share), tokens)}
 
     def _over_gathered(self, layers: tuple[Any, Any, Any]) -> Any:
-        """The device's queries over all keys and values."""
+        """Returns the device's queries over all keys and values."""
         query, *both = layers
         how, rank = self.how, jax.lax.axis_index(self.how.axis).astype(jnp.int32)
         both = [jax.lax.all_gather(a, how.axis, axis=self.at, tiled=True) for a in both]
@@ -374,7 +374,7 @@ def _refused(arguments: Mapping[str, Any], how: Division, module: str) -> tuple[
 
 
 def _misfit(arguments: Mapping[str, Any], how: Division, rows: bool) -> ShapeError | None:
-    """What is wrong with the layers of a call whose sequences are to be split; None for nothing."""
+    """Returns what is wrong with the layers of a call whose sequences are to be split; None for nothing."""
     given = {n: as_array(_OP, n, a) for n in ("query", "key", "value") if (a := arguments[n]) is not None}
     at, dims = (int(rows), 3 + rows) if how.packed else (arguments["qkv_format"].index("s"), 4)
     parts = how.devices * (how.stripe if how.packed else 2 if how.balanced else 1)
@@ -402,7 +402,7 @@ def _separate(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, Any, Any]:
-    """The PartitionSpec of queries, keys and values, and what splits their batches and heads: by the
+    """Returns the PartitionSpec of queries, keys and values, and what splits their batches and heads: by the
     MeshResource in force, where mesh axes divide them."""
     own = mesh_resource()
 
@@ -424,7 +424,7 @@ def _specs(mesh: Any, layers: tuple[Any, ...], axis: str, at: int) -> tuple[P, A
 
 
 def _mesh() -> Any:
-    """The mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``, with its devices."""
+    """Returns the mesh of ``jax.set_mesh`` or of a shard_map, or that of ``with mesh:``, with its devices."""
     from fp8kit_jax.te_compat.sharding import _mesh as in_force
 
     return in_force()

@@ -287,7 +287,7 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
 
 
 def _decoded_gemm(a: ScaledTensor, b: ScaledTensor, kind: formats.DType, fast: bool) -> Any:
-    """The product of the values, in float32; scales of NVFP4's tensors multiply it."""
+    """Returns the product of the values, in float32; scales of NVFP4's tensors multiply it."""
     if fast:
         raise FormatError("gemm", "fast_accumulate", True, "False where the values are multiplied")
     (n, k), lead = b.shape, a.shape[:-1]
@@ -302,8 +302,8 @@ def _decoded_gemm(a: ScaledTensor, b: ScaledTensor, kind: formats.DType, fast: b
 
 
 def _values(q: ScaledTensor) -> tuple[Any, Any]:
-    """The float32 values; of NVFP4 without the scale of the tensor, or of its rows where they lie along the
-    contraction, and that."""
+    """Returns the float32 values; of NVFP4 without the scale of the tensor, or of its rows where they lie
+    along the contraction, and that."""
     whole = q.tensor_scale_inv
     if whole is None or q.hadamard or (whole.size > 1 and not q.along):
         return dequantize(q), None
@@ -332,7 +332,7 @@ def _codes(q: ScaledTensor) -> Any:
 
 
 def _native(operation: str, format: Format) -> Any:
-    """The dtype of a format's codes: JAX's own, or uint8."""
+    """Returns the dtype of a format's codes: JAX's own, or uint8."""
     if not isinstance(format, Format):
         raise FormatError(
             operation, "format", shown(format), "a number format: fp8kit.E4M3 or another fp8kit.Format"
@@ -342,7 +342,7 @@ def _native(operation: str, format: Format) -> Any:
 
 
 def _grid(operation: str, scaling: str, shape: tuple[int, ...], along: int = 1) -> tuple[int, ...]:
-    """The shape of an array's scales."""
+    """Returns the shape of an array's scales."""
     choice(operation, "scaling", scaling, list(TILES), FormatError)
     if scaling == "tensor":
         return (1,)

@@ -41,7 +41,7 @@ def inspect(
     first_step: int = 0,
     keep: bool = True,
 ) -> Any:
-    """A context manager: within it layers that have names show and do what ``config`` says ::
+    """Returns a context manager: within it layers that have names show and do what ``config`` says ::
 
         with fj.inspect("config.yaml", sinks="run/statistics.jsonl") as log:
             for batch in data:
@@ -86,12 +86,13 @@ def want_values(operation: str, what: str, wanted: str) -> None:
 
 
 def switch(looked_at: Any) -> None:
-    """Let jit know programs by what is looked at from now on."""
+    """Let jit compile anew when another set of tensors is inspected, and use what it has for one that it
+    knows."""
     _looked_at.set_global(looked_at)
 
 
 def watched(found: QuantizerSet, prefix: str, layout: str) -> tuple[Quantization | None, Watch | None]:
-    """How a product is quantised, and what it is to show, in this step."""
+    """Returns how a product is quantised, and what it is to show, in this step."""
     fp8, inspector = fp8_of(found), inspection.inspector
     if inspector is None:
         return fp8, None
@@ -131,8 +132,8 @@ def layer_index(index: Any, name: str = "") -> Iterator[None]:
     ``index``: an int, or an integer array () of the function that is traced. ``name``: the stack's, behind
     which the number stands in the names of the layers; it stands at their end where they do not begin with
     it, and with "". Without this block the layers that one call stands for have one name, and are put
-    together. Blocks may be nested. Where nothing is looked at nothing is computed. Raises ArgumentError for
-    an index or a name that is none.
+    together. Blocks may be nested. Without an inspector nothing is computed. Raises ArgumentError for an
+    invalid index or name.
     """
     traced = isinstance(index, jax.Array | np.generic)
     if isinstance(index, bool) or not (isinstance(index, int) or (traced and index.shape == ())):
@@ -147,8 +148,8 @@ def layer_index(index: Any, name: str = "") -> Iterator[None]:
 
 
 def place() -> Traced | None:
-    """Which of stacked layers the call is of that is traced now; None for none, and where nothing is looked
-    at."""
+    """Returns which of stacked layers the call is of that is traced now; None for none, and where nothing is
+    looked at."""
     stack = _STACK.get()
     if not stack or inspection.inspector is None:
         return None

@@ -14,9 +14,9 @@ from fp8kit_jax.arguments import is_key
 
 
 def rng_words(key: Any) -> Any:
-    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a
-    key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
-    ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no key."""
+    """Returns a JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words
+    first; a key of two words is a seed. So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what
+    ``fp8kit.manual_seed(seed)`` draws first. FormatError if it is not a key."""
     if is_key(key):
         data = jax.random.key_data(key)
     elif isinstance(key, jax.Array | np.ndarray) and key.dtype.kind in "iu" and key.size:
@@ -28,11 +28,11 @@ def rng_words(key: Any) -> Any:
 
 
 def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
-    """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's
+    """Returns what an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's
     configuration. Not within ``jit``.
 
     ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a
-    native layer what JAX's functions drop with these keys. FormatError for what is not one key.
+    native layer what JAX's functions drop with these keys. FormatError unless it is one key.
     """
     if np.shape(key) not in (((),) if is_key(key) else ((2,), (4,))):
         raise FormatError("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key")
@@ -40,7 +40,7 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
 
 
 def rng_inputs(key: Any) -> dict[str, Any]:
-    """The input ``rng`` for a key, as JAX's configuration holds int64."""
+    """Returns the input ``rng`` for a key, as JAX's configuration holds int64."""
     words = rng_words(key)
     if jax.config.jax_enable_x64:
         words = jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64)

@@ -292,7 +292,7 @@ def layernorm_mlp(
 
 
 def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
-    """The input ``rng`` of an operation whose casts draw random bits."""
+    """Returns the input ``rng`` of an operation whose casts draw random bits."""
     fp8 = fp8_of(found)
     return rng_inputs(next_key(operation)) if fp8 is not None and fp8.needs_rng else {}
 
@@ -305,7 +305,7 @@ def _want_features(operation: str, x: Any, gamma: Any, kernel: str, features: in
 
 
 def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:
-    """The outputs that are asked for beside y, in the order in which they are returned."""
+    """Returns the outputs that are asked for beside y, in the order in which they are returned."""
     asked = {
         "normed": flag(operation, "return_layernorm_output", return_layernorm_output),
         "residual": flag(operation, "return_residual", return_residual),
@@ -316,7 +316,7 @@ def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) 
 def norm_spec(
     operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool, beta: Any
 ) -> NormSpec:
-    """The spec of a norm over x's last dimension."""
+    """Returns the spec of a norm over x's last dimension."""
     choice(operation, "norm_type", norm_type, NORMS, FormatError)
     if norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(operation, "beta", "an array", "None with rmsnorm")
@@ -328,8 +328,8 @@ def norm_spec(
 def _product(
     weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", deferred: bool = False
 ) -> ProductSpec:
-    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``deferred``: another operation adds
-    its bias."""
+    """Returns the product of a kernel (K, ...) or, in layout "oi", (..., K). ``deferred``: another operation
+    adds its bias."""
     if weight.ndim < 2:
         raise ShapeError("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions")
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
@@ -340,7 +340,7 @@ def _product(
 
 
 def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
-    """A bias with the features' shape."""
+    """Returns a bias with the features' shape."""
     if bias is None:
         return None
     bias = as_array(operation, name, bias)

@@ -12,8 +12,8 @@ from fp8kit_jax.scopes import mesh_resource
 
 
 def axes(tree: Any) -> tuple[str, ...]:
-    """The manual mesh axes over which a tree's leaves may differ, pipeline stages left out: a stage has
-    tensors of its own.
+    """Returns the manual mesh axes over which a tree's leaves may differ, pipeline stages left out: a stage
+    has tensors of its own.
 
     A shard_map that checks what varies says so in the types; one that does not (``check_vma=False``) leaves
     all of its axes."""
@@ -26,7 +26,7 @@ def axes(tree: Any) -> tuple[str, ...]:
 
 
 def varying(kind: Any) -> frozenset[str]:
-    """The manual axes over which an abstract array varies."""
+    """Returns the manual axes over which an abstract array varies."""
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else kind.vma)
 
 
@@ -35,8 +35,8 @@ def _varying(leaf: Any) -> frozenset[str]:
 
 
 def alike(tree: Any) -> Any:
-    """The tree with every leaf varying over the manual axes that any leaf varies over; the way back sums, as
-    JAX does it for every leaf that is the same on all devices."""
+    """Returns the tree with every leaf varying over the manual axes that any leaf varies over; the way back
+    sums, as JAX does it for every leaf that is the same on all devices."""
     leaves = jax.tree.leaves(tree)
     union = frozenset().union(*(_varying(leaf) for leaf in leaves))
     if not union:

@@ -23,9 +23,9 @@ Function = Callable[[Any], Any]
 def qk_norms(
     operation: str, kind: str | None, make: Callable[[str, str], Any], learned: bool = True
 ) -> tuple[Any, ...]:
-    """The modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters, or
-    whose gains are not ``learned`` but 1. ``make(name, layernorm_type)`` makes one. FormatError for another
-    type."""
+    """Returns the modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters,
+    or whose gains are not ``learned`` but 1. ``make(name, layernorm_type)`` makes one. FormatError for
+    another type."""
     if kind is not None:
         choice(operation, "qk_norm_type", kind, QK_NORMS, FormatError)
     plain = kind in (None, "L2Normalization") or not learned
@@ -40,7 +40,7 @@ def rotation(
     positions: int | None = None,
     starts: Any = None,
 ) -> Function:
-    """The rotary embedding of queries or keys. ``windows``: lowest and highest wave length / 2 pi;
+    """Returns the rotary embedding of queries or keys. ``windows``: lowest and highest wave length / 2 pi;
     ``positions``: how many there are, None: as many as tokens; ``starts``: the first position of every
     sequence, None: 0."""
     low, high = windows

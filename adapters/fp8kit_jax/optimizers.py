@@ -186,7 +186,7 @@ def _with_masters(
 
 
 def _checked(name: str, formats: StateFormats, leaves: list[Any], moments: list[Any]) -> list[Any]:
-    """The gradients as arrays, of dtypes that there are and shapes that fit their moments."""
+    """Returns the gradients as arrays, of dtypes that there are and shapes that fit their moments."""
     leaves = [as_array(name, "updates", leaf) for leaf in leaves]
     for leaf, *own in zip(leaves, *moments, strict=True):
         if leaf.dtype not in _HIGH:
@@ -210,7 +210,7 @@ def _zeros(kept: MomentFormat, shape: tuple[int, ...]) -> Moment:
 
 
 def _master(formats: StateFormats, w: Any) -> Moment | None:
-    """A parameter's master before the first step: its value, or zeros, which stand for it."""
+    """Returns a parameter's master before the first step: its value, or zeros, which stand for it."""
     kind = formats.master_dtype(dtype_of(w.dtype, "adamw", "params"))
     if kind is None:
         return None
@@ -221,7 +221,7 @@ def _master(formats: StateFormats, w: Any) -> Moment | None:
 
 
 def _shapes(kept: MomentFormat, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Of a moment's arrays."""
+    """Returns the shapes of a moment's arrays."""
     scales = kept.scales(math.prod(shape))
     return [tuple(shape)] if scales is None else [tuple(shape), scales]
 
@@ -257,7 +257,7 @@ def _step(
 
 
 def _formats(numbers: list[int]) -> StateFormats:
-    """Of ``StateFormats.numbers``."""
+    """Returns the formats that ``StateFormats.numbers`` says."""
     kept = [
         MomentFormat(list(KEPT)[place], block or None, bool(power_2), bool(expansion))
         for place, block, power_2, expansion in (numbers[:4], numbers[4:8])

@@ -39,7 +39,7 @@ DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
 
 
 def bind(*arrays: Any, program: Program) -> list[Any]:
-    """The program on arrays in the order of its ``arguments``; its results in theirs. Traceable, not
+    """Returns the program on arrays in the order of its ``arguments``; its results in theirs. Traceable, not
     differentiable.
 
     Where XLA may have several devices to itself, the primitive holds the program's form that can be split:
@@ -62,8 +62,8 @@ def _several() -> bool:
 
 @memoized("JAX: split programs", 1024)
 def _split(program: Program, mesh: Any, wide: bool) -> Any:
-    """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits
-    (``wire``)."""
+    """Returns the split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64
+    bits (``wire``)."""
     shapes = [jax.ShapeDtypeStruct(*wired) for wired in _wired(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind, wide))(*shapes)
 
@@ -91,7 +91,7 @@ def _wired(program: Program, kind: str) -> list[tuple[tuple[int, ...], np.dtype[
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """An abstract array on the same mesh and varying over the same manual axes as ``aval``."""
+    """Returns an abstract array on the same mesh and varying over the same manual axes as ``aval``."""
     whole = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, whole)
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -138,7 +138,7 @@ def _eager(*arrays: Any, program: Program, split: Any) -> Any:
 
 
 def _devices(axes: Any) -> int:
-    """How many devices run the program that is lowered; 2 where that is not said, as by pmap."""
+    """Returns how many devices run the program that is lowered; 2 where that is not said, as by pmap."""
     mesh = getattr(axes, "mesh", None)
     return int(getattr(axes, "num_devices", 2) if mesh is None else mesh.size)
 
@@ -147,13 +147,13 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     scratch = XlaOp(program, DEVICES[platform]).temporaries.nbytes
     extra = [jax.core.ShapedArray((scratch,), np.uint8)] if scratch else []
     text = program.text(scratch)
-    told = calls.constant(text)
-    whole = [jax.core.ShapedArray(told.shape, told.dtype), *ctx.avals_in]
+    constant = calls.constant(text)
+    whole = [jax.core.ShapedArray(constant.shape, constant.dtype), *ctx.avals_in]
     inner = ctx.replace(avals_in=whole, avals_out=[*ctx.avals_out, *extra])
     if _devices(ctx.module_context.axis_context) > 1:  # GPUs that run programs of their own wait for no other
         several_gpus.note_devices(platform)
     lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
-    values = lower(inner, mlir.ir_constant(told), *operands, **calls.attributes(text))
+    values = lower(inner, mlir.ir_constant(constant), *operands, **calls.attributes(text))
     return values[: len(ctx.avals_out)]
 
 
@@ -209,7 +209,8 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
 
 
 def _independent_rows(program: Program) -> tuple[str, ...]:
-    """The arguments whose rows are computed each by itself, to the last bit where that is promised."""
+    """Returns the arguments whose rows are computed each by itself, to the last bit where that is
+    promised."""
     summed = program.policy.deterministic and program.op.products(program.spec)
     if program.face != "forward" or summed or program.is_whole:
         return ()

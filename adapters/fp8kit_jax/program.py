@@ -119,11 +119,11 @@ class Program:
         return own, dict(zip(self.cotangents, arrays[len(self.read) :], strict=True))
 
     def ordered(self, values: Mapping[str, Any], incoming: Mapping[str, Any]) -> list[Any]:
-        """The inverse of ``named``: one list."""
+        """Returns the inverse of ``named``: one list."""
         return [*(values[name] for name, _ in self.read), *(incoming[name] for name in self.cotangents)]
 
     def text(self, scratch: int) -> str:
-        """The program as text, with the bytes of scratch that it was compiled with."""
+        """Returns the program as text, with the bytes of scratch that it was compiled with."""
         own = self.face, self.operation, self.spec, self.metas, self.needs, self.cotangents, self.policy
         return json.dumps({"form": FORM, "program": encode((*own, scratch))})
 
@@ -189,8 +189,8 @@ class XlaOp(BoundOp):
 
 
 def prepare(text: str, device: Device) -> XlaOp:
-    """What a program's text runs on a device. BackendError for a text of another fp8kit, and where the device
-    needs other scratch than the program was compiled with."""
+    """Returns what a program's text runs on a device. BackendError for a text of another fp8kit, and where
+    the device needs other scratch than the program was compiled with."""
     try:
         found = json.loads(text)
         form = f"form {found.get('form')}"

@@ -36,19 +36,19 @@ class QuantizerSet:
     kept_as: str = field(default="", metadata={"static": True})
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        """The slots by their name in an operation."""
+        """Returns the slots by their name in an operation."""
         found = {f"{prefix}x": self.x, f"{prefix}w": self.kernel, f"{prefix}g": self.grad}
         return {name: slot for name, slot in found.items() if slot is not None}
 
 
 def state_names(postfix: str = "") -> list[str]:
-    """The names of a set's arrays as a module's variables (Transformer Engine's): ``x_scale``,
+    """Returns the names of a set's arrays as a module's variables (Transformer Engine's): ``x_scale``,
     ``x_amax_history``, and those of ``kernel`` and ``grad``, in the order that ``from_variables`` takes."""
     return [f"{own}{postfix}_{part}" for own in ("x", "kernel", "grad") for part in Slot._fields]
 
 
 def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
-    """The arrays of a fresh set by ``state_names``."""
+    """Returns the arrays of a fresh set by ``state_names``."""
     # arrays of its own for each slot: a step may donate them
     arrays = [array for _ in range(3) for array in Slot.fresh(history.length)]
     return dict(zip(state_names(postfix), arrays, strict=True))
@@ -57,7 +57,7 @@ def state_variables(history: AmaxHistory, postfix: str = "") -> dict[str, Any]:
 def from_variables(
     recipe: Recipe | None, values: Sequence[Any], layer: str = "", kept_as: str = ""
 ) -> QuantizerSet:
-    """A set of ``state_variables``'s arrays."""
+    """Returns a set of ``state_variables``'s arrays."""
     return QuantizerSet(*(Slot(*values[i : i + 2]) for i in (0, 2, 4)), recipe, layer, kept_as)
 
 
@@ -65,10 +65,11 @@ noop_quantizer_set = QuantizerSet()
 
 
 def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
-    """A fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several products).
+    """Returns a fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several
+    products).
 
     ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's
-    history length. Raises RecipeError for what is no recipe, and for one that JAX cannot carry out
+    history length. Raises RecipeError for anything but a recipe, and for one that JAX cannot carry out
     (``autocast``).
 
     With delayed scaling a set is for one call in a step. JAX sums cotangents, which are the next states: a
@@ -93,10 +94,10 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
 def resolve(
     operation: str, quantizer_set: QuantizerSet | None, name: str | None = None, ending: str = ""
 ) -> QuantizerSet:
-    """The set to use: ``quantizer_set``, or by the autocast in force; as its recipe is for a layer of this
-    ``name``, whose product's name has the ``ending`` besides. RecipeError for a recipe that JAX cannot carry
-    out, and where delayed scaling lacks its state or has one of another shape; ArgumentError for a name that
-    is no text."""
+    """Returns the set to use: ``quantizer_set``, or by the autocast in force; as its recipe is for a layer of
+    this ``name``, whose product's name has the ``ending`` besides. RecipeError for a recipe that JAX cannot
+    carry out, and where delayed scaling lacks its state or has one of another shape; ArgumentError for a name
+    that is no text."""
     if not (name is None or isinstance(name, str)):
         raise ArgumentError(operation, "name", shown(name), "a text or None")
     if quantizer_set is None:
@@ -119,8 +120,8 @@ def resolve(
 
 
 def _of_layer(found: QuantizerSet, operation: str, name: str, ending: str) -> QuantizerSet:
-    """The set as its recipe is for a layer of this name. RecipeError where it has slots and the layer would
-    leave them."""
+    """Returns the set as its recipe is for a layer of this name. RecipeError where it has slots and the layer
+    would leave them."""
     own = found.recipe
     if own is not None and own.by_layer:
         own = own.for_layer(operation, name)
@@ -148,5 +149,5 @@ def _check_slot(operation: str, argument: str, slot: Any) -> None:
 
 
 def fp8_of(found: QuantizerSet) -> Quantization | None:
-    """What the set means for a product, None for high precision."""
+    """Returns what the set means for a product, None for high precision."""
     return None if found.recipe is None else found.recipe.quantization

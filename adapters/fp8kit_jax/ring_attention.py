@@ -124,7 +124,8 @@ def _forward(how: Ring, q: Any, k: Any, v: Any, offset: Any, sums: Any) -> tuple
 
 
 def _merged(o: Any, total: Any, part: Any, lse: Any) -> tuple[Any, Any]:
-    """The output over two sets of keys, the mean of both by the exponentials of their log-sum-exps."""
+    """Returns the output over two sets of keys, the mean of both by the exponentials of their
+    log-sum-exps."""
     both = jnp.logaddexp(total, lse)
     old, new = (jnp.exp(own - both)[..., None] for own in (total, lse))
     return old * o + new * part.astype(jnp.float32), both
@@ -169,8 +170,8 @@ def _offset_gradient(offset: Any, total: Any, o: Any, do: Any) -> Any:
 
 
 def _blocks(how: Ring, step: int, sides: Layers, sums: Any) -> list[_Block]:
-    """What the device's queries see of the keys that come in a step, those of the device so many before it.
-    ``sides``: a device's queries, and keys.
+    """Returns what the device's queries see of the keys that come in a step, those of the device so many
+    before it. ``sides``: a device's queries, and keys.
 
     Of two chunks each, r and 2 n - 1 - r, the second half of the queries sees the first half of all other
     devices' keys; beside that the first half sees it too, or, of a later device, the second half sees the
@@ -233,7 +234,7 @@ def _by_rows(how: Ring, block: _Block, lse: Any, q: Any) -> Any:
 
 
 def _by_sequences(how: Ring, block: _Block, rows: Any) -> Any:
-    """The inverse of ``_by_rows``."""
+    """Returns the inverse of ``_by_rows``."""
     if how.spec.packed:
         return by_sequence(rows, block.sums, how.spec.max_seqlen_q)
     return rows.transpose(1, 2, 0) if how.spec.qkv_format == "sbhd" else rows.transpose(0, 2, 1)
@@ -282,14 +283,14 @@ def _coming(how: Ring, both: Layers) -> Iterator[Layers]:
 
 
 def _handed_on(how: Ring, arrays: Layers) -> Layers:
-    """The arrays of the device before this one."""
+    """Returns the arrays of the device before this one."""
     steps = [(i, (i + 1) % how.devices) for i in range(how.devices)]
     return tuple(jax.lax.ppermute(a, how.axis, steps) for a in arrays)
 
 
 def _home(how: Ring, of_step: Layers) -> Any:
-    """The sum over devices of what each has found for this one's keys; ``of_step``: what a device found in
-    each step."""
+    """Returns the sum over devices of what each has found for this one's keys; ``of_step``: what a device
+    found in each step."""
     source = jax.lax.axis_index(how.axis) - jnp.arange(how.devices)
     found = jnp.take(jnp.stack(of_step), source % how.devices, axis=0)
     return jax.lax.psum_scatter(found, how.axis)

@@ -160,7 +160,7 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
 
 
 def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays]:
-    """The forward program and its arguments."""
+    """Returns the forward program and its arguments."""
     arguments = inputs | {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
     metas = _metas(static, arguments)
     return Program(
@@ -171,7 +171,7 @@ def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ..
 def _forward(
     static: _Static, inputs: Arrays, state: State, place: Any, needs: tuple[str, ...]
 ) -> tuple[Program, Arrays, Arrays]:
-    """The forward program, its arguments, and its results, passes included."""
+    """Returns the forward program, its arguments, and its results, passes included."""
     program, arguments = _program(static, inputs, state, needs)
     results = _bound(program, list(arguments.values()), static)
     passes = {name: arguments[source] for name, source in program.interface.passes.items()}
@@ -180,7 +180,7 @@ def _forward(
 
 
 def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
-    """The program's results by name; its amaxes those of all devices."""
+    """Returns the program's results by name; its amaxes those of all devices."""
     found = shared_amaxes.run(program, arrays, static.axes, primitive.bind)
     return {name: result for (name, _), result in zip(program.results, found, strict=True)}
 

@@ -52,7 +52,7 @@ class KeySource(Protocol):
     also: str
 
     def next(self) -> Any:
-        """The next one, None where there is none."""
+        """Returns the next one, None where there is none."""
 
 
 class Keys:
@@ -64,7 +64,7 @@ class Keys:
         self.key, self.drawn = key, 0
 
     def next(self) -> Any:
-        """The next one."""
+        """Returns the next one."""
         self.drawn += 1
         return jax.random.fold_in(self.key, self.drawn)
 
@@ -75,7 +75,7 @@ _PLAIN_ATTENTION: Scoped[bool] = Scoped("fp8kit_jax_plain_attention", False)
 
 
 def mesh_resource() -> MeshResource:
-    """The MeshResource of the innermost autocast that gave one."""
+    """Returns the MeshResource of the innermost autocast that gave one."""
     return _RESOURCE.get()
 
 
@@ -87,8 +87,8 @@ def global_shard_guard(resource: MeshResource) -> AbstractContextManager[None]:
 
 
 def next_key(operation: str) -> Any:
-    """A key for the random bits of one operation's casts, from the innermost autocast that has some, or from
-    the Flax module that calls the operation. RecipeError where none has."""
+    """Returns a key for the random bits of one operation's casts, from the innermost autocast that has some,
+    or from the Flax module that calls the operation. RecipeError where none has."""
     keys = _KEYS.get()
     key = None if keys is None else keys.next()
     if key is None:
@@ -106,8 +106,8 @@ def keys_from(source: KeySource) -> Iterator[None]:
 
 
 def recipe_in_force(kind: str = "", name: str | None = None) -> Recipe | None:
-    """The recipe of the innermost autocast where it is enabled, else None; as it is for a layer of that class
-    and name, None where it has none, where recipes differ from layer to layer."""
+    """Returns the recipe of the innermost autocast where it is enabled, else None; as it is for a layer of
+    that class and name, None where it has none, where recipes differ from layer to layer."""
     state = current()
     want_no_checks(kind or "recipe", state)
     if state is None or not state.enabled:
@@ -132,8 +132,8 @@ def goes_by_names() -> bool:
 
 
 def attention_in_force(kind: str, name: str) -> AttentionQuantization | None:
-    """How the autocast in force wants the attention of a layer of that class and name quantised; None for
-    high precision. RecipeError for a recipe by names that has FP8 attention, where there is no name."""
+    """Returns how the autocast in force wants the attention of a layer of that class and name quantised; None
+    for high precision. RecipeError for a recipe by names that has FP8 attention, where there is no name."""
     state = current()
     if state is None or not state.enabled or _PLAIN_ATTENTION.get():
         return None
@@ -153,12 +153,13 @@ def plain_attention(wanted: bool) -> Iterator[None]:
 
 
 def history_of(recipe: Recipe | None) -> AmaxHistory | None:
-    """How the recipe's scales follow from earlier steps; None where they do not, and in high precision."""
+    """Returns how the recipe's scales follow from earlier steps; None where they do not, and in high
+    precision."""
     return None if recipe is None else recipe.history
 
 
 def check_recipe(operation: str, recipe: Any) -> None:
-    """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with
+    """RecipeError for anything but a recipe or None, and for a recipe that JAX cannot carry out: one with
     host callables, or with ``reduce_amax=False``."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(operation, "recipe", shown(recipe), WANTED)
@@ -196,8 +197,9 @@ def autocast(
       is a constant of the compiled program. What ``jax.lax.scan`` traces once draws the same bits in each of
       its steps, unless the key comes in with them.
 
-    Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables,
-    ``reduce_amax=False``. Source: Transformer Engine's ``transformer_engine.jax.autocast``.
+    Raises RecipeError for wrong arguments, and for a recipe that JAX cannot carry out: one with host
+    callables, or with ``reduce_amax=False``. Source: Transformer Engine's
+    ``transformer_engine.jax.autocast``.
     """
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):

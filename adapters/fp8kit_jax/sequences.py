@@ -64,16 +64,16 @@ class SequenceDescriptor:
         is_thd: bool | None = None,
         is_segment_ids_reordered: bool | None = None,
     ) -> SequenceDescriptor:
-        """By the number of each token's sequence, (b, s). ``segment_pos``: positions within sequences, which
-        count from 0 here: not read. ``is_thd``: the layout says it. ``is_segment_ids_reordered``: with load
-        balancing, whether ``reorder_causal_load_balancing`` was given the ids too; None, as Transformer
-        Engine has had it since 2.14, is True."""
+        """Make a descriptor from the number of each token's sequence, (b, s). ``segment_pos``: positions
+        within sequences, which count from 0 here: not read. ``is_thd``: the layout says it.
+        ``is_segment_ids_reordered``: with load balancing, whether ``reorder_causal_load_balancing`` was given
+        the ids too; None, as Transformer Engine has had it since 2.14, is True."""
         reordered = is_segment_ids_reordered is None or bool(is_segment_ids_reordered)
         return cls(segment_ids=_pair("segment_ids", segment_ids), reordered=reordered)
 
     def lengths(self, how: Any = None) -> Pair:
-        """The tokens of each row's one sequence, (b,), for queries and keys; ``how`` as ``packed`` has it:
-        in a shard_map ids are the device's. ArgumentError for several."""
+        """Returns the tokens of each row's one sequence, (b,), for queries and keys; ``how`` as ``packed``
+        has it: in a shard_map ids are the device's. ArgumentError for several."""
         if self.segment_ids is not None:
             found = _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
             parts = how is not None and how.manual
@@ -137,7 +137,7 @@ class SequenceDescriptor:
 
 
 def _each(function: Any, pair: Pair) -> Pair:
-    """The function of both; what was one array stays one."""
+    """Returns the function of both; what was one array stays one."""
     first = function(pair[0])
     return first, first if pair[1] is pair[0] else function(pair[1])
 
@@ -174,7 +174,7 @@ def _order(strategy: ReorderStrategy, length: int, cp_size: int, stripe: int | N
 def reorder_causal_load_balancing(
     tensor: Any, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Any:
-    """The tokens along ``seq_dim`` in the order of ``strategy``, of which ``cp_size`` ranks get equal
+    """Returns the tokens along ``seq_dim`` in the order of ``strategy``, of which ``cp_size`` ranks get equal
     parts. Source: Transformer Engine's function of that name."""
     tensor = as_array("reorder_causal_load_balancing", "tensor", tensor)
     order = _order(strategy, tensor.shape[seq_dim], cp_size, stripe_size)
@@ -188,7 +188,7 @@ def _inverse(ids: Any, strategy: ReorderStrategy, devices: int, stripe: int | No
 def inverse_reorder_causal_load_balancing(
     tensor: Any, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Any:
-    """What ``reorder_causal_load_balancing`` was given."""
+    """Returns what ``reorder_causal_load_balancing`` was given."""
     tensor = as_array("inverse_reorder_causal_load_balancing", "tensor", tensor)
     order = _order(strategy, tensor.shape[seq_dim], cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)

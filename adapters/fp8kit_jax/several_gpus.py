@@ -69,7 +69,7 @@ def wait(device: Device, stream: int) -> None:
 
 
 def launching(device: Device) -> None:
-    """From here to ``launched`` this thread may have to wait for ``device``."""
+    """Note that, until ``launched``, this thread may have to wait for ``device``."""
     _busy[threading.get_ident()] = device, time.monotonic()
 
 

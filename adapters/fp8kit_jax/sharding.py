@@ -51,8 +51,8 @@ class Chosen(NamedTuple):
 
 @memoized("JAX: partitions")
 def partitions(program: Program) -> tuple[Partition, ...]:
-    """The partitions of a program, those that cost no sum over devices first; none where the inspector looks
-    at whole tensors."""
+    """Returns the partitions of a program, those that cost no sum over devices first; none where the
+    inspector looks at whole tensors."""
     if program.is_whole:
         return ()
     return program.op.partitions(program.spec, dict(program.metas), dict(program.views))
@@ -60,7 +60,7 @@ def partitions(program: Program) -> tuple[Partition, ...]:
 
 @memoized("JAX: parts")
 def part(program: Program, made: Made) -> Program | None:
-    """The program of one part; None where there is none."""
+    """Returns the program of one part; None where there is none."""
     found = part_of(program.op, program.spec, dict(program.metas), dict(program.views), made)
     if found is None:
         return None
@@ -78,8 +78,8 @@ def part(program: Program, made: Made) -> Program | None:
 
 
 def dims_of(program: Program, partition: Partition, count: int) -> tuple[Dims, Dims] | None:
-    """Which dimension of each argument and of each result a partition into ``count`` parts splits; None where
-    the program has no such parts."""
+    """Returns which dimension of each argument and of each result a partition into ``count`` parts splits;
+    None where the program has no such parts."""
     own = part(program, ((partition, count),))
     if own is None:
         return None
@@ -104,8 +104,8 @@ def _found(program: Program, partition: Partition) -> tuple[Dims, Dims] | None:
 
 @memoized("JAX: partitioned programs", 1024)
 def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
-    """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device;
-    ``wide``: with 64 bits, which XLA does not know when it asks for a part."""
+    """Returns the program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one
+    device; ``wide``: with 64 bits, which XLA does not know when it asks for a part."""
     function = custom_partitioning(lambda *arrays: tuple(bind(*arrays, program=program)))
     function.def_partition(functools.partial(_partition, program, bind, wide), sharding_rule=_rule(program))
     return function
@@ -148,8 +148,8 @@ def _rule(program: Program) -> SdyShardingRule:
 
 
 def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
-    """The partitions that the arguments' PartitionSpecs suggest, as many as can be made together, one after
-    the other."""
+    """Returns the partitions that the arguments' PartitionSpecs suggest, as many as can be made together, one
+    after the other."""
     chosen: list[Chosen] = []
     taken: set[str] = set()
     split: set[tuple[int, int, int]] = set()  # (arguments or results, array, dimension)
@@ -181,7 +181,7 @@ def _made(chosen: Sequence[Chosen]) -> Made:
 
 
 def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
-    """The PartitionSpecs of "arguments" or "results" after the partitions ``chosen``."""
+    """Returns the PartitionSpecs of "arguments" or "results" after the partitions ``chosen``."""
     found = []
     for i, (_, shape) in enumerate(program.seen(kind)):
         axes = {getattr(one, kind)[i]: one.axes for one in chosen}
@@ -190,7 +190,7 @@ def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
 
 
 def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str, P]:
-    """How the results are split, by name, where the arguments are split by ``specs``: as without the
+    """Returns how the results are split, by name, where the arguments are split by ``specs``: as without the
     inspector, which looks at them whole."""
     program = _unwatched(program)
     found = _specs(program, _choose(program, mesh, specs), "results")
@@ -198,7 +198,7 @@ def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str,
 
 
 def _unwatched(program: Program) -> Program:
-    """The program without what the inspector wants of it."""
+    """Returns the program without what the inspector wants of it."""
     if not program.is_whole:
         return program
     products = {name: own for name, own in vars(program.spec).items() if isinstance(own, ProductSpec)}
@@ -228,7 +228,8 @@ def _partition(
 def _run_part(
     program: Program, chosen: Sequence[Chosen], arrays: Sequence[Any], bind: Bind
 ) -> tuple[Any, ...]:
-    """The results of ``program`` on one device: its part of them, with what that needs of the others."""
+    """Returns the results of ``program`` on one device: its part of them, with what that needs of the
+    others."""
     own = part(program, _made(chosen))
     assert own is not None
     have, incoming = program.named(arrays)
@@ -269,7 +270,8 @@ def _run_part(
 
 
 def _counted_once(program: Program, one: Chosen) -> set[str]:
-    """Cotangents of what is the same on all devices: they count on one of them."""
+    """Returns the names of the cotangents that count on one device only: those of outputs that are the same
+    on all devices."""
     dims, p = one.arguments[len(program.read) :], one.partition
     same = {name for name, d in zip(program.cotangents, dims, strict=True) if d is None}
     return (same | {p.stream}) - {*p.sums, p.mean.name if p.mean is not None else ""}
@@ -283,7 +285,7 @@ def _sums(program: Program, partition: Partition, result: str) -> bool:
 
 
 def _placed(own: Program, have: dict[str, Any], chosen: Sequence[Chosen]) -> tuple[Program, dict[str, Any]]:
-    """The part as it runs, with its place in the whole as an input where it draws random numbers."""
+    """Returns the part as it runs, with its place in the whole as an input where it draws random numbers."""
     parts = {
         one.partition.kind: (jax.lax.axis_index(one.axes), jax.lax.axis_size(one.axes)) for one in chosen
     }
@@ -305,8 +307,8 @@ def _placed(own: Program, have: dict[str, Any], chosen: Sequence[Chosen]) -> tup
 
 
 def explicit_mesh(tree: Any) -> Any:
-    """The mesh whose explicit axes the types of the leaves name, None where there is none: there an array's
-    type says how it is split, and so must a result's."""
+    """Returns the mesh of the leaves' types where it has axes of the kind Explicit, else None. On such a mesh
+    an array's type says how it is split, and a result's type must say it too."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 

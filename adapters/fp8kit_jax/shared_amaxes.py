@@ -23,9 +23,9 @@ Reduce = Callable[[Any], Any]
 
 
 def run(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Bind) -> list[Any]:
-    """The results of a program that runs on every device along the manual ``axes``, each with its part of the
-    arrays: all parts cast with the scales of the whole. ``bind(*arrays, program=...)`` runs a program on this
-    device."""
+    """Returns the results of a program that runs on every device along the manual ``axes``, each with its
+    part of the arrays: all parts cast with the scales of the whole. ``bind(*arrays, program=...)`` runs a
+    program on this device."""
     shared = program.op.shared_amaxes(program.spec) if axes and program.face != "measure" else None
     if shared is None:
         return list(bind(*arrays, program=program))
@@ -58,14 +58,14 @@ def _measure(program: Program) -> Program:
 
 
 def _run(program: Program, have: Arrays, incoming: Arrays, bind: Bind) -> Arrays:
-    """A program's results by name, from its arguments and its cotangents by name."""
+    """Returns a program's results by name, from its arguments and its cotangents by name."""
     values = zip(program.ordered(have, incoming), program.seen("arguments"), strict=True)
     shaped = [value.reshape(shape) for value, (_, shape) in values]
     return {name: r for (name, _), r in zip(program.results, bind(*shaped, program=program), strict=True)}
 
 
 def _with_amaxes(program: Program) -> Program:
-    """The program with those amaxes as inputs that it would take itself."""
+    """Returns the program with those amaxes as inputs that it would take itself."""
     shared = program.op.shared_amaxes(program.spec)
     if shared is None:
         return program
@@ -87,7 +87,7 @@ def _amaxes_of(program: Program, have: Arrays, incoming: Arrays, reduced: Reduce
 
 
 def _components(program: Program) -> list[tuple[Component, Program]]:
-    """What a program is made of, each with its forward program; that of its own amaxes."""
+    """Returns what a program is made of, each with its forward program; that of its own amaxes."""
     metas, wanted, found = dict(program.metas), set(program.needs), []
     for component in program.op.decompose(program.spec):
         own = tuple((name, metas[whole]) for name, whole in component.inputs.items() if whole in metas)
@@ -102,7 +102,7 @@ def _components(program: Program) -> list[tuple[Component, Program]]:
 
 
 def _forward(program: Program, have: Arrays, reduced: Reduce, bind: Bind) -> Arrays:
-    """The results of a program by name, and what lies between its components."""
+    """Returns the results of a program by name, and what lies between its components."""
     have = dict(have)
     for component, one in _components(program):
         sources, made, inner = component.inputs, component.results, _with_amaxes(one)
@@ -118,7 +118,7 @@ def _forward(program: Program, have: Arrays, reduced: Reduce, bind: Bind) -> Arr
 
 
 def _backward(program: Program, have: Arrays, incoming: Arrays, reduced: Reduce, bind: Bind) -> Arrays:
-    """The gradients of a program by name, and their amaxes."""
+    """Returns the gradients of a program by name, and their amaxes."""
     have, grads = dict(have), dict(incoming)
     for component, one in reversed(_components(program)):
         if not one.needs:

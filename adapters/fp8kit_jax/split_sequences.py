@@ -28,7 +28,8 @@ class Packed(NamedTuple):
 
 
 def packed_sequences(sums: Any, starts: Any, rows: int, length: int) -> Packed:
-    """Of running sums (rows * n + 1,) and of where sequences start among ``rows`` of ``length`` tokens."""
+    """Returns the sequences of running sums (rows * n + 1,) and of their starts among ``rows`` of ``length``
+    tokens."""
     first = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
     return Packed(jnp.diff(sums).reshape(rows, -1), starts[:-1].reshape(rows, -1) - first)
 
@@ -43,7 +44,8 @@ class Part(NamedTuple):
     tokens: int
 
     def sums(self, side: str) -> Sums:
-        """The running sums of the parts' lengths, and where they start in the rows, laid end to end."""
+        """Returns the running sums of the parts' lengths, and where they start in the rows, laid end to
+        end."""
         rows = self.begins.shape[0]
         first = jnp.arange(rows, dtype=jnp.int32)[:, None] * self.tokens
         total = jnp.full((1,), rows * self.tokens, jnp.int32)
@@ -53,16 +55,16 @@ class Part(NamedTuple):
         }
 
     def without_first(self, some: Any) -> Part:
-        """The parts without the first token of those that are True in ``some``."""
+        """Returns the parts without the first token of those that are True in ``some``."""
         return self._replace(begins=jnp.minimum(self.begins + some.astype(jnp.int32), self.ends))
 
 
 def part_of(whole: Packed, device: Any, devices: int, tokens: int, striped: bool) -> Part:
-    """What a device, an index or an array, has of each row: ``tokens`` neighbours, or, ``striped``, every
-    token whose number modulo ``devices`` is its own."""
+    """Returns what a device, an index or an array, has of each row: ``tokens`` neighbours, or, ``striped``,
+    every token whose number modulo ``devices`` is its own."""
 
     def here(place: Any) -> Any:
-        """How many of the device's tokens lie before a place in the row."""
+        """Returns how many of the device's tokens lie before a place in the row."""
         before = (place - device + devices - 1) // devices if striped else place - device * tokens
         return jnp.clip(before, 0, tokens).astype(jnp.int32)
 
@@ -72,8 +74,8 @@ def part_of(whole: Packed, device: Any, devices: int, tokens: int, striped: bool
 
 
 def seen_by(whole: Packed, part: Part, causal: bool) -> Packed:
-    """Of each sequence the tokens that the queries of ``part``, neighbours, see: all, or with a causal mask
-    those up to its last one."""
+    """Returns, of each sequence, the tokens that the queries of ``part``, neighbours, see: all, or with a
+    causal mask those up to its last one."""
     if not causal:
         return whole
     count = part.ends - part.begins
@@ -81,7 +83,7 @@ def seen_by(whole: Packed, part: Part, causal: bool) -> Packed:
 
 
 def whole_sums(whole: Packed, side: str, length: int) -> Sums:
-    """The running sums and starts of whole rows of ``length`` tokens, laid end to end."""
+    """Returns the running sums and starts of whole rows of ``length`` tokens, laid end to end."""
     return Part(whole.starts, whole.starts + whole.lengths, None, length).sums(side)
 
 

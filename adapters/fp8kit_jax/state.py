@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
     @classmethod
     def fresh(cls, history_len: int) -> Slot:
-        """A slot before its first use."""
+        """Returns a slot before its first use."""
         return cls(jnp.ones((1,), jnp.float32), jnp.zeros((history_len,), jnp.float32))
 
 
@@ -64,8 +64,8 @@ def updated(
     growth: float | None = None,
     by_window: bool = False,
 ) -> Slot:
-    """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s
-    rule, in JAX.
+    """Returns the slot after a step whose largest absolute value was ``amax``, float32 (1,):
+    ``update_delayed_``'s rule, in JAX.
 
     Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max *
     2**-margin / a where a is finite and positive, brought into ``recipe.DELAYED_SCALES``, a power of two with
@@ -110,7 +110,8 @@ def updated(
 def next_state(
     history: AmaxHistory, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]
 ) -> dict[str, Slot]:
-    """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
+    """Returns the next value of every slot; as a cotangent, see above. A slot without an amax keeps its
+    value."""
     made = {}
     for key, slot in state.items():
         step = _summable(history.rules[not key.endswith("g")], axes)
@@ -154,7 +155,7 @@ def update_collections(new: Any, original: Any) -> Any:
     """``original`` with the entries of ``new`` in their place: how FP8 state is carried from step to step.
 
     Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks
-    stays. Nothing is changed in place; the kind of mapping is kept. ArgumentError for what is no mapping.
+    stays. Nothing is changed in place; the kind of mapping is kept. ArgumentError if it is not a mapping.
     """
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):

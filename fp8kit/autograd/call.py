@@ -89,13 +89,13 @@ memory_of = lru_cache(maxsize=64)(NativeMemory)
 
 
 def amaxes_at(
-    names: Mapping[str, Meta], given: Mapping[str, ArrayView], device: Device
+    names: Mapping[str, Meta], out: Mapping[str, ArrayView], device: Device
 ) -> dict[str, ArrayView]:
-    """Where amaxes go: the ``given`` slots, or fresh ones, zeroed together."""
-    found = {name: given[name] for name in names if name in given}
+    """Returns arrays for amaxes by name: those of ``out``, else new ones, zeroed together."""
+    found = {name: out[name] for name in names if name in out}
     if len(found) < len(names):
         row = arrays.zeros((len(names),), float32, device)
-        found = {name: given[name] if name in given else row.slice(0, i, 1) for i, name in enumerate(names)}
+        found = {name: out[name] if name in out else row.slice(0, i, 1) for i, name in enumerate(names)}
     return found
 
 
@@ -107,8 +107,8 @@ def bound(
     needs: tuple[str, ...],
     kernels: Any,
 ) -> NativeOp:
-    """The bound operation for these views, on one device, under the kernels in force; made once. Raises what
-    ``infer`` raises."""
+    """Returns the bound operation for these views, on one device, under the kernels in force; made once.
+    Raises what ``infer`` raises."""
     kinds = [(name, view.shape, view.dtype) for name, view in views.items()]
     key = plans.key_of(operation, spec, needs, kernels, ("native", device, *kinds))
     found = plans.plans.get(key)
@@ -122,7 +122,7 @@ def apply(
     operation: Operation,
     spec: Any,
     inputs: Inputs,
-    given: Mapping[str, ArrayView] = _NOTHING,
+    out: Mapping[str, ArrayView] = _NOTHING,
     backward_inputs: Mapping[str, ArrayView] = _NOTHING,
     finish: Finish | None = None,
     owner: object = None,
@@ -132,17 +132,17 @@ def apply(
 
     * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views, of the shapes and
       dtypes that it wants; None where absent.
-    * ``given``: buffers for amaxes and gradients instead of fresh ones: a history's row, a ``main_grad``.
+    * ``out``: arrays to write amaxes and gradients to, instead of new ones: a history's row, a ``main_grad``.
     * ``backward_inputs``: what backward reads besides, with the values it has then (the gradients' scales).
     * ``finish``: (function, item), called once after a whole backward pass; see ``tape.Node``.
     * ``owner``: the object whose attributes the parameters are: errors call them by the attributes' names.
     * ``draw``: gives the input ``rng``, int64 [2]. It is asked last: a call that is refused leaves the random
       state alone.
 
-    Returns the outputs by name, amaxes that were not ``given`` among them. Raises what ``infer`` raises,
+    Returns the outputs by name, amaxes that are not in ``out`` among them. Raises what ``infer`` raises,
     ShapeError for an input that is missing, ArgumentError for one that the operation does not have, for one
-    that is no array and for a spec of another class, BackendError when the inputs are on different devices,
-    and AutogradError for a gradient that the operation does not have. All before anything runs.
+    that is not an array and for a spec of another class, BackendError when the inputs are on different
+    devices, and AutogradError for a gradient that the operation does not have. All before anything runs.
     """
     views: dict[str, ArrayView] = {}
     needs: list[str] = []
@@ -174,9 +174,9 @@ def apply(
     except AttributeError:
         want_spec(operation, spec)
         raise
-    late = [backward_inputs[name] for name in op.backward_inputs] if needs else []
+    read_later = [backward_inputs[name] for name in op.backward_inputs] if needs else []
     outputs = [make() for make in op.make_outputs]
-    amaxes = amaxes_at(op.amaxes, given, device) if op.amaxes else _NOTHING
+    amaxes = amaxes_at(op.amaxes, out, device) if op.amaxes else _NOTHING
     if draw is not None:
         views["rng"] = draw(device)
     saved = op.forward(
@@ -190,11 +190,11 @@ def apply(
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if needs:
-        call = _Call(op, inputs, views, saved, results, given, late, owner, where)
+        call = _Call(op, inputs, views, saved, results, out, read_later, owner, where)
         own = [results[n] for n, floating in zip(op.results, op.floating, strict=True) if floating]
         on_tape(Node(operation.name, len(own), call.edges, call.backward, finish), own)
     for name, view in amaxes.items():
-        if name not in given:
+        if name not in out:
             results[name] = Tensor(view)
     return results
 
@@ -209,12 +209,12 @@ class _Call:
         views: Mapping[str, ArrayView],
         saved: list[Any],
         results: Mapping[str, Tensor],
-        given: Mapping[str, ArrayView],
+        out: Mapping[str, ArrayView],
         backward_inputs: list[ArrayView],
         owner: object,
         where: object,
     ) -> None:
-        self.op, self.saved, self.saved_count, self.given = op, saved, len(saved), given
+        self.op, self.saved, self.saved_count, self.out = op, saved, len(saved), out
         kept = op.kept.items()
         self.kept = [results[n].view if source.is_output else views[n] for n, source in kept]
         self.backward_inputs = backward_inputs
@@ -226,8 +226,8 @@ class _Call:
         self.watcher, self.where = tape.watcher(), where
 
     def backward(self, cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
-        """The gradients of the inputs that want one."""
-        op, given = self.op, self.given
+        """Returns the gradients of the inputs that want one."""
+        op, out = self.op, self.out
         for check in self.checks:
             check()
         arrived = iter(cotangents)
@@ -240,13 +240,13 @@ class _Call:
                 f"{op.operation.name}: an earlier backward failed half-way; run forward again, "
                 "or pass retain_graph=True"
             )
-        grads = {name: given.get(name) for name in op.grads}
-        grads |= {name: make() for name, make in op.make_grads.items() if name not in given}
-        amaxes = amaxes_at(op.grad_amaxes, given, op.device) if op.grad_amaxes else _NOTHING
+        grads = {name: out.get(name) for name in op.grads}
+        grads |= {name: make() for name, make in op.make_grads.items() if name not in out}
+        amaxes = amaxes_at(op.grad_amaxes, out, op.device) if op.grad_amaxes else _NOTHING
         if op.signature.grads:
             saved, consumed = list(self.saved) if tape.retaining() else self.saved, False
             if op.lends and not tape.retaining():
-                saved, self.saved, consumed = self.saved, [], not given.keys() & op.grads.keys()
+                saved, self.saved, consumed = self.saved, [], not out.keys() & op.grads.keys()
             grads |= op.backward(
                 [view.ptr for view in self.kept],
                 [view.ptr for view in self.backward_inputs],
@@ -297,8 +297,8 @@ def _is_array(value: object) -> bool:
 def _one_device(
     operation: Operation, spec: Any, views: Mapping[str, ArrayView], inputs: Inputs, owner: object
 ) -> Device:
-    """Where all inputs are. BackendError where they are on several devices, ShapeError where there are
-    none."""
+    """Returns where all inputs are. BackendError where they are on several devices, ShapeError where there
+    are none."""
     device: Device | None = None
     for name, view in views.items():
         if device is None:
@@ -314,14 +314,14 @@ def _one_device(
 
 
 def _passed(value: Tensor | ArrayView | None, view: ArrayView) -> Tensor:
-    """A result that is the input ``value``, whose view is ``view``: changes in place of one are changes of
-    the other."""
+    """Returns a result that is the input ``value``, whose view is ``view``: changes in place of one are
+    changes of the other."""
     return value._sharing(Tensor(view)) if isinstance(value, Tensor) and value.view is view else Tensor(view)
 
 
 def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, owner: object) -> Fp8kitError:
-    """A refusal of ``infer`` with the user's name of what was called, an operation or the layer ``owner``,
-    and of the input, be it there or missing."""
+    """Returns a refusal of ``infer`` with the user's name of what was called, an operation or the layer
+    ``owner``, and of the input, be it there or missing."""
     argument = error.argument
     if argument is None or error.operation != operation:
         return error
@@ -331,7 +331,7 @@ def _as_the_user_calls_it(error: Fp8kitError, operation: str, inputs: Inputs, ow
 
 
 def _called(operation: str, owner: object) -> str:
-    """What errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
+    """Returns what errors call a call of ``operation`` for ``owner``: the layer, where that is one."""
     return getattr(owner, "layer_name", operation)
 
 

@@ -16,11 +16,11 @@ from fp8kit.formats import DType
 
 
 def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: Any = None) -> Tensor:
-    """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python
+    """Returns a Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python
     numbers).
 
-    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no
-    array, BackendError for a device that is not here.
+    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError if it is not
+    an array, BackendError for a device that is not here.
     """
     source = array if isinstance(array, Tensor) else None
     if source is not None:
@@ -49,8 +49,8 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
 
 def _converted(view: ArrayView, kind: DType, where: Device) -> ArrayView:
-    """The values as ``kind``, on their way to ``where``: float64 goes through float32, as in ``quantize``.
-    FormatError for other dtypes."""
+    """Returns the values as ``kind``, on their way to ``where``: float64 goes through float32, as in
+    ``quantize``. FormatError for other dtypes."""
     if view.dtype not in (*formats.HIGH_PRECISION, formats.float64) or kind not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
         raise FormatError("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted)

@@ -86,7 +86,7 @@ class Function:
 
     @staticmethod
     def _result(out: Any, inputs: tuple[Any, ...], handed: list[Any]) -> Tensor:
-        """A Tensor over an output; one that is an input's array shares its count of changes."""
+        """Returns a Tensor over an output; one that is an input's array shares its count of changes."""
         result = Tensor(arrays.as_view(out, "Function.apply", "what forward returned"))
         for x, array in zip(inputs, handed, strict=True):
             if isinstance(x, Tensor) and array is out:

@@ -22,7 +22,7 @@ _SEQUENCE = itertools.count()
 
 
 class Leaf(Protocol):
-    """The end of an edge: a value that nobody computed."""
+    """The end of an edge: a value that no operation computed."""
 
     def accumulate(self, cotangent: Any) -> None:
         """Take a gradient."""
@@ -133,7 +133,8 @@ def run(
 
 
 def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
-    """A cotangent after its hooks, in the order of their registration; None (zero) is not shown to them."""
+    """Returns a cotangent after its hooks, in the order of their registration; None (zero) is not shown to
+    them."""
     for hook in tuple(hooks):
         if cotangent is not None:
             answer = hook(cotangent)
@@ -170,7 +171,7 @@ class _Within:
 
 
 class probing(_Within):
-    """Context manager: frontends tell a ``Probe`` (None: nobody) what they would have recorded on this
+    """Context manager: frontends tell a ``Probe`` (None: none) what they would have recorded on this
     thread."""
 
     __slots__ = ()
@@ -178,8 +179,8 @@ class probing(_Within):
 
 
 class Watcher(Protocol):
-    """Who sees every operation's values on a thread, forward and, of what was recorded then, backward. May
-    raise."""
+    """An object that sees every operation's values on a thread, in forward, and in backward of what was
+    recorded then. It may raise."""
 
     def forward(self, operation: str, inputs: Any, outputs: Any) -> Any:
         """After an operation; what is returned comes back as ``where``."""
@@ -190,7 +191,7 @@ class Watcher(Protocol):
 
 
 class watching(_Within):
-    """Context manager: a ``Watcher`` (None: nobody) sees the operations on this thread."""
+    """Context manager: a ``Watcher`` (None: none) sees the operations on this thread."""
 
     __slots__ = ()
     field = "watcher"
@@ -222,12 +223,12 @@ def retaining() -> bool:
 
 
 def probe() -> Probe | None:
-    """Who wants to know what is not recorded on this thread; see ``probing``."""
+    """Returns the probe of this thread, which is told of operations in place of the tape; see ``probing``."""
     return _MODE.probe
 
 
 def watcher() -> Watcher | None:
-    """Who sees the operations on this thread; see ``watching``."""
+    """Returns the watcher of this thread's operations; see ``watching``."""
     return _MODE.watcher
 
 

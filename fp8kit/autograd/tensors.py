@@ -49,8 +49,8 @@ _ELSEWHERE = (
 
 
 def _refused(symbol: str) -> Callable[..., Any]:
-    """The method of an operator that the tape does not have; operands that ask NumPy to leave mixed operators
-    to them are asked first."""
+    """Returns the method of an operator that the tape does not have; operands that ask NumPy to leave mixed
+    operators to them are asked first."""
 
     def refuse(self: Any, other: Any = None) -> Any:
         if getattr(type(other), "__array_ufunc__", refuse) is None:
@@ -125,22 +125,24 @@ class Tensor:
         return arrays.provider(self.view.device).native(self.view)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array on the host: the same memory on the CPU, a copy from a GPU. What is written through it no
-        count sees; see ``data``."""
+        """Returns the array on the host: the same memory on the CPU, a copy from a GPU. What is written
+        through it no count sees; see ``data``."""
         return self.view.numpy()
 
     def item(self) -> float:
-        """The only element as a Python number; waits for the device. ShapeError when there are several."""
+        """Returns the only element as a Python number; waits for the device. ShapeError when there are
+        several."""
         if self.view.size != 1:
             raise ShapeError("item", "tensor", f"shape {self.shape}", "one element")
         return float(self.numpy().reshape(-1)[0])
 
     def detach(self) -> Tensor:
-        """The same array off the tape."""
+        """Returns the same array off the tape."""
         return self._sharing(Tensor(self.view))
 
     def version(self) -> Version:
-        """The count of changes in place, shared with every tensor that was made of this one's memory."""
+        """Returns the count of changes in place, shared with every tensor that was made of this one's
+        memory."""
         if self._version is None:
             self._version = Version()
         return self._version
@@ -149,7 +151,7 @@ class Tensor:
         other._version = self.version()
         return other
 
-    # --- changes in place: not recorded; whoever saved the old value finds out ------------------------------
+    # --- changes in place: not recorded; a backward that needs the old value raises -------------------------
 
     def copy_(self, source: Any) -> Tensor:
         """Take the values of an array of the same shape and any floating dtype (or the same one), in place.
@@ -218,7 +220,7 @@ class Tensor:
         return HookHandle(hooks, checked)
 
     def edge(self) -> Edge | None:
-        """Where a cotangent of this value goes, None when no gradient is wanted."""
+        """Returns where a cotangent of this value goes, None when no gradient is wanted."""
         if self._edge is not None:
             return self._edge
         return Edge(self, 0) if self.requires_grad else None
@@ -260,8 +262,8 @@ class Tensor:
         tape.run([(edge, root)], add_views, retain_graph)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or
-        not C-contiguous."""
+        """Returns the same memory under another shape (one -1 is worked out); ShapeError when the sizes
+        differ, or not C-contiguous."""
         if len(shape) == 1 and isinstance(shape[0], tuple | list):
             (shape,) = shape
         view, before = self.view.reshape(*shape), self.shape
@@ -280,7 +282,8 @@ class Tensor:
         return self._plus(other)
 
     def _number(self, value: Any) -> ArrayView:
-        """A number as an array () of this dtype, on this device; Inf where the dtype does not reach."""
+        """Returns a number as an array () of this dtype, on this device; Inf where the dtype does not
+        reach."""
         try:
             with np.errstate(all="ignore"):
                 host = np.full((), float(value), self.dtype.numpy)
@@ -313,8 +316,8 @@ class Tensor:
         return Tensor(arrays.as_view(other, "add", "other")) + self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the
-        tape."""
+        """Returns a tensor of its own memory, without the gradient. AutogradError for one that was computed
+        on the tape."""
         if self._edge is not None:
             raise AutogradError("deepcopy: this tensor was computed on the tape; detach() it first")
         copied = type(self).__new__(type(self))
@@ -355,8 +358,8 @@ class Tensor:
         return bool(self.item())
 
     def __repr__(self) -> str:
-        """The values as NumPy prints them, of a large array those that it prints; while a graph is captured
-        none: nothing is computed then."""
+        """Returns the values as NumPy prints them, of a large array those that it prints; while a graph is
+        captured none: nothing is computed then."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         values = "..." if capturing() else view_text(self.view, "fp8kit.Tensor(")
         return f"fp8kit.Tensor({values}, shape={self.shape}, {self.dtype.name}, {self.device}{grad})"
@@ -377,16 +380,16 @@ def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
 
 
 def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
-    """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a
-    copy of its own."""
+    """Returns a cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and
+    gets a copy of its own."""
     if view is None or edge is None or isinstance(edge.target, Node):
         return view
     return fresh(view)
 
 
 def like(other: Any, answer: Any, operation: str, argument: str) -> ArrayView:
-    """What a user's function gave, C-contiguous. ShapeError where its shape, dtype or device is not that of
-    ``other``."""
+    """Returns what a user's function gave, C-contiguous. ShapeError where its shape, dtype or device is not
+    that of ``other``."""
     view = arrays.contiguous(arrays.as_view(answer, operation, argument))
     if (view.shape, view.dtype, view.device) != (other.shape, other.dtype, other.device):
         got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, other))
@@ -399,8 +402,8 @@ def _requires_grad(value: object) -> bool:
 
 
 def name_in(owner: object, name: str, value: Any) -> str:
-    """The user's name of an operation's input: the owner's attribute that holds it, or the argument that its
-    ``argument_names`` say."""
+    """Returns the user's name of an operation's input: the owner's attribute that holds it, or the argument
+    that its ``argument_names`` say."""
     if owner is None:
         return name
     for attribute, held in vars(owner).items():
@@ -411,8 +414,8 @@ def name_in(owner: object, name: str, value: Any) -> str:
 
 
 def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:
-    """A function that raises AutogradError when ``value`` was changed in place since now; ``owner`` as in
-    ``name_in``."""
+    """Returns a function that raises AutogradError when ``value`` was changed in place since now; ``owner``
+    as in ``name_in``."""
     version = value.version()
     then = version.count
 
@@ -427,8 +430,8 @@ def unchanged(operation: str, argument: str, value: Tensor, owner: object = None
 
 
 def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) -> Tensor:
-    """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per
-    input."""
+    """Returns a tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent
+    per input."""
     result = Tensor(output)
     wanted = any(t.requires_grad for t in inputs)
     unrecorded = tape.probe()

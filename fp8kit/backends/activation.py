@@ -91,14 +91,14 @@ WALKED = 512  # rows that a sum of columns is made of at once, at most, in any e
 
 
 def rows_in_dy(rows: int, dy_row: int, codes_row: int) -> int:
-    """How many of the first rows of a gradient's codes may lie in the last bytes of ``dy``, of which a row
-    takes ``dy_row`` bytes, of the codes ``codes_row``; a multiple of ``WALKED``. Rows of dy that they lie in
-    come behind as many others, so they have been read once all rows behind the first are done."""
+    """Returns how many of the first rows of a gradient's codes may lie in the last bytes of ``dy``, of which
+    a row takes ``dy_row`` bytes, of the codes ``codes_row``; a multiple of ``WALKED``. Rows of dy that they
+    lie in come behind as many others, so they have been read once all rows behind the first are done."""
     return rows * dy_row // (dy_row + codes_row) // WALKED * WALKED
 
 
 def known(activation: str, params: tuple[float, ...]) -> Activation:
-    """The activation's row; BackendError for what is not in the table, and for another number of
+    """Returns the activation's row of the table. BackendError for an unknown one, and for another number of
     parameters."""
     row = ACTIVATIONS.get(activation)
     if row is None:

@@ -13,8 +13,8 @@ from fp8kit.backends.activation import known
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import DType, Format
 
-# what gives the array of a product that nobody wants: its shape and dtype, the call's workspace and device
-# -> the array, and the workspace that is left
+# makes the array of a product that is no output: its shape and dtype, the call's workspace and device -> the
+# array, and the workspace that is left
 Place = Callable[[tuple[int, int], DType, ArrayView | None, Any], tuple[ArrayView, ArrayView | None]]
 LINE = (1, 128)
 

@@ -46,7 +46,7 @@ registry = _MANAGER.registry
 
 
 def get_default_manager() -> OpManager:
-    """The process's manager: what layers, optimisers and frontends choose by."""
+    """Returns the process's manager: what layers, optimisers and frontends choose by."""
     return _MANAGER
 
 
@@ -57,8 +57,8 @@ def reset_default_manager() -> None:
 
 
 def engines() -> dict[str, str]:
-    """The engines that there are: name -> device kinds that it serves, separated by commas. fp8kit's own come
-    first."""
+    """Returns the engines that there are: name -> device kinds that it serves, separated by commas. fp8kit's
+    own come first."""
     _MANAGER.discovered()
     found = {
         name: ", ".join(sorted(kinds)) for name, kinds in registry.engines().items() if name not in IN_TREE
@@ -100,8 +100,8 @@ _FINGERPRINT: tuple[int, str] = (-1, "")
 
 
 def plugins_fingerprint() -> str:
-    """What is registered beside fp8kit's own engines, as a short text that is the same in every process with
-    the same plugins; "" where nothing is."""
+    """Returns what is registered beside fp8kit's own engines, as a short text that is the same in every
+    process with the same plugins; "" where nothing is."""
     global _FINGERPRINT
     _MANAGER.discovered()
     version, text = _FINGERPRINT
@@ -120,8 +120,8 @@ def plugins_fingerprint() -> str:
 
 
 def default_device() -> Device:
-    """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable,
-    else the CPU. BackendError where what the first two name is not usable here."""
+    """Returns where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is
+    usable, else the CPU. BackendError where what the first two name is not usable here."""
     backend = get_policy().backend
     if backend is not None and backend in IN_TREE:
         _want_device(backend, IN_TREE[backend])
@@ -160,7 +160,7 @@ def use_backend(name: str | None) -> Switch:
 
     ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first
     in the kernels that it has, while the others of its devices fill in. None lifts the restriction. Holds
-    from now on; as ``with fk.use_backend(...):`` for a block. BackendError for what is no engine, and for one
+    from now on; as ``with fk.use_backend(...):`` for a block. BackendError for an unknown engine, and for one
     that serves no device that is usable here.
     """
     if name is not None:

@@ -50,8 +50,8 @@ class Chosen(SimpleNamespace):
     """Every kernel of the contract, as it was chosen, and the ``policy``.
 
     ``recorder``: the engine's context manager that records calls (``execution.replay``), None where they
-    cannot be; ``replays``: where the recorded calls of single kernels are kept. Neither is among ``vars``:
-    whoever makes another object of these kernels may mean others.
+    cannot be; ``replays``: where the recorded calls of single kernels are kept. Neither is among ``vars``,
+    since another object made of these kernels may have others.
     """
 
     __slots__ = ("recorder", "replays")
@@ -100,9 +100,9 @@ class OpManager:
         self.discovered()
 
     def discovered(self) -> tuple[Discovered, ...]:
-        """The plugins that were found, and what became of them. Looks for them at the first call. A plugin
-        whose module computes while it is imported does that without plugins: they are looked for again by who
-        asks next."""
+        """Returns the plugins that were found, and what became of them. Looks for them at the first call. A
+        plugin whose module computes while it is imported does that without plugins: they are looked for again
+        by who asks next."""
         if self._discovered is None:
             if self._registering == threading.get_ident():  # a plugin computes while it registers
                 return ()
@@ -185,7 +185,7 @@ class OpManager:
     def _regular(
         self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
     ) -> tuple[list[OpImpl], Refusals]:
-        """The candidates without overrides."""
+        """Returns the candidates without overrides."""
         elsewhere = self._elsewhere(device, policy)
         asked = [
             (impl, elsewhere or policy.refuses(impl) or _unfit(impl, device, arch))
@@ -209,9 +209,10 @@ class OpManager:
     def _companions(
         self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch
     ) -> tuple[list[OpImpl], Refusals]:
-        """A workspace function goes with its kernels: of each implementation that a call may reach, its own
-        engine's counts, registered with the same options where there are several. An override may hand its
-        call on to what it took the place of, so that counts as well."""
+        """Returns the workspace functions of ``op_name``, and why others are left out. They go with their
+        kernels: of each implementation that a call may reach its own engine's counts, registered with the
+        same options where there are several. An override may hand its call on to what it took the place of,
+        so that counts as well."""
         reached: list[OpImpl] = []
         for kernel in SERVES[op_name]:
             order = self._regular(kernel, device, policy, arch)[0]
@@ -280,13 +281,13 @@ class OpManager:
     # --- by operation ---------------------------------------------------------------------------------------
 
     def resolve(self, op_name: str, device: Device | str | None = None) -> Callable[..., Any]:
-        """The function that a call of the kernel goes to. BackendError as ``kernels``."""
+        """Returns the function that a call of the kernel goes to. BackendError as ``kernels``."""
         where = _device(device)
         want_kernel("resolve", "op_name", op_name)
         return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
 
     def resolve_candidates(self, op_name: str, device: Device | str | None = None) -> list[OpImpl]:
-        """The implementations in the order to try them. BackendError where there is none."""
+        """Returns the implementations in the order to try them. BackendError where there is none."""
         where = _device(device)
         usable, refused = self.candidates(op_name, where)
         if not usable and op_name not in SERVES:
@@ -309,7 +310,7 @@ def _device(device: Device | str | None) -> Device:
 
 
 def _served(refused: Refusals) -> str:
-    """What is wanted instead of a device for which every implementation was refused."""
+    """Returns what is wanted instead of a device for which every implementation was refused."""
     reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
     return f"a device that an allowed engine serves ({reasons})"
 
@@ -349,8 +350,8 @@ def _arch(device: Device) -> int | None:
 
 
 def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
-    """The engine's recorder, where the kernels are all one in-tree engine's own functions, and it records
-    calls."""
+    """Returns the engine's recorder, where the kernels are all one in-tree engine's own functions, and it
+    records calls."""
     names = {impl.engine for usable in ranked.values() for impl in usable}
     if len(names) != 1 or not names <= IN_TREE.keys():
         return None
@@ -366,14 +367,14 @@ def _recorder(ranked: Mapping[str, list[OpImpl]]) -> Callable[[], Any] | None:
 
 
 def _options(impl: OpImpl) -> dict[str, Any]:
-    """What an implementation's function is always called with."""
+    """Returns what an implementation's function is always called with."""
     return getattr(impl.fn, "keywords", {})
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:
-    """A workspace that is enough for every one of them; no bytes where no implementation measures one. Of one
-    function that is registered with options and without, the first is asked: the other would find out, at
-    length, what is not going to run."""
+    """Returns a workspace that is enough for every one of them; no bytes where no implementation measures
+    one. Of one function that is registered with options and without, the first is asked: the other would find
+    out, at length, what is not going to run."""
     functions = list({getattr(impl.fn, "func", impl.fn): impl.fn for impl in reversed(impls)}.values())
     if len(functions) == 1:
         return functions[0]
@@ -393,7 +394,7 @@ def _first_array(op_name: str) -> tuple[int, str] | None:
 
 
 def checked(impl: OpImpl) -> Callable[..., Any]:
-    """The implementation, behind a look at the first array's dtype where it does not take all."""
+    """Returns the implementation, behind a look at the first array's dtype where it does not take all."""
     names, place = impl.supported_dtypes, _first_array(impl.op_name)
     if names is None or place is None:
         return impl.fn
@@ -412,7 +413,8 @@ def checked(impl: OpImpl) -> Callable[..., Any]:
 
 
 def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation of a strict policy: what it cannot take is the caller's error, which names it."""
+    """Returns the implementation of a strict policy: what it cannot take is the caller's error, which names
+    it."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:

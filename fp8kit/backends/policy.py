@@ -49,7 +49,7 @@ class SelectionPolicy:
     * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of
       their kernel, on the devices that they name. Of several for one kernel and device the last counts.
 
-    BackendError for a kernel that the contract does not have, a token or a kind that is none. ``text`` says
+    BackendError for a kernel that the contract does not have, an unknown token or kind. ``text`` says
     the policy as a string, for compiled programs; see ``policy_from_text``.
     """
 
@@ -92,8 +92,8 @@ class SelectionPolicy:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None = None, /, **more: Any) -> SelectionPolicy:
-        """A policy from plain values (a configuration file): the fields by name, ``per_op_order`` another
-        name of ``per_op``. BackendError for a name that is no field."""
+        """Returns a policy from plain values (a configuration file): the fields by name, ``per_op_order``
+        another name of ``per_op``. BackendError for a name that is no field."""
         given = {**(values or {}), **more}
         if "per_op_order" in given:
             given["per_op"] = given.pop("per_op_order")
@@ -106,7 +106,8 @@ class SelectionPolicy:
         return cls(**given)
 
     def fingerprint(self) -> str:
-        """The policy as a string: equal for equal policies (of one process, where there are overrides)."""
+        """Returns the policy as a string: equal for equal policies (of one process, where there are
+        overrides)."""
         return _intern(self).text
 
     def refuses(self, impl: OpImpl) -> str | None:
@@ -123,8 +124,8 @@ class SelectionPolicy:
         return None
 
     def order(self, op_name: str, impls: list[OpImpl]) -> list[OpImpl]:
-        """The implementations in the order to try them; those that ``per_op`` does not name are left out.
-        ``impls`` come by priority."""
+        """Returns the implementations in the order to try them; those that ``per_op`` does not name are left
+        out. ``impls`` come by priority."""
         tokens = dict(self.per_op).get(op_name)
         if tokens is None:
             return sorted(impls, key=lambda i: (i.engine != self.backend, i.kind.value != self.prefer))
@@ -201,8 +202,8 @@ def _text(policy: SelectionPolicy) -> str:
 
 
 def policy_from_text(text: str) -> SelectionPolicy:
-    """The policy whose ``text`` this is. One with overrides is known to the process that made it only (or one
-    forked from it), and kept from now on, the last 1024 of them: BackendError for another."""
+    """Returns the policy whose ``text`` this is. One with overrides is known to the process that made it only
+    (or one forked from it), and kept from now on, the last 1024 of them: BackendError for another."""
     said = json.loads(text)
     if "overrides" not in said:
         return _intern(SelectionPolicy.from_dict(said))
@@ -225,14 +226,16 @@ _CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", defau
 
 
 class _Task:
-    """What torch.compile reads: ``policy`` is that of ``_CURRENT``, or this object where there is none."""
+    """Its ``policy`` is the value of ``_CURRENT``, which torch.compile can read so; inside no block it is the
+    object itself, which ``_CURRENT.get`` takes for the default."""
 
     policy: Any = property(_CURRENT.get)
 
 
 _task = _Task()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
-# a policy that was forgotten is another object when it comes again, and is resolved again
+# of the policies that were used last: one that has left is a new object at its next use, whose kernels are
+# chosen anew
 _INTERNED_LIMIT = 256
 _GLOBAL: SelectionPolicy | None = None
 # thread -> what a Switch will make the process's, unless it is entered as a block
@@ -240,8 +243,8 @@ _PENDING: dict[int, SelectionPolicy] = {}
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
-    """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no
-    policy."""
+    """Returns the one object of all equal policies, so that caches can be keyed by identity. BackendError if
+    it is not a policy."""
     if not isinstance(policy, SelectionPolicy):
         raise BackendError("policy", "policy", repr(policy), "a SelectionPolicy")
     with LOCK:
@@ -253,7 +256,7 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
 
 
 def policy_from_env() -> SelectionPolicy:
-    """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
+    """Returns the policy that the FP8KIT_* variables describe. Fp8kitError for an invalid value."""
     with on_behalf_of("environment", per_op=settings.assigned().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
         return SelectionPolicy(
             settings.prefer(),
@@ -266,7 +269,7 @@ def policy_from_env() -> SelectionPolicy:
 
 
 def get_policy() -> SelectionPolicy:
-    """The policy in force: the innermost block's of this thread or task, else the process's."""
+    """Returns the policy in force: the innermost block's of this thread or task, else the process's."""
     policy = _CURRENT.get()
     if policy is not None:
         return policy
@@ -276,7 +279,7 @@ def get_policy() -> SelectionPolicy:
 
 
 def process_policy() -> SelectionPolicy:
-    """The process's policy: the environment's, where none was set."""
+    """Returns the process's policy: the environment's, where none was set."""
     if _GLOBAL is None:
         reset_global_policy()
     assert _GLOBAL is not None
@@ -284,8 +287,8 @@ def process_policy() -> SelectionPolicy:
 
 
 def traced_policy() -> SelectionPolicy | None:
-    """The policy in force for code under ``torch.compile``; None where it is the process's and nobody has
-    asked for that yet."""
+    """Returns the policy in force for code under ``torch.compile``; None where it is the process's and has
+    not been read yet."""
     policy = _task.policy
     return policy if isinstance(policy, SelectionPolicy) else _GLOBAL
 

@@ -16,15 +16,14 @@ from fp8kit.errors import BackendError, meant
 from fp8kit.formats import DTYPES
 from fp8kit.settings import KIND_ALIASES
 
-# of every table of implementations and policies: what changes them is rare and short
+# one lock for all tables of implementations and policies: changes are rare and short
 LOCK = threading.RLock()
-# a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and
-# lets go of it there too
+# fork waits until no table is half changed. It holds the lock, and parent and child each release it
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 class Kind(str, Enum):
-    """What an implementation is: somebody's own default, a chip vendor's, or the portable truth."""
+    """What an implementation is: a default of its author's, a chip vendor's, or the portable reference."""
 
     DEFAULT = "default"
     VENDOR = "vendor"
@@ -232,7 +231,7 @@ class OpRegistry:
             )
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
-        """The implementation of a kernel by its id, None where there is none."""
+        """Returns the implementation of a kernel by its id, None where there is none."""
         with LOCK:
             return self._impls.get(op_name, {}).get(impl_id)
 
@@ -254,7 +253,7 @@ class OpRegistry:
             return [impl for name in self.list_operators() for impl in self.get_implementations(name)]
 
     def snapshot(self) -> OpRegistrySnapshot:
-        """What is registered now, as a value."""
+        """Returns what is registered now, as a value."""
         with LOCK:
             return OpRegistrySnapshot(
                 MappingProxyType(

@@ -37,14 +37,14 @@ Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 def native_kept(
     name: str, recipe: Recipe | None, modules: Modules, graph: bool = False
 ) -> dict[str, Contender]:
-    """The native frontend under ``name``, its module kept in ``modules`` over the token counts."""
+    """Returns the native frontend under ``name``, its module kept in ``modules`` over the token counts."""
     return {
         name: lambda p: native(p, recipe, graph=graph, module=modules.of(p, name, lambda: native_module(p)))
     }
 
 
 def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
-    """The native frontend, bfloat16 first: what the others are compared with."""
+    """Returns the native frontend, bfloat16 first: what the others are compared with."""
     found: dict[str, Contender] = {}
     for end, graph in (("", False), (", graph", True)):
         if not graph or problem.device.kind == "cuda":
@@ -54,8 +54,8 @@ def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
 
 
 def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> list[Row]:
-    """A row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the same
-    kind (eager, graph)."""
+    """Returns a row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the
+    same kind (eager, graph)."""
     own, modules = setting.within(SECONDS), Modules()
     cells = [(hidden, tokens) for hidden in setting.sizes.hidden for tokens in setting.sizes.tokens]
     found: list[list[Row]] = []

@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 def row_of(workload: str, case: str, status: str = "ok", **figures: Any) -> Row:
-    """A row of a report."""
+    """Returns a row of a report."""
     return {"workload": workload, "case": case, "status": status, **figures}
 
 
 def within_time(
     setting: Setting, cases: Iterable[T], measure: Callable[[T], Sequence[Row]], left_out: Callable[[T], Row]
 ) -> list[Row]:
-    """The rows of all cases; ``left_out(case)``, with its status, stands for one that would begin after the
-    deadline."""
+    """Returns the rows of all cases; ``left_out(case)``, with its status, stands for one that would begin
+    after the deadline."""
     rows: list[Row] = []
     for case in cases:
         rows += measure(case) if setting.left() > 0 else [left_out(case) | {"status": NO_TIME}]

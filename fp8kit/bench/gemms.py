@@ -79,7 +79,7 @@ class Operands:
     workspace: ArrayView
 
     def exact(self) -> np.ndarray[Any, Any]:
-        """The corner of the result in float64."""
+        """Returns the corner of the result in float64."""
         parts = []
         for view, scale, fmt in zip(self.codes, self.inverse, (self.product.a, E4M3), strict=True):
             rows = view.slice(0, 0, min(CORNER, view.shape[0])).numpy()
@@ -117,7 +117,7 @@ def _dtype(fmt: Format) -> DType:
 
 
 def ours(given: Operands, kernels: Any) -> Step:
-    """The contract's product."""
+    """Returns the contract's product."""
     p, (a, b), (a_inv, b_inv) = given.product, given.codes, given.inverse
     stream = arrays.current_stream(given.out.device)
     return lambda: kernels.fp8_gemm(
@@ -126,7 +126,8 @@ def ours(given: Operands, kernels: Any) -> Step:
 
 
 def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int], None]]:
-    """A plan of its own for the product, and a call that runs it onto an address. A CUDA device only."""
+    """Returns a plan of its own for the product, and a call that runs it onto an address. A CUDA device
+    only."""
     from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan
 
     p, device = given.product, given.out.device
@@ -174,8 +175,8 @@ def algorithms(given: Operands) -> dict[str, Step]:
 
 
 def fastest(given: Operands, fast: bool | None = None) -> Step:
-    """The product by the algorithm that the engine finds the fastest. ``fast``: the accumulation, None as the
-    product has it. A CUDA device only."""
+    """Returns the product by the algorithm that the engine finds the fastest. ``fast``: the accumulation,
+    None as the product has it. A CUDA device only."""
     from fp8kit.backends.cuda.algorithms import TIMED_AT, tune
 
     plan, run = _plan(given, fast)
@@ -226,7 +227,7 @@ def measure(
 
 
 def gemm_part(setting: Setting, peers: Peers = lambda given: {}) -> list[Row]:
-    """The twelve products of the largest layer."""
+    """Returns the twelve products of the largest layer."""
     return within_time(
         setting,
         products(setting.sizes.large),

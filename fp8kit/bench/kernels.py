@@ -77,7 +77,7 @@ class KernelCase:
         return SPECS[self.kernel]
 
     def arguments(self, sampler: Sampler, stream: int = 0) -> dict[str, Any]:
-        """A call's."""
+        """Returns a call's."""
         made = kernel_test(self.kernel).arguments(sampler, self.rows, self.columns, **self.options)
         return {**made, "stream": stream}
 
@@ -170,8 +170,8 @@ def check(case: KernelCase, kernels: Any, device: Device) -> float:
 def _part_error(
     part: KernelCase, before: dict[str, Any], made: dict[str, Array], names: frozenset[str]
 ) -> float:
-    """The reference's results for a part of a call's arguments, and how far those of the call are from
-    them."""
+    """Returns the reference's results for a part of a call's arguments, and how far those of the call are
+    from them."""
     spec, own = part.spec, dispatch.kernels(CPU)
     whole = views(value for name, value in before.items() if name != "workspace")
 
@@ -192,7 +192,7 @@ def _part_error(
 
 
 def _cut(array: Array, like: ArrayView) -> Array:
-    """What of a whole array belongs to a part of that shape."""
+    """Returns what of a whole array belongs to a part of that shape."""
     return np.ascontiguousarray(array[tuple(slice(n) for n in like.shape)])
 
 
@@ -203,8 +203,8 @@ def _left(array: Array) -> bool:
 
 
 def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
-    """A call that copies on the device, ``nbytes`` read and written together; of random bits, in as many
-    buffers by turns as ``sets``."""
+    """Returns a call that copies on the device, ``nbytes`` read and written together; of random bits, in as
+    many buffers by turns as ``sets``."""
     half = max(nbytes // 2, 1)
     pairs = [
         (put(random.codes((half,), i), device), poisoned((half,), formats.uint8, device)) for i in range(sets)
@@ -219,7 +219,7 @@ def copier(device: Device, nbytes: int, sets: int = 1) -> Callable[[], None]:
 
 
 def sets_of(nbytes: int, device: Device) -> int:
-    """How many buffers take turns, so that no cache holds what is read."""
+    """Returns how many buffers take turns, so that no cache holds what is read."""
     return 1 if device.kind == "cpu" else max(1, min(_MOST_SETS, -(-_ROTATE // max(nbytes, 1))))
 
 
@@ -263,8 +263,8 @@ def kernels_part(setting: Setting) -> list[Row]:
 
 
 def in_layer(rows: list[Row]) -> Row:
-    """The row of all passes of one layer: sums of the kernels' and of the copies' times, by how often each
-    runs."""
+    """Returns the row of all passes of one layer: sums of the kernels' and of the copies' times, by how often
+    each runs."""
     row = row_of("in one layer", "all passes")
     used = [r for r in rows if r["uses"]]
     if any("gpu_ms" not in r for r in used):

@@ -41,7 +41,7 @@ WARM_STEPS = 3  # steps before a result is compared: delayed scaling has seen th
 
 
 def native_only(problem: Problem, workload: str) -> Mapping[str, Contender]:
-    """The contenders of ``fp8kit bench``."""
+    """Returns the contenders of ``fp8kit bench``."""
     return native_contenders(graph=problem.kind == "TransformerLayer" and problem.device.kind == "cuda")
 
 
@@ -58,8 +58,8 @@ NATIVE = Field()
 
 
 def entered(contest: Contest, problem: Problem, contenders: Mapping[str, Contender], field: Field) -> Contest:
-    """The contest, its contenders made and warmed up, with the checks of their results and their memory in
-    their rows."""
+    """Returns the contest, its contenders made and warmed up, with the checks of their results and their
+    memory in their rows."""
     wanted = field.exact(problem)
 
     def make(contender: Contender, row: Row) -> Step:
@@ -84,8 +84,8 @@ def entered(contest: Contest, problem: Problem, contenders: Mapping[str, Contend
 
 
 def layer_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
-    """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same
-    run, which has no check of its own."""
+    """Returns a TransformerLayer at every size, forward and backward; beside the largest the skeleton of the
+    same run, which has no check of its own."""
     rows: list[Row] = []
     for workload, layer in setting.sizes.layers.items():
         problem, contest = layer_problem(layer, setting), Contest(setting.warmed(LAYER_CALLS), workload)
@@ -108,7 +108,7 @@ def modules_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
 
 
 def host_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
-    """The host's time on a Linear so small that the GPU has nothing to do."""
+    """Returns the host's time on a Linear so small that the GPU has nothing to do."""
     tokens, columns, out = setting.sizes.linear
     problem = Problem("Linear", (columns, out), tokens, 1, setting.device, setting.seed)
     contest = Contest(setting.warmed(), f"Linear, {tokens} tokens, {columns} to {out}")
@@ -121,8 +121,8 @@ def host_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
 
 
 def steps_part(setting: Setting) -> list[Row]:
-    """A TransformerLayer's forward, backward and AdamW at every size, in bfloat16 and by every FP8 recipe;
-    the first step's parameters must be finite. ``ratio``: beside bfloat16."""
+    """Returns a TransformerLayer's forward, backward and AdamW at every size, in bfloat16 and by every FP8
+    recipe; the first step's parameters must be finite. ``ratio``: beside bfloat16."""
     return within_time(
         setting,
         setting.sizes.layers,
@@ -150,7 +150,7 @@ def _steps(workload: str, problem: Problem, setting: Setting) -> list[Row]:
 
 
 def training(problem: Problem, recipe: Recipe | None) -> tuple[nn.Module, Step]:
-    """A module and its training step."""
+    """Returns a module and its training step."""
     module = native_module(problem)
     optimizer = AdamW(module.parameters(), lr=1e-4)
     x, dy = (tensor(host, device=problem.device) for host in (problem.x, problem.dy))

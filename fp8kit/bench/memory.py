@@ -56,7 +56,8 @@ class Peak:
         return int(cupy().get_default_memory_pool().used_bytes())
 
     def bytes(self, step: Callable[[], object]) -> int:
-        """The most during ``step``. On the CPU what it allocates itself, without what was there before."""
+        """Returns the most during ``step``. On the CPU what it allocates itself, without what was there
+        before."""
         if self.device.kind == "cpu":
             return _traced(step)
         start = self._held()
@@ -67,7 +68,7 @@ class Peak:
 
 
 def _traced(step: Callable[[], object]) -> int:
-    """The most that Python and NumPy allocate during ``step``."""
+    """Returns the most that Python and NumPy allocate during ``step``."""
     running = tracemalloc.is_tracing()
     if not running:
         tracemalloc.start()
@@ -146,7 +147,7 @@ def kept_tensors() -> Iterator[list[Kept]]:
 
 
 def kind_of(name: str) -> str:
-    """What a kept tensor of that name is."""
+    """Returns what a kept tensor of that name is."""
     return next((kind for ends, kind in KINDS.items() if name.endswith(ends)), "activation")
 
 
@@ -202,7 +203,7 @@ def _sums(found: Sequence[Kept]) -> dict[str, int]:
 
 
 def memory_part(setting: Setting) -> list[Row]:
-    """The ledger of the largest layer in bfloat16 and FP8."""
+    """Returns the ledger of the largest layer in bfloat16 and FP8."""
     return within_time(
         setting,
         COMPARED,

@@ -18,8 +18,8 @@ _COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib
-    is missing."""
+    """Returns the pictures that the report has figures for, as PNG files in ``folder``. BackendError where
+    matplotlib is missing."""
     made = []
     if bars := _bars(report):
         made.append(folder / "roofline.png")
@@ -84,7 +84,7 @@ def roofline(path: Path, bars: list[Bars], machine: str) -> None:
 
 
 def pays(rows: list[Row], case: str) -> str:
-    """From how many tokens on a case's FP8 is faster, hidden size by hidden size, in words."""
+    """Returns in words, for each hidden size, the number of tokens from which FP8 is faster in a case."""
     return (
         ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens)
         or "nowhere"

@@ -98,7 +98,7 @@ class Problem:
 
 
 def layer_problem(layer: Layer, setting: Setting, kind: str = "TransformerLayer") -> Problem:
-    """The layer itself, or a module of its sizes, on a run's device and from its seed."""
+    """Returns the layer itself, or a module of its sizes, on a run's device and from its seed."""
     sizes = layer[:3] if kind == "TransformerLayer" else layer[:2]
     return Problem(kind, sizes, layer.sequence, layer.batch, setting.device, setting.seed)
 
@@ -122,7 +122,7 @@ class Modules:
         self._made: dict[str, Any] = {}
 
     def of(self, problem: Problem, name: str, make: Callable[[], Any]) -> Any:
-        """The module of that name, made where there is none of these sizes."""
+        """Returns the module of that name, made where there is none of these sizes."""
         if problem.sizes != self._sizes:
             self._made.clear()
             self._sizes = problem.sizes
@@ -183,7 +183,7 @@ def _leave(weight: HostArray) -> None:
 
 
 def native_module(problem: Problem, dtype: DType = formats.bfloat16) -> nn.Module:
-    """The native frontend's module with the problem's weights."""
+    """Returns the native frontend's module with the problem's weights."""
     inits: dict[str, Any] = {"init_method": _leave}
     if problem.kind != "Linear":
         inits["output_layer_init_method"] = _leave
@@ -254,7 +254,8 @@ def reference(problem: Problem) -> Results:
 
 
 def bounds(case: str, kind: str) -> tuple[float, float]:
-    """The largest relative errors of y and dx that a right result has: twice those of independent roundings.
+    """Returns the largest relative errors of y and dx that a right result has: twice those of independent
+    roundings.
 
     One FP8 product of normal data has the errors that the part ``error`` finds: 0.0376 of two E4M3 operands,
     0.0592 of an E5M2 gradient and an E4M3 weight. The errors of n products in a row add as their squares do;
@@ -269,7 +270,7 @@ def bounds(case: str, kind: str) -> tuple[float, float]:
 
 
 def same_bits(problem: Problem) -> Running:
-    """The native frontend under ``fk.deterministic()``: what that costs."""
+    """Returns the native frontend under ``fk.deterministic()``: what that costs."""
     with deterministic(True):
         made = native(problem, RECIPES["FP8 delayed"])
 
@@ -281,8 +282,8 @@ def same_bits(problem: Problem) -> Running:
 
 
 def native_contenders(graph: bool = False) -> dict[str, Contender]:
-    """The native frontend with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the
-    same bits every time."""
+    """Returns the native frontend with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and
+    with the same bits every time."""
     found: dict[str, Contender] = {
         f"fp8kit native {name}": partial(native, recipe=recipe) for name, recipe in RECIPES.items()
     }

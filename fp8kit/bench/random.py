@@ -44,8 +44,8 @@ def codes(
 
 
 def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:
-    """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that
-    nobody wrote is then NaN, not the right one of an earlier call."""
+    """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that a
+    kernel did not write is then NaN, not the right one of an earlier call."""
     taken = [arrays.empty(shape, dtype, device) for _ in range(count)]
     source = poisoned(shape, dtype, device)
     for view in taken:

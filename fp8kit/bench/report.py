@@ -128,21 +128,21 @@ class Setting:
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
     def within(self, seconds: float) -> Setting:
-        """The same, for a part that may take so many seconds at most."""
+        """Returns the same, for a part that may take so many seconds at most."""
         end = time.monotonic() + seconds
         return replace(self, deadline=end if self.deadline is None else min(end, self.deadline))
 
     def warmed(self, calls: int = 10) -> Setting:
-        """The same, for layers and for what may take the host's time: on a GPU ten calls of a turn do not
-        count, and ``calls`` do. Contenders take turns in one allocator and on one chip: what it gives, and
-        the clocks at the power limit, are the contender's own only some calls after each change, as in a
+        """Returns the same, for layers and for what may take the host's time: on a GPU ten calls of a turn do
+        not count, and ``calls`` do. Contenders take turns in one allocator and on one chip: what it gives,
+        and the clocks at the power limit, are the contender's own only some calls after each change, as in a
         training."""
         if self.device.kind == "cpu":
             return self
         return replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
 
     def fewer_rounds(self) -> Setting:
-        """The same in half as many rounds, two at least: for what has many cases."""
+        """Returns the same in half as many rounds, two at least: for parts that have many cases."""
         return replace(self, rounds=max(2, self.rounds // 2))
 
     def medians(self, steps: Mapping[str, Step]) -> dict[str, float]:
@@ -160,7 +160,7 @@ def setting_for(device: Device, **given: Any) -> Setting:
 @dataclass(frozen=True)
 class Part:
     """``run`` under a name; ``about`` says in a line what it measures. ``usual``: whether it runs where no
-    part is named. ``takes``: how long on an H200, None where nobody has said."""
+    part is named. ``takes``: how long on an H200, None where that is unknown."""
 
     name: str
     about: str
@@ -183,13 +183,13 @@ class Report:
     targets: list[Row] = field(default_factory=list)
 
     def rows(self, part: str) -> list[Row]:
-        """The rows of a part, none where it did not run."""
+        """Returns the rows of a part, none where it did not run."""
         found: list[Row] = self.parts.get(part, {}).get("rows", [])
         return found
 
     def failures(self, ours: Callable[[Row], bool] = lambda row: True) -> list[str]:
-        """A line for each part that failed and each row among ``ours`` that did or is wrong; not for what is
-        left out or not installed."""
+        """Returns a line for each part that failed and each row among ``ours`` that did or is wrong; not for
+        what is left out or not installed."""
         lines = [f"{name}: {part['status']}" for name, part in self.parts.items() if bad(part["status"])]
         return lines + [
             f"{name}: {row['workload']}: {row['case']}: {row['status']}"
@@ -219,7 +219,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """What ``Report.write`` wrote."""
+    """Returns what ``Report.write`` wrote."""
     return Report(**json.loads(path.read_text()))
 
 
@@ -256,7 +256,7 @@ def attempt(own: Row) -> Iterator[None]:
 
 
 def machine(device: Device) -> str:
-    """The GPU's or the processor's name."""
+    """Returns the GPU's or the processor's name."""
     if device.kind == "cpu":
         return _processor()
     from fp8kit.backends.cuda import launch
@@ -275,7 +275,8 @@ def _processor() -> str:
 
 
 def about_of(setting: Setting) -> dict[str, Any]:
-    """What a run's figures depend on: machine, device, versions, how they are taken, and the sizes."""
+    """Returns what a run's figures depend on: machine, device, versions, how they are taken, and the
+    sizes."""
     layers = {name: str(layer) for name, layer in setting.sizes.layers.items()}
     return {
         "machine": machine(setting.device),
@@ -289,7 +290,7 @@ def about_of(setting: Setting) -> dict[str, Any]:
 
 
 def head(about: Mapping[str, Any]) -> str:
-    """What ``about_of`` says, as the lines before the first part."""
+    """Returns what ``about_of`` says, as the lines before the first part."""
     known, how = about["versions"], about["settings"]
     used = ", ".join(f"{name} {known[name]}" for name in _HEAD[about["device"]])
     small = ": whether it runs, not how fast it can be" if how["sizes"] != FULL.name else ""
@@ -346,7 +347,7 @@ def run(
 
 
 def text(name: str, part: Mapping[str, Any]) -> str:
-    """A part as aligned lines, one block a workload; figures that nobody has are left out."""
+    """Returns a part as aligned lines, one block a workload; figures that no row has are left out."""
     status = "" if part["status"] == "ok" else f": {part['status']}"
     lines = [f"== {name} ({part['seconds']:.1f} s){status}"]
     rows: list[Row] = part["rows"]
@@ -356,8 +357,8 @@ def text(name: str, part: Mapping[str, Any]) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> list[str]:
-    """The rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures are in
-    smaller units."""
+    """Returns the rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures
+    are in smaller units."""
     names = [title, *(row["case"] for row in rows)]
     columns = [[name.ljust(max(map(len, names))) for name in names]]
     for name, form in COLUMNS.items():

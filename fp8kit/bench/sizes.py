@@ -33,8 +33,8 @@ class Layer(NamedTuple):
 
 
 def layer_of(hidden: int, tokens: int) -> Layer:
-    """The layer of that size in the break-even grid: heads of 64 features up to hidden 1024 and of 128 above,
-    sequences of 2048 at most."""
+    """Returns the layer of that size in the break-even grid: heads of 64 features up to hidden 1024 and of
+    128 above, sequences of 2048 at most."""
     sequence, features = min(tokens, 2048), 64 if hidden <= 1024 else 128
     return Layer(hidden, 4 * hidden, max(1, hidden // features), sequence, tokens // sequence)
 

@@ -72,8 +72,8 @@ class AttentionRun:
 
 
 def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
-    """A call that runs all of it; ``fast``: the accumulation in backward, None as delayed scaling has it. A
-    CUDA device only."""
+    """Returns a call that runs all of it; ``fast``: the accumulation in backward, None as delayed scaling has
+    it. A CUDA device only."""
     device, kernels = setting.device, dispatch.kernels(setting.device)
     gemms = [fastest(operands(product, device, kernels), fast) for product in products(layer)]
     passes: dict[bool, list[Step]] = {False: [], True: []}  # whether in backward -> copies
@@ -101,7 +101,7 @@ def _mixed(products: list[Step], copies: list[Step]) -> list[Step]:
 
 
 def skeletons(layer: Layer, setting: Setting) -> dict[str, Step]:
-    """The skeleton as delayed scaling accumulates, and with fast accumulation everywhere."""
+    """Returns the skeleton as delayed scaling accumulates, and with fast accumulation everywhere."""
     return {NAME: skeleton(layer, setting), FAST: skeleton(layer, setting, True)}
 
 
@@ -150,14 +150,14 @@ def _attention(contest: Contest, layer: Layer, peers: Attentions) -> list[Row]:
 
 
 def _few(view: ArrayView, *sizes: int) -> Any:
-    """The first sequence of the batch on the host in float32, (sequence, *sizes)."""
+    """Returns the first sequence of the batch on the host in float32, (sequence, *sizes)."""
     return view.numpy()[:, 0].astype(np.float32).reshape(-1, *sizes)
 
 
 def _by_formula(run: AttentionRun) -> dict[str, Any]:
-    """What the kernels are compared with: o and dqkv of causal attention for the first sequence of the batch,
-    computed with NumPy in float32. P = softmax(scale q k^T), o = P v, dP = do v^T, dv = P^T do, and, with
-    softmax's gradient dS = scale P * (dP - rowsum(dP * P)), dq = dS k and dk = dS^T q."""
+    """Returns what the kernels are compared with: o and dqkv of causal attention for the first sequence of
+    the batch, computed with NumPy in float32. P = softmax(scale q k^T), o = P v, dP = do v^T, dv = P^T do,
+    and, with softmax's gradient dS = scale P * (dP - rowsum(dP * P)), dq = dS k and dk = dS^T q."""
     spec = run.spec
     heads, dim, scale = spec.num_heads, spec.head_dim, np.float32(spec.softmax_scale)
     q, k, v = _few(run.inputs["qkv"], heads, 3, dim).transpose(2, 1, 0, 3)

@@ -123,7 +123,7 @@ def interleaved(
 
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each."""
+    """Returns the median of each."""
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -143,8 +143,8 @@ def host_seconds(
 
 
 def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str]:
-    """What nvidia-smi says of this GPU's clocks and power while ``load`` runs, which also warms it up.
-    Changes no setting.
+    """Returns what nvidia-smi says of this GPU's clocks and power while ``load`` runs, which also warms it
+    up. Changes no setting.
 
     ``load`` should last some milliseconds, so that few calls, fewer than the driver queues, outlast
     nvidia-smi's start.

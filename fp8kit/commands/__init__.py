@@ -25,8 +25,8 @@ WRONG_ARGUMENT = 2  # of one whose arguments are none, as argparse has it
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    """The device that was asked for, or the default one. ArgumentError for a name that is none, BackendError
-    where it is not usable."""
+    """Returns the device that was asked for, or the default one. ArgumentError for an unknown name,
+    BackendError for a device that is not usable."""
     if options.device is None:
         return dispatch.default_device()
     try:
@@ -64,8 +64,8 @@ def writable(argument: str, path: Path) -> None:
 
 
 def said(command: str, error: Exception) -> str:
-    """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an
-    option of its own is named."""
+    """Returns a refusal as ``command`` says it: which operation refused is left out where that is the
+    command, or an option of its own is named."""
     text = str(error)
     if isinstance(error, Fp8kitError) and error.argument is not None:
         own = error.operation == command or error.argument.startswith("--")
@@ -74,8 +74,8 @@ def said(command: str, error: Exception) -> str:
 
 
 def status_of(error: Exception) -> int:
-    """The exit status that a refusal ends a command with: 2 where it is of an argument (a ValueError, see
-    ``fp8kit.errors``), else 1: the environment, the machine or a file is not what the command needs."""
+    """Returns the exit status that a refusal ends a command with: 2 where it is of an argument (a ValueError,
+    see ``fp8kit.errors``), else 1: the environment, the machine or a file is not what the command needs."""
     return WRONG_ARGUMENT if isinstance(error, ValueError) else FAILED
 
 
@@ -106,8 +106,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(commands: Any, name: str, what: str, run: Any = None, **options: Any) -> argparse.ArgumentParser:
-    """The parser of a command, or of one of its actions, added to ``commands``, what ``add_subparsers`` gave.
-    ``run``: what the command does; ``what`` says it in a line."""
+    """Returns the parser of a command, or of one of its actions, added to ``commands``, what
+    ``add_subparsers`` gave. ``run``: what the command does; ``what`` says it in a line."""
     about = f"{what[0].upper()}{what[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=about, **options)
     parser.set_defaults(run=run)
@@ -120,21 +120,21 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument of argparse that is a positive number."""
+    """Returns an argument of argparse that is a positive number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """A seed, for argparse."""
+    """Returns a seed, for argparse."""
     if not (text.isdecimal() and text.isascii() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"got {text}, expected an int in [0, {2**32})")
     return int(text)
 
 
 def minutes(text: str) -> float:
-    """An argument of argparse that is a time above 0."""
+    """Returns an argument of argparse that is a time above 0."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -142,8 +142,8 @@ def minutes(text: str) -> float:
 
 
 def positional(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
-    """The process's arguments, for a program that takes at most one for each of the names, read by their
-    ``kinds``. Other arguments end it with status 2 and one line that says what is wrong; --help prints
+    """Returns the process's arguments, for a program that takes at most one for each of the names, read by
+    their ``kinds``. Other arguments end it with status 2 and one line that says what is wrong; --help prints
     ``about`` and the names."""
     parser = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind in kinds.items():

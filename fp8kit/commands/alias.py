@@ -28,12 +28,12 @@ def add(commands: Any) -> None:
 
 
 def place(name: str = NAMES[0]) -> Path:
-    """The file that is written: Python reads the ``.pth`` files of site-packages when it starts."""
+    """Returns the file that is written: Python reads the ``.pth`` files of site-packages when it starts."""
     return Path(sysconfig.get_path("purelib")) / FILE.replace(NAMES[0], name)
 
 
 def startup(name: str = NAMES[0]) -> Path:
-    """The program that the file runs. BackendError where fp8kit_torch is not installed."""
+    """Returns the program that the file runs. BackendError where fp8kit_torch is not installed."""
     found = importlib.util.find_spec("fp8kit_torch")
     if found is None or not found.submodule_search_locations:
         raise BackendError("alias", "fp8kit_torch", "not installed", "the PyTorch frontend of fp8kit")
@@ -41,7 +41,7 @@ def startup(name: str = NAMES[0]) -> Path:
 
 
 def line(program: Path) -> str:
-    """What the file says: one line, as Python wants it; nothing happens once ``program`` is gone."""
+    """Returns what the file says: one line, as Python wants it; nothing happens once ``program`` is gone."""
     path = repr(str(program))
     code = f"compile(open({path}, encoding='utf-8').read(), {path}, 'exec')"
     return f"import os; os.path.exists({path}) and exec({code}, {{'__name__': 'fp8kit_alias'}})\n"

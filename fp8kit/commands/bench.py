@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clocks_of(setting: Any) -> Any:
-    """A function that gives the GPU's clocks and power under the load of FP8 products; None on the CPU."""
+    """Returns a function that gives the GPU's clocks and power under the load of FP8 products; None on the
+    CPU."""
     if setting.device.kind != "cuda":
         return None
     from fp8kit.backends import dispatch

@@ -130,8 +130,8 @@ def _terminable() -> Iterator[None]:
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """The environment of each of so many processes. ArgumentError for more than there are GPUs, where there
-    are any and no device is named."""
+    """Returns the environment of each of so many processes. ArgumentError for more than there are GPUs, where
+    there are any and no device is named."""
     gpus = arrays.provider(arrays.device("cuda")).count()
     if gpus and not settings.device() and ranks > gpus:
         raise ArgumentError("launch", "--ranks", ranks, f"at most {gpus}, the number of GPUs here")
@@ -145,7 +145,7 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 
 def _said(codes: Sequence[int | None]) -> str:
-    """Which processes have failed, and which had ended before that."""
+    """Returns which processes have failed, and which had ended before that."""
     said = ", ".join(f"rank {rank} {_how(code)}" for rank, code in enumerate(codes) if code)
     done = ", ".join(str(rank) for rank, code in enumerate(codes) if code == 0)
     return f"{said}; rank {done} had ended before, with status 0" if done else said
@@ -155,7 +155,7 @@ def _copy(source: Any, target: int, rank: int) -> None:
     """Write the lines of a process's stream to a descriptor, each whole and with the rank."""
     with source:
         for line in source:
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # the reader has closed it
                 os.write(target, b"[rank %d] %s\n" % (rank, line.removesuffix(b"\n")))
 
 

@@ -164,7 +164,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _cast_anew(gemms: dict[str, Any]) -> str:
-    """Which operands are cast from what fprop multiplied, "" where none is."""
+    """Returns which operands are cast from what fprop multiplied, "" where none is."""
     again = ", ".join(
         f"{matrix} of {name}"
         for name, own in gemms.items()
@@ -175,7 +175,7 @@ def _cast_anew(gemms: dict[str, Any]) -> str:
 
 
 def _rounding(cast: dict[str, Any]) -> str:
-    """How codes are rounded, in a word; of an operand that is not cast none."""
+    """Returns how codes are rounded, in a word; of an operand that is not cast none."""
     bits = cast.get("rounding_bits")
     return "" if not cast else f"{bits} bits" if bits else "nearest"
 
@@ -207,7 +207,8 @@ def _show_attention(found: dict[str, Any]) -> None:
 
 
 def _file(option: str, text: str) -> np.ndarray[Any, Any]:
-    """The matrix of a .npy file, its leading dimensions flattened. ArgumentError where there is none."""
+    """Returns the matrix of a .npy file, its leading dimensions flattened. ArgumentError where there is
+    none."""
     try:
         found = np.load(text, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

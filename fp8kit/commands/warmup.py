@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 
 def _layer(text: str) -> dict[str, int]:
-    """A layer's sizes by their names. ArgumentTypeError, which argparse prints, for what is none."""
+    """Returns a layer's sizes by name. ArgumentTypeError, which argparse prints, for another text."""
     try:
         sizes = numbers("layer", text, 5 if text.count(",") > 2 else 3)
     except Fp8kitError:

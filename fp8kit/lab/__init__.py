@@ -20,8 +20,8 @@ __all__ = ["Override", "check", "measure", "native", "override"]
 
 
 def native(view: ArrayView | None) -> Any:
-    """An array of a kernel's arguments as an array of its device's own library, NumPy or CuPy, over the same
-    memory; None for None.
+    """Returns an array of a kernel's arguments as an array of its device's own library, NumPy or CuPy, over
+    the same memory; None for None.
 
     Any shape, strides kept. Float dtypes are those of ``ml_dtypes`` where NumPy has none; FP8 codes are
     uint8. BackendError where CuPy is missing.

@@ -34,7 +34,7 @@ class Report:
 
 
 def chosen(operation: str, only: str = "") -> list[Case]:
-    """The contract's cases of an operation with that word in their name."""
+    """Returns the contract's cases of an operation with that word in their name."""
     return [case for case in cases() if case.kernel == operation and only in case.name]
 
 

@@ -101,8 +101,8 @@ def override(
 
     ``verify``: the CPU engine computes every call a second time, on copies, and the first difference is an
     error, within the contract's tolerances; slow, not within a captured graph. Raises BackendError here,
-    before anything runs, for what does not fit, naming it; at a call for a source that does not compile and,
-    with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
+    before anything runs, for an argument that does not fit, naming it; at a call for a source that does not
+    compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
     if not isinstance(operation, str) or operation not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"
@@ -118,13 +118,13 @@ def override(
             "override", "function", repr(function), "None, but for a cupy.RawKernel or a numba.cuda kernel"
         )
     if kind == "python":
-        wants_original = _check_signature(operation, implementation)
+        takes_original = _check_signature(operation, implementation)
         devices = _ANY
 
         def make(outer: SelectionPolicy) -> OpImpl:
             inner = (
                 functools.partial(_with_original, implementation, operation, outer)
-                if wants_original
+                if takes_original
                 else implementation
             )
             return implement(_on_its_stream(operation, inner, made.count))
@@ -171,7 +171,7 @@ def _kind(implementation: Any) -> str:
 
 
 def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
-    """Whether the function wants the original; BackendError where its parameters are not the contract's."""
+    """Whether the function takes the original; BackendError where its parameters are not the contract's."""
     wanted = [p.replace(annotation=inspect.Parameter.empty) for p in signature(operation).parameters.values()]
     text = f"({', '.join(p.name for p in wanted)})"
     name = getattr(function, "__name__", type(function).__name__)
@@ -181,20 +181,20 @@ def _check_signature(operation: str, function: Callable[..., Any]) -> bool:
         raise BackendError(
             "override", "implementation", f"{name}, whose parameters are unknown", _KINDS
         ) from None
-    wants_original = bool(given) and given[0].name == "original"
-    if wants_original and not SPECS[operation].launches:
+    takes_original = bool(given) and given[0].name == "original"
+    if takes_original and not SPECS[operation].launches:
         raise BackendError(
             "override", "implementation", f"{name}(original, ...)", f"{text}: {operation} takes no arrays"
         )
-    given = given[wants_original:]
+    given = given[takes_original:]
     if any(p.kind is p.VAR_POSITIONAL for p in given):
-        return wants_original
+        return takes_original
     if [p.name for p in given] != [p.name for p in wanted] or any(p.kind is p.KEYWORD_ONLY for p in given):
         got = f"{name}({', '.join(map(str, (p.name for p in given)))})"
         raise BackendError(
             "override", "implementation", got, f"the contract's parameters of {operation}, {text}"
         )
-    return wants_original
+    return takes_original
 
 
 def _with_original(function: Callable[..., Any], operation: str, outer: SelectionPolicy, *args: Any) -> Any:
@@ -207,7 +207,7 @@ def _with_original(function: Callable[..., Any], operation: str, outer: Selectio
 def _on_its_stream(
     operation: str, function: Callable[..., Any], count: Callable[[], None]
 ) -> Callable[..., Any]:
-    """The function, called with positional arguments, CuPy's current stream being the call's."""
+    """Returns the function, called with positional arguments, CuPy's current stream being the call's."""
     contract, launches = signature(operation), SPECS[operation].launches
 
     def call(*args: Any, **named: Any) -> Any:
@@ -260,8 +260,8 @@ def _replaced(
 
 
 def read(text: str | Path) -> manifest.Unit:
-    """A CUDA source, text or file, with the headers that it includes. BackendError where one of them cannot
-    be read."""
+    """Returns a CUDA source, text or file, with the headers that it includes. BackendError where one of them
+    cannot be read."""
     try:
         if isinstance(text, Path):
             return manifest.foreign(text.read_text(encoding="utf-8"), text.name, text.parent)
@@ -278,8 +278,8 @@ def read(text: str | Path) -> manifest.Unit:
 
 
 def _source_of(operation: str, unit: manifest.Unit) -> str:
-    """The source that the text stands for: the one of the operation's of which it defines all functions that
-    the operation launches."""
+    """Returns the source that the text stands for: the one of the operation's of which it defines all
+    functions that the operation launches."""
     uses = manifest.uses(operation)
     named = manifest.functions_of(unit)
     touched = [source for source, functions in uses.items() if named & set(functions)]

@@ -201,7 +201,7 @@ def _implementations(asked: str, operation: str, source: str, device: Device, ev
 
 
 def _want_shape(shape: Any, product: bool) -> None:
-    """ShapeError for what is no shape of arrays that are timed."""
+    """ShapeError unless ``shape`` is one of arrays that can be timed."""
     sizes = shape if isinstance(shape, list | tuple) else ()
     good = len(sizes) in ((2, 3) if product else (2,)) and all(isinstance(size, int) for size in sizes)
     if good and min(sizes) >= 1 and not sizes[-1] % (16 if product else 128):

@@ -23,7 +23,7 @@ from fp8kit.testing.compare import assert_same_values
 
 
 def reference(operation: str) -> Callable[..., Any]:
-    """The CPU engine's implementation of an operation of the contract."""
+    """Returns the CPU engine's implementation of an operation of the contract."""
     usable, _ = dispatch.candidates(operation, CPU, SelectionPolicy(backend="reference"))
     return usable[0].fn
 
@@ -48,7 +48,7 @@ def verified(operation: str, implementation: Callable[..., Any]) -> Callable[...
 
 
 def on(device: Device, stream: int) -> AbstractContextManager[Any]:
-    """Context manager: ``stream`` is the device's current one, for whoever asks (CuPy, ``arrays.copy``);
+    """Context manager: ``stream`` is the device's current one, for CuPy and ``arrays.copy``;
     nothing to do on a CPU."""
     if device.kind != "cuda" or arrays.current_stream(device) == stream:
         return nullcontext()

@@ -27,17 +27,17 @@ def parameter_dtype(operation: str, name: str, value: Any) -> formats.DType:
 
 
 def size(operation: str, name: str, value: Any) -> int:
-    """A positive int that an extent can be."""
+    """Returns a positive int that an extent can be."""
     return integer(operation, name, value, 1, 2**31 - 1)
 
 
 def extent(operation: str, name: str, value: Any) -> int:
-    """An int that an extent can be."""
+    """Returns an int that an extent can be."""
     return integer(operation, name, value, 0, 2**31 - 1)
 
 
 def whole(operation: str, name: str, value: Any) -> int:
-    """An int of 32 bits."""
+    """Returns an int of 32 bits."""
     return integer(operation, name, value, -(2**31), 2**31 - 1)
 
 
@@ -75,34 +75,34 @@ def channels(operation: str, name: str, value: Any) -> int | tuple[int, int]:
 
 
 def probability(operation: str, name: str, value: Any) -> float:
-    """A number in [0, 1)."""
+    """Returns a number in [0, 1)."""
     return number(operation, name, value, 1.0)
 
 
 def share(operation: str, name: str, value: Any) -> float:
-    """A number in [0, 1]."""
+    """Returns a number in [0, 1]."""
     return number(operation, name, value, 1.0 + 2.0**-52)
 
 
 def positive_number(operation: str, name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """Returns a finite number above 0."""
     return number(operation, name, value, above=0.0)
 
 
 def fraction(operation: str, name: str, value: Any) -> float:
-    """A number in (0, 1]."""
+    """Returns a number in (0, 1]."""
     return number(operation, name, value, 1.0 + 2.0**-52, above=0.0)
 
 
 def text(operation: str, name: str, value: Any) -> str:
-    """A string."""
+    """Returns a string."""
     if not isinstance(value, str):
         raise ArgumentError(operation, name, shown(value), "a string")
     return value
 
 
 def margin(operation: str, name: str, value: Any) -> int:
-    """A number of multiprocessors."""
+    """Returns a number of multiprocessors."""
     return integer(operation, name, value, 0, 2**31 - 1)
 
 

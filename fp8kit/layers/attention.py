@@ -63,7 +63,8 @@ class MultiheadAttention(AttentionHeads):
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
       there is none here.
 
-    Raises Fp8kitError kinds for arguments out of their range.
+    Raises ArgumentError for arguments out of their range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "MultiheadAttention"
@@ -242,8 +243,9 @@ class MultiheadAttention(AttentionHeads):
           ``DotProductAttention.forward``: as there.
 
         Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where
-        ``return_layernorm_output``). Raises ShapeError, FormatError and other Fp8kitError kinds for what does
-        not fit. ``part``: for the layer that this is a part of, see ``compute``.
+        ``return_layernorm_output``). Raises ShapeError, FormatError and BackendError for arrays that do not
+        fit, ArgumentError and UnsupportedError for other arguments. ``part``: for the layer that this is a
+        part of, see ``compute``.
         """
         if unknown:
             self.refuse_names(unknown)
@@ -312,8 +314,8 @@ class MultiheadAttention(AttentionHeads):
         names: Mapping[str, str] = _NO_NAMES,
     ) -> PreparedCall:
         """Resolve and check all of a call before its first projection runs: ``source``, which is an encoder's
-        output, ``options`` of the core attention, the angles. Fp8kitError kinds, with nothing changed;
-        ``names``: what ``operation`` calls arguments that have another name there."""
+        output, ``options`` of the core attention, the angles. Raises what ``forward`` raises, with nothing
+        changed; ``names``: what ``operation`` calls arguments that have another name there."""
         if self.is_compiling():
             return PreparedCall(None, source, None)
         core: Any = self.parts["core_attention"]

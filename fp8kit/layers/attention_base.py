@@ -21,8 +21,8 @@ class AttentionBase(Grouped):
     """Base of ``DotProductAttention``, ``MultiheadAttention`` and ``TransformerLayer`` in every frontend."""
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Fp8kitError kinds for arguments of ``forward`` by name that are out of their range. Within
-        ``torch.compile`` nothing."""
+        """Check arguments of ``forward`` by name: ArgumentError for one out of its range. Does nothing within
+        ``torch.compile``."""
         if not self.is_compiling():
             check(self.layer_name, self.call_rules, arguments)
 
@@ -44,7 +44,7 @@ class AttentionBase(Grouped):
           list of them, for layers in turn. ``cp_global_ranks``, ``cp_stream``: accepted; the group says the
           ranks, and communication is on the stream of the kernels.
 
-        ArgumentError for what is no group, and for another number of groups.
+        ArgumentError if ``cp_group`` is not a group, or holds another number of groups than the way needs.
         """
         self.constructor_rules["cp_comm_type"](self.layer_name, "cp_comm_type", cp_comm_type)
         groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
@@ -55,17 +55,18 @@ class AttentionBase(Grouped):
                 part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def index_array(self, values: np.ndarray[Any, Any], like: Any) -> Any:
-        """An int32 array of the host, on the device of ``like``."""
+        """Returns an int32 array of the host, on the device of ``like``."""
         raise NotImplementedError
 
     def indices(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """The int32 array that ``function`` makes of a library of arrays and ``arrays`` in it."""
+        """Returns the int32 array that ``function`` makes of a library of arrays and ``arrays`` in it."""
         raise NotImplementedError
 
     # --- FP8 attention --------------------------------------------------------------------------------------
 
     def attention_quantization(self) -> AttentionQuantization | None:
-        """How the autocast in force wants this layer's attention quantised; None for high precision."""
+        """Returns how the autocast in force wants this layer's attention quantised; None for high
+        precision."""
         state = current()
         if state is None or not state.enabled:
             return None
@@ -74,7 +75,7 @@ class AttentionBase(Grouped):
     def attention_spec(
         self, quantises: bool, fields: tuple[Any, ...], plain_backward: bool = False
     ) -> tuple[Any, bool]:
-        """An ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
+        """Returns an ``AttentionSpec`` of these first fields, as the autocast in force has it where the call
         ``quantises``, with its ``plain_backward``, and whether that draws random numbers besides
         dropout's."""
         found = self.attention_quantization() if quantises else None
@@ -102,16 +103,17 @@ class AttentionBase(Grouped):
         return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
-        """Fp8kitError kinds where the part ``name`` would refuse a parameter for inputs like ``x``; not
-        called within ``torch.compile``."""
+        """Check the parameters of the part ``name`` against inputs like ``x``: FormatError for another dtype,
+        in PyTorch BackendError for another device. Not called within ``torch.compile``."""
         raise NotImplementedError
 
     def may_fuse(self, *parts: Any) -> bool:
-        """Whether the last product of these parts may add the residual: nobody sees what each returns."""
+        """Whether the last product of these parts may add the residual: True where no hook or override could
+        read what a part returns."""
         return True
 
     def has_hooks(self, part: Any) -> bool:
-        """Whether a call of ``part`` may begin with somebody else's code, which may supply its parameters."""
+        """Whether calling ``part`` may first run a hook or an override, which may replace its parameters."""
         return False
 
     def add_offset(self, zeros: bool, device: Any) -> None:
@@ -121,16 +123,16 @@ class AttentionBase(Grouped):
     # --- arrays ---------------------------------------------------------------------------------------------
 
     def dtype_of(self, kind: DType) -> Any:
-        """A dtype of fp8kit as one of the frontend."""
+        """Returns a dtype of fp8kit as one of the frontend."""
         return kind
 
     def kind_of(self, dtype: Any) -> DType:
-        """A dtype of the frontend as one of fp8kit."""
+        """Returns a dtype of the frontend as one of fp8kit."""
         return dtype  # type: ignore[no-any-return]
 
     def constant(self, argument: str, value: Any, like: Any) -> Any:
-        """The array of an argument, without gradient, on the device of ``like``. Fp8kitError kinds for what
-        is none."""
+        """Returns the array of an argument, without gradient, on the device of ``like``. FormatError if it is
+        not an array, in PyTorch ArgumentError."""
         raise NotImplementedError
 
     def same_dtype(self, value: Any, like: Any) -> Any:
@@ -142,7 +144,7 @@ class AttentionBase(Grouped):
         return value
 
     def detached(self, parameter: Any, like: Any) -> Any:
-        """A parameter whose gradient another operation makes, in the dtype of ``like``."""
+        """Returns a parameter whose gradient another operation makes, in the dtype of ``like``."""
         raise NotImplementedError
 
     def host_views(self, inputs: Mapping[str, Any]) -> Mapping[str, ArrayView]:
@@ -150,7 +152,7 @@ class AttentionBase(Grouped):
         raise NotImplementedError
 
     def host_values(self, value: Any) -> np.ndarray[Any, Any] | None:
-        """The values of an array, which may wait for its device; None where it has none."""
+        """Returns the values of an array, which may wait for its device; None where it has none."""
         raise NotImplementedError
 
     def sums_of_mask(self, mask: Any) -> Any:

@@ -61,8 +61,8 @@ class AttentionCall(AttentionBase):
         needs: tuple[str, ...] = (),
         stand_ins: bool = False,
     ) -> ResolvedCall:
-        """The operation, spec and further inputs of a call of ``forward``, refusing what it would refuse;
-        nothing is changed.
+        """Returns the operation, spec and further inputs of a call of ``forward``, refusing what it would
+        refuse; nothing is changed.
 
         ``layers``: the operation's inputs of ``layout``, or ``stand_ins`` of those that are not there yet:
         then what the operation itself refuses is found here too (``needs``: the layers whose gradient will be
@@ -159,8 +159,8 @@ class AttentionCall(AttentionBase):
     def _whole(
         self, group: context_group.ContextGroup, form: str, layers: Mapping[str, Any], cache: Any
     ) -> dict[str, Any]:
-        """What stands for the layers of whole sequences. UnsupportedError within ``torch.compile``, with a
-        ``cache``, and where scores are looked at."""
+        """Returns what stands for the layers of whole sequences. UnsupportedError within ``torch.compile``,
+        with a ``cache``, and where scores are looked at."""
         op = self.layer_name
         if cache is not None:
             wanted = "None with context parallelism: caches are not divided"
@@ -181,7 +181,7 @@ class AttentionCall(AttentionBase):
     def _arrays(
         self, form: str, mask: str, bias: str, layers: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The operation's inputs beside the layers."""
+        """Returns the operation's inputs beside the layers."""
         op, of, first = self.layer_name, options.get, next(iter(layers.values()))
         # Transformer Engine looks at lengths where the mask or the format asks for them, and at no others
         packed = form == "thd" or of("inference_params") is not None
@@ -212,9 +212,9 @@ class AttentionCall(AttentionBase):
         return found
 
     def _cached_mask(self, mask: str, bias: str, inputs: dict[str, Any], cache: Any) -> str:
-        """The mask of new tokens over a cache that means what ``mask`` means over whole sequences; the
-        lengths that the step says are taken out of ``inputs``. Fp8kitError for what attention over a cache
-        cannot be given."""
+        """Returns the mask of new tokens over a cache that means what ``mask`` means over whole sequences;
+        the lengths that the step says are taken out of ``inputs``. ArgumentError for an argument that
+        attention over a cache does not take."""
         op = self.layer_name
         if not isinstance(cache, self.frontend.InferenceParams):
             raise ArgumentError(op, "inference_params", shown(cache), "InferenceParams or None")
@@ -266,7 +266,7 @@ class AttentionCall(AttentionBase):
                 )
 
     def _longest(self, side: str, most: int | None, inputs: Mapping[str, Any]) -> int:
-        """The longest sequence: ``most``, or what cu_seqlens say."""
+        """Returns the longest sequence: ``most``, or what cu_seqlens say."""
         if most is not None:
             return max(int(most), 1)
         op, lengths = self.layer_name, inputs.get(f"cu_seqlens_{side}")

@@ -30,7 +30,7 @@ class AttentionHeads(AttentionBase):
     def _qk_norms(
         self, kind: str | None, features: int, eps: float, options: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """The norms of queries and keys; the one without parameters is the same for both."""
+        """Returns the norms of queries and keys; the one without parameters is the same for both."""
         if kind is None:
             return None, None
         if kind == "L2Normalization":
@@ -92,7 +92,7 @@ class AttentionHeads(AttentionBase):
     def _rotations(
         self, layers: Mapping[str, Any], rotary_pos_emb: Any, options: Mapping[str, Any]
     ) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-        """How each of the layers, or their stand-ins, will be rotated; checked."""
+        """Returns how each of the layers, or their stand-ins, will be rotated; checked."""
         freqs = pair_of(self.layer_name, "rotary_pos_emb", rotary_pos_emb)
         return {
             name: self._rotation(name, layer, freqs, options)

@@ -29,13 +29,13 @@ CORE_OPTIONS: dict[str, Any] = {
     "fast_zero_fill": True,
     "pad_between_seqs": None,
 }
-# what an encoder's constructor takes of the cross-attention, where that is not None
+# cross-attention's arguments whose default is not None, which a layer without cross-attention must leave
 CROSS_DEFAULTS = {"enc_dec_attn_mask_type": "no_mask"}
 _NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
-# layer -> what is in it
+# argument -> the projections that it holds
 PARTS = {"query_layer": "q", "key_layer": "k", "value_layer": "v", "kv_layer": "kv", "qkv_layer": "qkv"}
-LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # what is a layer of its own
+LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # where it holds one alone
 _LAYOUTS = {
     ("query_layer", "key_layer", "value_layer"): "separate",
     ("query_layer", "kv_layer"): "q_kv",
@@ -68,8 +68,8 @@ class PreparedCall:
 
 
 def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
-    """Where the sequences of "thd" start, int32 (b + 1,): what the inputs ``beside`` the queries of an
-    attention say, or its ``cache``."""
+    """Returns where the sequences of "thd" start, int32 (b + 1,): what the inputs ``beside`` the queries of
+    an attention say, or its ``cache``."""
     for name in ("cu_seqlens_q_padded", "cu_seqlens_q"):
         if beside.get(name) is not None:
             return beside[name]
@@ -77,9 +77,9 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
 
 
 def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTHING, **given: Any) -> None:
-    """ArgumentError for what is about an encoder's output, in the constructor or the call of a layer that has
-    no cross-attention: for all that is not ``usual``, None where that has no value. ``array``: what the
-    frontend calls one."""
+    """ArgumentError for an argument about an encoder's output, in the constructor or the call of a layer
+    without cross-attention: each must have its ``usual`` value, None where that has no value. ``array``: what
+    the frontend calls one."""
     for name, value in given.items():
         wanted = usual.get(name)
         if value is not wanted and not (isinstance(value, str) and value == wanted):
@@ -100,8 +100,8 @@ def core_options(*values: Any) -> dict[str, Any]:
 
 
 def layout_of(operation: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The layout of an attention whose layers are ``given`` by their arguments' names, perhaps None, and its
-    inputs: name -> argument. Fp8kitError for a mixture of forms."""
+    """Returns the layout of an attention whose layers are ``given`` by their arguments' names, perhaps None,
+    and its inputs: name -> argument. Fp8kitError for a mixture of forms."""
     there = tuple([name for name in PARTS if given.get(name) is not None])
     if there not in _LAYOUTS:
         wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
@@ -115,7 +115,7 @@ def normed_and_rotated(
     """Queries or keys, or a layer's projections, after their norm and their rotary embedding, in this or the
     other order.
 
-    ``norm``, ``rotate``: functions of one value, None for what there is not."""
+    ``norm``, ``rotate``: functions of one value, None for a step that the layer does not have."""
     for step in (norm, rotate) if norm_first else (rotate, norm):
         value = value if step is None else step(value)
     return value
@@ -131,8 +131,8 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
-    """What an argument says of queries and of keys: a pair, or one for both. ShapeError for a sequence of
-    another length."""
+    """Returns what an argument says of queries and of keys: a pair, or one for both. ShapeError for a
+    sequence of another length."""
     pair = value if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2:
         raise ShapeError(operation, argument, f"{len(pair)} of them", "one, or a pair for queries and keys")

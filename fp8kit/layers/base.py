@@ -29,8 +29,8 @@ class Branch(NamedTuple):
 
 
 def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
-    """What a part of the layer ``layer`` returned for ``x``: a ``Branch``, or what a hook made of one, a
-    tuple of as many values or y alone. ArgumentError for anything else."""
+    """Returns what a part of the layer ``layer`` returned for ``x``: a ``Branch``, or what a hook made of
+    one, a tuple of as many values or y alone. ArgumentError for anything else."""
     if isinstance(value, Branch):
         return value
     if isinstance(value, tuple) and len(value) == len(Branch._fields):
@@ -45,14 +45,14 @@ def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
 
 
 def branch_of(outputs: Mapping[str, Any]) -> Branch:
-    """A ``Branch`` of an operation's outputs by name."""
+    """Returns a ``Branch`` of an operation's outputs by name."""
     return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
 @memoized("specs")
 def spec_object(kind: str, *fields: Any) -> Any:
-    """The spec of class ``kind`` with these plain fields, dtypes by their names, of "LinearSpec" those of its
-    product; the same object for the same fields: plans are found by it."""
+    """Returns the spec of class ``kind`` with these plain fields, dtypes by their names, of "LinearSpec"
+    those of its product; the same object for the same fields: plans are found by it."""
     if kind == "EmbeddingSpec":  # the one spec that holds a dtype
         fields = (*fields[:-1], formats.DTYPES[fields[-1]])
     if kind == "LinearSpec" and isinstance(fields[0], int):
@@ -61,8 +61,8 @@ def spec_object(kind: str, *fields: Any) -> Any:
 
 
 def checked(operation: str, rules: Mapping[str, Rule], arguments: Mapping[str, Any]) -> SimpleNamespace:
-    """``arguments`` by name, each as its rule returns it; as it is where there is no rule, or one that only
-    refuses. Fp8kitError kinds for those that are refused."""
+    """``arguments`` by name, each as its rule returns it; unchanged where there is no rule, or a rule that
+    returns None. Raises what a rule raises: mostly ArgumentError, FormatError for dtypes."""
     found = dict(arguments)
     for name, value in arguments.items():
         if name in rules and (plain := rules[name](operation, name, value)) is not None:
@@ -71,12 +71,12 @@ def checked(operation: str, rules: Mapping[str, Rule], arguments: Mapping[str, A
 
 
 def picked(arguments: SimpleNamespace, names: str) -> dict[str, Any]:
-    """The arguments with these names, to be handed on."""
+    """Returns the arguments with these names, to be handed on."""
     return {name: getattr(arguments, name) for name in names.split()}
 
 
 def child_name(name: str | None, child: str) -> str | None:
-    """The ``name`` argument of a layer that is the part ``child`` of one that is called ``name``."""
+    """Returns the ``name`` argument of a layer that is the part ``child`` of one that is called ``name``."""
     return None if name is None else f"{name}.{child}"
 
 
@@ -113,8 +113,8 @@ class Layer:
 
     def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:
         """Constructor arguments by name (a constructor's ``locals()``), each in the type that the code goes
-        on with. Fp8kitError kinds for those that are out of their range, UnsupportedError for a value other
-        than the one that is supported."""
+        on with. ArgumentError for one out of its range, FormatError for a dtype, BackendError for a device,
+        UnsupportedError for a value other than the one that is supported."""
         found = checked(self.layer_name, self.constructor_rules, arguments)
         table = CONSTRUCTOR.get(self.layer_name, {})
         own = self.constructor_rules
@@ -127,7 +127,7 @@ class Layer:
         """Keep what this frontend alone has of the constructor's ``arguments``."""
 
     def forked(self) -> AbstractContextManager[Any]:
-        """Where random numbers are drawn from the tracker's states."""
+        """Returns where random numbers are drawn from the tracker's states."""
         return nullcontext()
 
     def keep(self, arguments: SimpleNamespace, names: str) -> None:
@@ -166,14 +166,14 @@ class Layer:
     # --- ranks ----------------------------------------------------------------------------------------------
 
     def ranks_of(self, argument: str, group: Any) -> Collectives | None:
-        """What a group given as ``argument`` communicates by, None for None. ArgumentError for what is no
-        group."""
+        """Returns the collectives of a group given as ``argument``, None for None. ArgumentError if it is not
+        a group."""
         if group is not None and not isinstance(group, Collectives):
             raise ArgumentError(self.layer_name, argument, shown(group), "None or a Collectives")
         return group
 
     def group_of(self, ranks: Collectives) -> Any:
-        """The group that ``ranks_of`` made it of."""
+        """Returns the group that ``ranks_of`` made it of."""
         return ranks
 
     # --- parameters -----------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ class Layer:
             self.add_parameter(name, (count, columns), init, dtype, device)
 
     def host_array(self, value: Any) -> Any:
-        """A tensor's values as a NumPy array, on the host."""
+        """Returns a tensor's values as a NumPy array, on the host."""
         raise NotImplementedError
 
     def read(self, name: str) -> Any:
-        """The values of the parameter ``name``, float32 on the host."""
+        """Returns the values of the parameter ``name``, float32 on the host."""
         raise NotImplementedError
 
     def write(self, name: str, values: Any) -> None:
@@ -232,7 +232,7 @@ class Layer:
         self._spec = spec
 
     def own_spec(self) -> Any:
-        """That spec; within ``torch.compile`` its text."""
+        """Returns the spec that ``set_spec`` got; within ``torch.compile`` its text."""
         return self._spec
 
     def spec_for(self, kind: str, *fields: Any) -> Any:
@@ -242,8 +242,8 @@ class Layer:
     def call(
         self, operation: Operation, spec: Any, inputs: Mapping[str, Any], rng: bool = False
     ) -> dict[str, Any]:
-        """The outputs of an operation by name, recorded for backward. ``inputs``: None where absent; ``rng``:
-        add the input ``rng``, drawn once nothing is refused any more."""
+        """Returns the outputs of an operation by name, recorded for backward. ``inputs``: None where absent;
+        ``rng``: add the input ``rng``, drawn once nothing is refused any more."""
         raise NotImplementedError
 
     def check_call(
@@ -259,7 +259,7 @@ class Layer:
         raise NotImplementedError
 
     def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-        """What stands for a tensor that is not there yet, for ``check_call``."""
+        """Returns what stands for a tensor that is not there yet, for ``check_call``."""
         raise NotImplementedError
 
     def autocast_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Layer:
         return inputs
 
     def call_dtype(self, x: Any) -> Any:
-        """The dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
+        """Returns the dtype that operations on ``x`` run in: its own, but within ``torch.autocast``."""
         return x.dtype
 
     def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:

@@ -76,9 +76,10 @@ class CacheManager:
         Returns keys and values. Of a paged cache all its pages, h (pages, page size, g, d) and (..., d_v), of
         which ``page_table`` has the sequences'. Of another one (batch, ``max_seqlen``, g, d) and (...,
         d_v), a row for each sequence of the step in its order, also with "thd": the cache's memory itself
-        where the sequences lie in that order, otherwise, and within a CUDA graph, a copy. What is behind
-        a sequence's length means nothing. Raises Fp8kitError kinds, with nothing changed, for what is not the
-        announced step, and where the layer has taken it.
+        where the sequences lie in that order, otherwise, and within a CUDA graph, a copy. What is behind a
+        sequence's length means nothing. Raises, with nothing changed, ShapeError or FormatError for keys and
+        values that do not fit, ArgumentError for another step than the announced one and for a second call of
+        a layer in a step.
         """
         params = self._params
         names = {"new_k": new_k, "new_v": new_v}
@@ -134,11 +135,11 @@ class CacheManager:
         return bool(self._params._free)
 
     def get_page_list(self, seq: Hashable) -> list[int]:
-        """A sequence's pages; none of one that is not there."""
+        """Returns a sequence's pages; none of one that is not there."""
         return self.allocated_pages.get(seq, [])
 
     def get_page_count(self, seq: Hashable) -> int:
-        """How many pages a sequence has."""
+        """Returns how many pages a sequence has."""
         return len(self.get_page_list(seq))
 
     def get_sequence_count(self) -> int:
@@ -151,8 +152,8 @@ class CacheManager:
 
 
 def _sizes(views: Mapping[str, ArrayView], qkv_format: str) -> tuple[tuple[int, ...], int, tuple[int, int]]:
-    """Leading dimensions, g, and d and d_v of a step's keys and values. Fp8kitError kinds for those that do
-    not belong together, or are not of that format."""
+    """Returns the leading dimensions, g, and d and d_v of a step's keys and values. ShapeError or FormatError
+    for keys and values that differ, ArgumentError for an unknown format."""
     if qkv_format not in ("bshd", "sbhd", "thd"):
         raise ArgumentError(_OP, "qkv_format", repr(qkv_format), "'bshd', 'sbhd' or 'thd'")
     for name, view in views.items():

@@ -46,9 +46,9 @@ class ContextGroup:
 def context_group(
     operation: str, ranks: Sequence[Collectives | None], kind: Any, layer_number: int | None
 ) -> ContextGroup | None:
-    """The group of ``cp_group``, whose groups ``ranks`` are: one, or two with "a2a+p2p", that of the exchange
-    first; None for one rank. ``kind``: ``cp_comm_type``, perhaps a list, for layers in turn. ArgumentError
-    for another number of groups."""
+    """Returns the group of ``cp_group``, whose groups ``ranks`` are: one, or two with "a2a+p2p", that of the
+    exchange first; None for one rank. ``kind``: ``cp_comm_type``, perhaps a list, for layers in turn.
+    ArgumentError for another number of groups."""
     if isinstance(kind, list | tuple):
         at = (layer_number or 1) - 1
         if not 0 <= at < len(kind):
@@ -69,7 +69,7 @@ def context_group(
 
 
 def whole_shape(form: str, shape: Shape, size: int) -> Shape:
-    """The shape of a layer whose sequences ``size`` ranks divide, undivided."""
+    """Returns the shape of a layer whose sequences ``size`` ranks divide, undivided."""
     at = max(form.find("s"), 0)
     return (*shape[:at], size * shape[at], *shape[at + 1 :])
 

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 def numbers(*values: int) -> Array:
-    """The values themselves."""
+    """Returns the values themselves."""
     return np.array(values, np.int32)
 
 
@@ -33,19 +33,20 @@ def multiples(count: int, step: int) -> Array:
 
 
 def some_rows(first: int, count: int) -> Array:
-    """The map of rows first ... first + count - 1."""
+    """Returns the map of rows first ... first + count - 1."""
     return _map(np.arange(first, first + count))
 
 
 def positions(tokens: int, size: int, rank: int) -> Array:
-    """The map of the positions that a rank's ``tokens`` have in their sequence."""
+    """Returns the map of the positions that a rank's ``tokens`` have in their sequence."""
     chunk, half = tokens // 2, np.arange(tokens // 2)
     return _map(np.concatenate([half + rank * chunk, half + (2 * size - 1 - rank) * chunk]))
 
 
 def order(form: str, lead: Shape, parts: int, chunks: int) -> Array:
-    """The map from rows (parts, tokens) of ranks to those of sequences in their order, of padded batches;
-    ``lead``: dimensions of a rank's tokens; ``chunks``: of a rank, 1 where it has neighbouring tokens."""
+    """Returns the map from rows (parts, tokens) of ranks to those of sequences in their order, of padded
+    batches; ``lead``: dimensions of a rank's tokens; ``chunks``: of a rank, 1 where it has neighbouring
+    tokens."""
     ranks = [rows + part * rows.size for part, rows in enumerate([_sequence_first(form, lead)] * parts)]
     if chunks == 1:
         return _map(_as(form, np.concatenate(ranks)))
@@ -55,7 +56,7 @@ def order(form: str, lead: Shape, parts: int, chunks: int) -> Array:
 
 
 def chunks(form: str, lead: Shape, part: int | None) -> Array:
-    """The map that takes a rank's two chunks apart, or one of them, ``part``, of padded batches."""
+    """Returns the map that takes a rank's two chunks apart, or one of them, ``part``, of padded batches."""
     rows = _sequence_first(form, lead)
     half = len(rows) // 2
     both = [_as(form, rows[:half]), _as(form, rows[half:])]
@@ -63,7 +64,7 @@ def chunks(form: str, lead: Shape, part: int | None) -> Array:
 
 
 def _sequence_first(form: str, lead: Shape) -> Array:
-    """The numbers of a rank's rows as (s, b)."""
+    """Returns the numbers of a rank's rows as (s, b)."""
     rows = np.arange(lead[0] * lead[1]).reshape(lead)
     return rows if form == "sbhd" else rows.T
 
@@ -81,7 +82,7 @@ def _map(rows: Array) -> Array:
 
 
 def divided(xp: Any, starts: Any, count: int) -> Any:
-    """Where sequences start of which each has one of ``count`` equal parts."""
+    """Returns where sequences start of which each has one of ``count`` equal parts."""
     return starts // count
 
 
@@ -108,8 +109,8 @@ def sums_up_to(xp: Any, lengths: Any, starts: Any, numbers: Sequence[int]) -> An
 
 
 def packed_order(xp: Any, tokens: Any, starts: Any, parts: int) -> Any:
-    """The map from rows (parts, t) of ranks to those of sequences in their order. ``tokens``: 0 ... parts t -
-    1; ``starts``: where the sequences start in the result."""
+    """Returns the map from rows (parts, t) of ranks to those of sequences in their order. ``tokens``: 0 ...
+    parts t - 1; ``starts``: where the sequences start in the result."""
     start, length, place = _within(xp, tokens, starts)
     chunk = length // (2 * parts)
     number = place // xp.clip(chunk, 1, None)
@@ -121,8 +122,8 @@ def packed_order(xp: Any, tokens: Any, starts: Any, parts: int) -> Any:
 
 
 def packed_chunks(xp: Any, tokens: Any, starts: Any, part: int | None) -> Any:
-    """The map that takes a rank's two chunks of each sequence apart, or one of them, ``part``. ``tokens``: 0
-    ... t / 2 - 1; ``starts``: where this rank's parts of the sequences start."""
+    """Returns the map that takes a rank's two chunks of each sequence apart, or one of them, ``part``.
+    ``tokens``: 0 ... t / 2 - 1; ``starts``: where this rank's parts of the sequences start."""
     start, half, place = _within(xp, tokens, starts // 2)
     there = (place >= 0) & (place < half)
     found = [_checked_map(xp, 2 * start + each * half + place, there) for each in (0, 1)]
@@ -130,13 +131,13 @@ def packed_chunks(xp: Any, tokens: Any, starts: Any, part: int | None) -> Any:
 
 
 def chunk_starts(xp: Any, starts: Any, size: int) -> Any:
-    """Where a rank's chunks start among its tokens, two of each sequence: (2 b + 1,)."""
+    """Returns where a rank's chunks start among its tokens, two of each sequence: (2 b + 1,)."""
     chunk = xp.diff(starts) // (2 * size)
     return running(xp, xp.stack([chunk, chunk], 1).reshape(-1))
 
 
 def chunk_positions(xp: Any, starts: Any, size: int, rank: int) -> Any:
-    """The positions in their sequences at which a rank's chunks start: (2 b,)."""
+    """Returns the positions in their sequences at which a rank's chunks start: (2 b,)."""
     chunk = xp.diff(starts) // (2 * size)
     return xp.stack([chunk * rank, chunk * (2 * size - 1 - rank)], 1).reshape(-1)
 
@@ -147,13 +148,13 @@ def running(xp: Any, lengths: Any) -> Any:
 
 
 def _within(xp: Any, tokens: Any, starts: Any) -> tuple[Any, Any, Any]:
-    """Of each token its sequence's start and length, and its own place there; after the last sequence that is
-    not below the length."""
+    """Returns for each token the start and the length of its sequence, and its place there. A token after the
+    last sequence counts to that one, at a place beyond its length."""
     at = xp.clip(xp.searchsorted(starts, tokens, side="right") - 1, 0, len(starts) - 2)
     return starts[at], (starts[1:] - starts[:-1])[at], tokens - starts[at]
 
 
 def _checked_map(xp: Any, rows: Any, there: Any) -> Any:
-    """The map of rows, empty where a row is not ``there``."""
+    """Returns the map of rows, empty where a row is not ``there``."""
     rows = xp.where(there, rows, 0 * rows - 1)
     return xp.stack([rows, xp.where(there, 0 * rows, rows)], 1)

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 def angles_of_rank(
     layer: AttentionBase, argument: str, angles: Any, tokens: int, size: int, rank: int
 ) -> Any:
-    """The angles (s, r) of the ``tokens`` of sequences of s tokens or fewer that rank ``rank`` of ``size``
-    has. ShapeError for too few."""
+    """Returns the angles (s, r) of the ``tokens`` of sequences of s tokens or fewer that rank ``rank`` of
+    ``size`` has. ShapeError for too few."""
     if tokens % 2 or angles.shape[0] < tokens * size:
         wanted = f"at least {tokens * size} positions, of an even number of tokens on each rank"
         got = f"{angles.shape[0]} positions for {tokens} tokens of {size} ranks"
@@ -58,8 +58,8 @@ def angles_of_rank(
 
 
 def chunks_of_rank(layer: AttentionBase, starts: Any, size: int, rank: int) -> dict[str, Any]:
-    """How ``rope`` is told of a rank's chunks of packed sequences, each a sequence of its own that starts
-    somewhere; ``starts``: where the whole ones start."""
+    """Returns how ``rope`` is told of a rank's chunks of packed sequences, each a sequence of its own that
+    starts somewhere; ``starts``: where the whole ones start."""
     return {
         "cu_seqlens": layer.indices(partial(maps.chunk_starts, size=size), starts),
         "start_positions": layer.indices(partial(maps.chunk_positions, size=size, rank=rank), starts),
@@ -132,7 +132,7 @@ class _Call:
             self.beside["softmax_offset"] = offset.reshape(own)
 
     def _over_gathered(self, ranks: Collectives) -> Any:
-        """The output's rows, by all keys and values."""
+        """Returns the output's rows, by all keys and values."""
         order = self._order("kv", ranks.size, 1, self._chunks)
         whole = {"q": self.lead["q"], "kv": whole_shape(self.form, self.lead["kv"], ranks.size)}
         for name in ("k", "v"):
@@ -161,7 +161,7 @@ class _Call:
         return outputs[0] + outputs[1]
 
     def _over_ring(self, ranks: Collectives) -> Any:
-        """The output's rows, by keys and values that come round."""
+        """Returns the output's rows, by keys and values that come round."""
         chunks, spec = self._chunks, self.spec
         sides = {side: self._chunk_map(side) for side in ("q", "kv")} if chunks == 2 else {}
         inputs: dict[str, Any] = {}
@@ -184,7 +184,7 @@ class _Call:
     def _attention(
         self, spec: AttentionSpec, rows: Mapping[str, Any], lead: Mapping[str, Shape], sums: Mapping[str, Any]
     ) -> Any:
-        """The output's rows of an attention over rows of whole sequences."""
+        """Returns the output's rows of an attention over rows of whole sequences."""
         inputs = {name: x.reshape(*lead[side_of(name)], x.shape[-1]) for name, x in rows.items()}
         inputs |= {**self.beside, **sums}
         o = self._attended(attention, _changed(spec, layout="separate"), inputs)
@@ -234,7 +234,7 @@ class _Call:
         return 1 if self.spec.mask == "no_mask" else 2
 
     def _starts(self, side: str) -> Any:
-        """Where the whole sequences start, int32 (b + 1,), those of batches one after the other."""
+        """Returns where the whole sequences start, int32 (b + 1,), those of batches one after the other."""
         if self.spec.packed:
             lengths = self.beside[f"cu_seqlens_{side}"]
             return self.beside.get(f"cu_seqlens_{side}_padded", lengths)
@@ -248,12 +248,13 @@ class _Call:
         return self.layer.indices(partial(function, numbers=numbers), lengths, starts)
 
     def _divided(self, side: str, count: int) -> Any:
-        """Where parts of the sequences start of which each has ``count``, one of each after the other."""
+        """Returns where parts of the sequences start of which each has ``count``, one of each after the
+        other."""
         return self.layer.indices(partial(maps.divided, count=count), self.starts[side])
 
     def _order(self, side: str, parts: int, outer: int, chunks: int) -> Any:
-        """The map that brings the rows of ``parts`` ranks, one rank's after the other's, into the order of
-        the sequences, of which they have one of ``outer`` parts; ``chunks``: of a rank."""
+        """Returns the map that brings the rows of ``parts`` ranks, one rank's after the other's, into the
+        order of the sequences, of which they have one of ``outer`` parts; ``chunks``: of a rank."""
         lead = self.lead[side]
         if not self.spec.packed:
             return _fixed(self.layer, self.like, maps.order, self.form, lead, parts, chunks)
@@ -262,8 +263,8 @@ class _Call:
         return self.layer.indices(function, tokens, self._divided(side, outer))
 
     def _chunk_map(self, side: str, part: int | None = None) -> Any:
-        """The map that takes the two chunks of each sequence apart, or takes one of them, ``part``; None for
-        one that changes nothing."""
+        """Returns the map that takes the two chunks of each sequence apart, or takes one of them, ``part``;
+        None for one that changes nothing."""
         lead = self.lead[side]
         if self.form == "sbhd" and part is None:
             return None
@@ -280,8 +281,8 @@ class _Call:
         return self._chunks, *lead[:at], lead[at] // self._chunks, *lead[at + 1 :]
 
     def _longest(self, ranks: int, sides: Sequence[str]) -> dict[str, int]:
-        """The longest chunk of a packed sequence. Where there are gaps the longest sequence does not say
-        it."""
+        """Returns the longest chunk of a packed sequence. Where there are gaps the longest sequence does not
+        say it."""
         found = {}
         for side in sides if self.spec.packed else ():
             whole = getattr(self.spec, f"max_seqlen_{side}")
@@ -292,12 +293,12 @@ class _Call:
 
 @memoized("specs of context parallelism")
 def _changed(spec: AttentionSpec, **fields: Any) -> AttentionSpec:
-    """The spec with other fields, the same object for the same ones."""
+    """Returns the spec with other fields, the same object for the same ones."""
     return replace(spec, **fields)
 
 
 def _fixed(layer: AttentionBase, like: Any, make: Any, *arguments: Any) -> Any:
-    """An int32 array of ``context_maps`` that depends on sizes alone, on the device of ``like``; made
+    """Returns an int32 array of ``context_maps`` that depends on sizes alone, on the device of ``like``; made
     once."""
     if layer.is_compiling():
         return layer.index_array(make(*arguments), like)

@@ -52,7 +52,7 @@ class DotProductAttention(AttentionCall):
     Engine's.
 
     Other arguments are Transformer Engine's, at their defaults only (``layers.unsupported.CONSTRUCTOR``).
-    Raises Fp8kitError kinds for arguments out of their range.
+    Raises ArgumentError for arguments out of their range, UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "DotProductAttention"
@@ -157,7 +157,7 @@ class DotProductAttention(AttentionCall):
           if there are gaps (``pad_between_seqs``: False is right beside them where there are none). Other
           masks and formats do not look at them. They start at 0, never fall and end at most at t; no
           sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an ArgumentError; on a
-          GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is read or
+          GPU they are not checked: then rows may come out wrong, but nothing out of bounds is read or
           written.
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device,
           and rounds up to 64.
@@ -183,7 +183,8 @@ class DotProductAttention(AttentionCall):
           there; else this asks.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises
-        Fp8kitError kinds.
+        ShapeError, FormatError and BackendError for arrays that do not fit, ArgumentError for other
+        arguments, UnsupportedError for what fp8kit does not have.
         """
         if unknown:
             self.refuse_names(unknown)
@@ -277,7 +278,7 @@ class DotProductAttention(AttentionCall):
         return None
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
-        """The largest score of each head, for ``return_max_logit``, where a frontend has it."""
+        """Returns the largest score of each head, for ``return_max_logit``, where a frontend has it."""
         raise NotImplementedError
 
     def narrowed(self, o: Any) -> Any:
@@ -314,6 +315,6 @@ class DotProductAttention(AttentionCall):
 
 
 def _dimensions(value: Any) -> int:
-    """Of an array; 0 of anything else, which is refused later."""
+    """Returns an array's number of dimensions, 0 for anything else, which is refused later."""
     shape = getattr(value, "shape", ())
     return len(shape) if isinstance(shape, tuple) else 0

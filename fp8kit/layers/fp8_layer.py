@@ -28,7 +28,7 @@ _SPEC_LIMIT = 256  # requests of a layer: recipes, options
 
 
 def layer_products(spec: Any) -> list[ProductSpec]:
-    """The products of a layer's spec, in order."""
+    """Returns the products of a layer's spec, in order."""
     own = [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
     return list(getattr(spec, "products", own))
 
@@ -142,12 +142,12 @@ class FP8Layer(Layer):
     # --- what a subclass gives ------------------------------------------------------------------------------
 
     def weight_inputs(self) -> dict[str, Any]:
-        """The weights by their name in the operation."""
+        """Returns the weights by their name in the operation."""
         raise NotImplementedError
 
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """Of a pass in high precision, each GEMM's input (slot 3 i) and weight (3 i + 1): (slot, a tensor
-        whose amax counts). ``inputs``, ``outputs``: the operation's, by name."""
+        """Returns (slot, a tensor whose amax counts) of a pass in high precision: each GEMM's input (slot 3
+        i) and weight (3 i + 1). ``inputs``, ``outputs``: the operation's, by name."""
         raise NotImplementedError
 
     # --- what a frontend gives ------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class FP8Layer(Layer):
     def open_operands(
         self, inputs: dict[str, Any], state: AutocastState | None, first: bool | None
     ) -> Operands:
-        """The operands of a call within the autocast ``state``."""
+        """Returns the operands of a call within the autocast ``state``."""
         return Operands(inputs)
 
     def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
@@ -163,8 +163,8 @@ class FP8Layer(Layer):
         raise NotImplementedError
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
-        """A call as ``execute`` takes it. What is refused although it is ``delayed`` is refused here, before
-        the layer's state is touched."""
+        """Returns a call as ``execute`` takes it. What is refused although it is ``delayed`` is refused here,
+        before the layer's state is touched."""
         raise NotImplementedError
 
     def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
@@ -172,15 +172,15 @@ class FP8Layer(Layer):
         raise NotImplementedError
 
     def execute(self, prepared: Any, binding: Any, main: Any) -> dict[str, Any]:
-        """The outputs by name of a prepared call, with the state that ``binding`` says."""
+        """Run a prepared call with the state that ``binding`` says, and return its outputs by name."""
         raise NotImplementedError
 
     def cast_weight(self, spec: Any, inputs: dict[str, Any], prefix: str, binding: Any) -> dict[str, Any]:
-        """The weights of one GEMM in FP8, unrecorded; ``prefix``: of its names."""
+        """Returns the weights of one GEMM in FP8, unrecorded; ``prefix``: of its names."""
         raise NotImplementedError
 
     def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Any:
-        """The operation's binding to the state of delayed scaling, which is touched where amaxes are
+        """Returns the operation's binding to the state of delayed scaling, which is touched where amaxes are
         recorded: not in a pass that is recomputed, which has the scales of the first one (``kept``)."""
         raise NotImplementedError
 
@@ -201,11 +201,11 @@ class FP8Layer(Layer):
         """Called before each pass: whether it is in ``fp8`` and ``unrecorded``."""
 
     def cache_key(self, fp8: Quantization) -> Any:
-        """What cached weights are found by."""
+        """Returns what cached weights are found by."""
         return fp8
 
     def held_inputs(self, weights: Mapping[str, Any], fp8: Quantization) -> dict[str, Any]:
-        """The operation's inputs of weights that are held in FP8."""
+        """Returns the operation's inputs of weights that are held in FP8."""
         raise NotImplementedError
 
     def cast_output(self, y: Any, fp8: Quantization, delayed: bool, record: bool, kept: Kept | None) -> Any:
@@ -241,7 +241,7 @@ class FP8Layer(Layer):
             self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
 
     def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
-        """Fp8kitError kinds for a call of a layer of which ranks have parts."""
+        """UnsupportedError if a layer whose weights ranks share cannot make this call."""
         raise NotImplementedError
 
     def run(
@@ -253,9 +253,9 @@ class FP8Layer(Layer):
         fp8_grad: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """The layer's operation on ``inputs`` (x and parameters), as the autocast says. ``bias``: of the last
-        product; ``fp8_output``, ``fp8_grad``: y, and the gradient of x, in FP8 where FP8 is on (see
-        ``Linear``); ``options``: further fields of the spec."""
+        """Run the layer's operation on ``inputs`` (x and parameters), as the autocast says, and return its
+        outputs by name. ``bias``: of the last product; ``fp8_output``, ``fp8_grad``: y, and the gradient of
+        x, in FP8 where FP8 is on (see ``Linear``); ``options``: further fields of the spec."""
         first = is_first_microbatch
         if first is not None and not isinstance(first, bool):
             raise ArgumentError(
@@ -319,8 +319,8 @@ class FP8Layer(Layer):
         record: bool,
         fp8_grad: bool,
     ) -> dict[str, Any]:
-        """A pass that calibrates, is recomputed, or has an input that is in FP8 already, a gradient that is
-        to be, or weights that are to be kept."""
+        """Run a pass that calibrates, is recomputed, or has an input that is in FP8 already, a gradient
+        that is to be, or weights that are to be kept."""
         inputs, main, fields, weights, codes = operands
         delayed, enabled = state.recipe.history is not None, state.enabled
         if weights and self.casts_weights_anew:
@@ -354,13 +354,14 @@ class FP8Layer(Layer):
         return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
 
     def ranks_of_weights(self) -> dict[str, Collectives]:
-        """By prefix of a product whose weight ranks have parts of, what these communicate by."""
+        """Returns, by a product's prefix, the collectives of the ranks that share its weight; products whose
+        weight this rank has whole are left out."""
         shared = (own for own in layer_products(self._spec) if own.parallel is not None)
         return {own.prefix: named(own.group) for own in shared}
 
     def own_state(self, state: AutocastState) -> AutocastState | None:
-        """The autocast as it is for this layer, whose recipes differ from layer to layer: with its own one,
-        or None where it is to run in high precision."""
+        """Returns the autocast as it is for this layer, whose recipes differ from layer to layer: with its
+        own one, or None where it is to run in high precision."""
         known = self._own
         if known is None or known[0] is not state.recipe or known[1] != self.name:
             own = state.recipe.for_layer(self.layer_name, self.name or "")
@@ -368,13 +369,13 @@ class FP8Layer(Layer):
         return None if known[2] is None else state._replace(recipe=known[2])
 
     def _watched(self, watch: Watch) -> Watch:
-        """What this call shows: in a checkpoint's later pass no more than its backward, since the first pass
-        has shown the rest."""
+        """Returns what this call shows: in a checkpoint's later pass no more than its backward, since the
+        first pass has shown the rest."""
         return watch.only(forward=False) if self.recomputation.later() else watch
 
     def _shown(self, operands: Operands, watch: Watch) -> Operands:
-        """The operands of a call that shows something. What is held in FP8 has its values beside its codes,
-        and no codes where the recipe is changed, since another GEMM may read it then."""
+        """Returns the operands of a call that shows something. What is held in FP8 has its values beside its
+        codes, and no codes where the recipe is changed, since another GEMM may read it then."""
         held = [*operands.weights, *(["x"] if operands.codes is not None else [])]
         values = {name: operands.inputs[name].dequantize() for name in held}
         fields = (*operands.fields, ("watch", self._watched(watch)))
@@ -382,7 +383,7 @@ class FP8Layer(Layer):
         return operands._replace(weights=_NOTHING, codes=None) if watch.changed else operands
 
     def _fp8_of(self, recipe: Recipe) -> Quantization:
-        """What a recipe means for the layer's products where its weights are."""
+        """Returns what a recipe means for the layer's products where its weights are."""
         known = self._fp8
         if known is None or known[0] is not recipe:
             fp8 = recipe.quantization
@@ -402,7 +403,7 @@ class FP8Layer(Layer):
         options: dict[str, Any],
         fields: tuple[tuple[str, Any], ...] = (),
     ) -> Any:
-        """The spec for this request, the same object for the same one: plans are found by it."""
+        """Returns the spec for this request, the same object for the same one: plans are found by it."""
         key = (id(fp8), cached, bias, fields, *options.items())
         found = self._specs.get(key)
         if found is None:
@@ -417,7 +418,7 @@ class FP8Layer(Layer):
         return self._specs[key]
 
     def _weight_spec(self, fp8: Quantization, bias: str, i: int) -> Any:
-        """The spec of the ``i``-th GEMM's cast of its weights."""
+        """Returns the spec of the ``i``-th GEMM's cast of its weights."""
         asked = "weight_cast", id(fp8), bias, i
         if asked not in self._specs:
             products = layer_products(layer_spec(self._spec, fp8, False, bias, ()))
@@ -427,8 +428,8 @@ class FP8Layer(Layer):
     def _cached(
         self, fp8: Quantization, first: bool, bias: str, inputs: dict[str, Any], binding: Any
     ) -> dict[str, Any]:
-        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else
-        those of the first one."""
+        """Returns the FP8 weights: cast now for the first micro-batch, or where there are none by this
+        recipe; else those of the first one."""
         key = self.cache_key(fp8)
         if first or self._weights is None or self._weights.key != key:
             self._weights = WeightCache(key, self.cast_weights(fp8, bias, inputs, binding))
@@ -437,7 +438,7 @@ class FP8Layer(Layer):
     def cast_weights(
         self, fp8: Quantization, bias: str, inputs: Mapping[str, Any], binding: Any
     ) -> dict[str, Any]:
-        """The weights among ``inputs`` in FP8, unrecorded."""
+        """Returns the weights among ``inputs`` in FP8, unrecorded."""
         made: dict[str, Any] = {}
         for i, prefix in enumerate(self.gemms):
             own = {name: inputs[name] for name in self.weight_inputs() if name.startswith(prefix)}

@@ -69,8 +69,9 @@ class InferenceParams(NamedWell):
     ``sequences``: id -> length, new tokens included, in the step's order. ``input_qkv_format``: of the
     layers, ``cache_qkv_format``: "bshd", of the caches.
 
-    Raises Fp8kitError kinds for what does not fit. Source of names: Transformer Engine; of the pages: Kwon et
-    al., PagedAttention, 2023.
+    Raises ArgumentError for an argument out of its range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what this frontend does not have. Source of names: Transformer Engine; of the pages:
+    Kwon et al., PagedAttention, 2023.
     """
 
     constructor_rules: ClassVar[Mapping[str, Rule]]
@@ -122,12 +123,12 @@ class InferenceParams(NamedWell):
         raise NotImplementedError
 
     def _empty(self, shape: Shape, dtype: DType, zero: bool = False) -> Any:
-        """An array on ``device``, of zeros where ``zero``."""
+        """Returns an array on ``device``, of zeros where ``zero``."""
         raise NotImplementedError
 
     def as_new(self, operation: str, name: str, array: Any) -> ArrayView:
-        """New keys or values as the kernels read them, last stride 1. Fp8kitError kinds for no array, or one
-        on another device."""
+        """New keys or values as the kernels read them, last stride 1. FormatError if it is not an array, in
+        PyTorch ArgumentError; BackendError for another device."""
         raise NotImplementedError
 
     def on_host(self, sums: Any) -> np.ndarray[Any, Any] | None:
@@ -151,7 +152,7 @@ class InferenceParams(NamedWell):
         return False
 
     def _part(self, whole: Any, offset: int, shape: Shape) -> Any:
-        """A part of what was uploaded, by its first element and its shape."""
+        """Returns a part of what was uploaded, by its first element and its shape."""
         raise NotImplementedError
 
     def _append(self, new: ArrayView, cache: Any, qkv_format: str) -> None:
@@ -159,7 +160,7 @@ class InferenceParams(NamedWell):
         raise NotImplementedError
 
     def _first(self, cache: Any, rows: int) -> Any:
-        """The first rows of a cache, in place."""
+        """Returns the first rows of a cache, in place."""
         raise NotImplementedError
 
     def _gather(self, cache: Any, shape: Shape, pages: Any, totals: Any) -> Any:
@@ -245,7 +246,7 @@ class InferenceParams(NamedWell):
         lengths: Mapping[Hashable, int],
         pages: Mapping[Hashable, list[int]],
     ) -> dict[str, Any]:
-        """What the kernels read of a step, by name, on the device: one copy."""
+        """Returns what the kernels read of a step, by name, on the device: one copy."""
         new, totals = (np.array(list(numbers.values()), np.int32) for numbers in (counts, lengths))
         table = np.zeros((len(lengths), -(-self.max_sequence_length // self.page_size)), np.int32)
         for row, own in zip(table, pages.values(), strict=True):
@@ -351,9 +352,8 @@ class InferenceParams(NamedWell):
         self._cache(number, self.num_heads_kv, dims, self.dtype, True)  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
-        """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in
-        the step's order, 0 beyond a sequence's length. ArgumentError for a layer without
-        caches."""
+        """Returns a layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (...,
+        d_v), in the step's order, 0 beyond a sequence's length. ArgumentError for a layer without caches."""
         pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
         if integer(_OP, "layer_number", layer_number) not in self._caches:
             raise ArgumentError(
@@ -384,13 +384,14 @@ class InferenceParams(NamedWell):
         dtype: DType,
         any_format: bool = False,
     ) -> tuple[dict[str, Meta], tuple[int, int]]:
-        """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q,
+        """Returns what ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q,
         max_seqlen_kv). Nothing is made.
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
-        and values; ``any_format``: also another than ``self.qkv_format``. Raises Fp8kitError kinds where the
-        step is not the announced one or the caches are others than the layer wants, ShapeError where the
-        layer left out an earlier one of a sequence, so that its cache has a hole.
+        and values; ``any_format``: also another than ``self.qkv_format``. Raises ArgumentError for a layer
+        number or a format that the caches do not have, for a second step and without ``pre_step``; ShapeError
+        for other sizes than those of the step and the caches, and if the layer left out an earlier step,
+        which would leave a hole; FormatError for another dtype.
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
@@ -450,7 +451,7 @@ class InferenceParams(NamedWell):
         return metas, (rows, columns)
 
     def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
-        """The arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
+        """Returns the arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
         cache = self._cache(layer_number, groups, dims, dtype)
         return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in _STEP}}
 
@@ -501,8 +502,8 @@ class InferenceParams(NamedWell):
     def _cache(
         self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType, zero: bool = False
     ) -> Cache:
-        """A layer's caches, made where it has none; ``zero``: of zeros, but in a graph, which would write
-        them in every step."""
+        """Returns a layer's caches, made where it has none; ``zero``: of zeros, but in a graph, which would
+        write them in every step."""
         found = self._caches.get(layer_number)
         if found is None:
             zero = zero and not self.is_recorded()
@@ -525,5 +526,5 @@ def _sums(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is at least ``n``."""
+    """Returns the least power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

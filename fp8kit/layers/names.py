@@ -12,7 +12,7 @@ from fp8kit.layers.fp8_layer import FP8Layer
 def name_layers(model: Any) -> Any:
     """Give every layer of fp8kit within ``model``, a module of this frontend, the name under which
     ``model.named_modules()`` has it, as its ``name``: what ``recipe.PerLayer`` and ``recipe.CustomRecipe`` go
-    by. Returns the model. ArgumentError for what has no such method."""
+    by. Returns the model. ArgumentError if ``model`` has no such method."""
     if not callable(getattr(model, "named_modules", None)):
         raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", "a module")
     for name, module in model.named_modules():

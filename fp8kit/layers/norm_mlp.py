@@ -186,8 +186,8 @@ class LayerNormMLP(ParallelLayer):
         return [(0, normed), (1, weight), (3, activated), (4, last)]
 
     def channel_scales(self, inp: Any) -> Any:
-        """The powers of two that smoothing by channel would multiply fc2's columns by for this input, h (...,
-        H): float32 NumPy (F,). For ``fold_channel_scales``, from a batch of calibration data."""
+        """Returns the powers of two that smoothing by channel would multiply fc2's columns by for this input,
+        h (..., H): float32 NumPy (F,). For ``fold_channel_scales``, from a batch of calibration data."""
         self._want_linear("channel_scales")
         x = self.as_input("inp", inp, self.hidden_size)
         with self.no_grad():

@@ -38,8 +38,9 @@ class Grouped(Layer):
         return None if self.ranks is None else self.group_of(self.ranks)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of the ranks that share the weights, where the constructor got ``tp_size`` alone; for a
-        layer of others, of all its parts. ArgumentError for what is no group, or one of another size."""
+        """Set the group of the ranks that share the weights, where the constructor got ``tp_size`` alone, and
+        pass the group on to all parts of a layer that is made of others. ArgumentError if it is not a group,
+        or one of another size."""
         ranks = self.ranks_of("tp_group", tp_group)
         if self.tp_size > 1 and (ranks is None or ranks.size != self.tp_size):
             got = "None" if ranks is None else f"a group of {ranks.size}"
@@ -49,7 +50,7 @@ class Grouped(Layer):
             part.set_tensor_parallel_group(tp_group)
 
     def grouped_parts(self) -> list[Grouped]:
-        """The layers that this one is made of and that have groups of their own."""
+        """Returns the layers that this one is made of and that have groups of their own."""
         return []
 
 
@@ -113,7 +114,7 @@ class ParallelLayer(Grouped, FP8Layer):
         return super().returned(y, bias, normed)
 
     def gathered(self, rows: Any) -> Any:
-        """The ranks' rows one after the other, along the first dimension; differentiable."""
+        """Returns the ranks' rows one after the other, along the first dimension; differentiable."""
         assert self.ranks is not None
         spec = self.spec_for("GroupSpec", self.ranks.name, self.layer_name)
         return self.call(gather_rows, spec, {"x": rows})["y"]

@@ -32,7 +32,7 @@ class Pass:
         self.position = 0
 
     def next(self, owner: object) -> Kept:
-        """The next call, which must be of ``owner``; AutogradError otherwise."""
+        """Returns the next call, which must be of ``owner``; AutogradError otherwise."""
         kept = self.calls[self.position] if self.position < len(self.calls) else None
         if kept is None or kept.owner is not owner:
             got = f"{type(owner).__name__} as FP8 layer {self.position}"
@@ -71,8 +71,8 @@ class Passes(threading.local):
         return running is not None
 
     def recall(self, owner: object) -> Kept | None:
-        """What this call of ``owner`` found in the first pass that is being recomputed; None where none
-        is."""
+        """Returns what this call of ``owner`` found in the first pass that is being recomputed; None where
+        none is."""
         running = self.running
         if running is None:
             return None
@@ -84,7 +84,7 @@ class Passes(threading.local):
         return running.calls[-1]  # type: ignore[no-any-return]
 
     def keep(self, kept: Kept) -> None:
-        """In a first pass: what a call found, for its later passes."""
+        """Keep, in a first pass, what a call found, for its later passes."""
         running = self.running
         while running is not None:
             running.calls.append(kept)

@@ -143,7 +143,8 @@ class ApplyRotary(AttentionBase):
         * ``cp_size``, ``cp_rank``: where sequences are divided among ``cp_size`` processes, of which each has
           chunks r and 2 n - 1 - r of 2 n; ``cu_seqlens`` is then of the whole sequences.
 
-        Raises Fp8kitError kinds for what does not fit.
+        Raises ShapeError for dimensions that do not fit, FormatError for a dtype, ArgumentError for another
+        argument out of its range, BackendError for a device.
         """
         op = self.layer_name
         positions = {

@@ -106,7 +106,8 @@ class TransformerLayer(AttentionBase):
       there is none here. Others are Transformer Engine's: without effect, or at
       their defaults only (``layers.unsupported``: ``WITHOUT_EFFECT``, ``CONSTRUCTOR``).
 
-    Raises Fp8kitError kinds for arguments out of their range.
+    Raises ArgumentError for arguments out of their range, FormatError for a dtype, BackendError for a device,
+    UnsupportedError for what fp8kit does not have.
     """
 
     layer_name = "TransformerLayer"
@@ -294,8 +295,8 @@ class TransformerLayer(AttentionBase):
         pad_between_seqs: bool | None = None,
         **unknown: Any,
     ) -> Any:
-        """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with
-        "thd".
+        """Returns an array of the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd",
+        (t, H) with "thd".
 
         * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins
           override the constructor's.
@@ -311,8 +312,8 @@ class TransformerLayer(AttentionBase):
           attentions, ``cu_seqlens_kv`` and its kin how the encoder's do. Transformer Engine gives the
           cross-attention neither.
 
-        Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError kinds for other arguments
-        that do not.
+        Raises ShapeError, FormatError and BackendError for arrays that do not fit, ArgumentError and
+        UnsupportedError for other arguments.
         """
         if unknown:
             self.refuse_names(unknown)
@@ -387,8 +388,8 @@ class TransformerLayer(AttentionBase):
     def _layer(
         self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
     ) -> Any:
-        """The layer's output. ``core``, ``cross``: further arguments of ``MultiheadAttention.compute``;
-        ``paths``: see ``_add_residual``."""
+        """Returns the layer's output. ``core``, ``cross``: further arguments of
+        ``MultiheadAttention.compute``; ``paths``: see ``_add_residual``."""
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
         if self.norm_position == "after":
@@ -444,21 +445,22 @@ class TransformerLayer(AttentionBase):
         return self._add_residual(out.y, last, getattr(out, stream), paths)
 
     def _may_fuse(self, paths: Any, *parts: Any) -> bool:
-        """Whether a branch's last product adds the residual: nothing comes between, and nobody wants to see
-        what the branch alone gives, or what one of its ``parts`` does."""
+        """Whether a branch's last product adds the residual: no dropout lies between, and no hook reads the
+        branch's own result or that of one of its ``parts``."""
         if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
             return False
         return self.may_fuse(*parts)
 
     def _last_bias(self, branch: Any, last: Any) -> str:
-        """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its
-        gradient), but not where the parameter may be there within the branch's call only."""
+        """Returns "deferred" where dropout_add adds a branch's last bias and the product's backward makes its
+        gradient; "add" where hooks may supply the parameter within the branch's call only."""
         if not last.use_bias:
             return "none"
         return "add" if self.has_hooks(branch) or self.has_hooks(last) else "deferred"
 
     def _check_starts(self, x: Any, starts: Any) -> None:
-        """Fp8kitError kinds for sequences that ``drop_path`` would refuse."""
+        """Check the sequences as ``drop_path`` does: ShapeError, FormatError, and on the CPU
+        ArgumentError."""
         with on_behalf_of(self.layer_name, starts="cu_seqlens_q_padded"):
             inputs = {"x": x, "residual": x, "starts": starts}
             spec = self.spec_for(

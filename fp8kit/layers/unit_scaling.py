@@ -85,7 +85,7 @@ def constrained(factors: Factors, constraint: str | None) -> Factors:
 def linear_factors(
     fan_in: int, fan_out: int, rows: int, readout: bool = False, constraint: str | None = OUTPUT
 ) -> Factors:
-    """Of y = x W^T + b for ``rows`` rows; ``readout``: of a model's last product."""
+    """Returns the factors of y = x W^T + b for ``rows`` rows; ``readout``: y is a model's last product."""
     output = 1 / fan_in if readout else fan_in**-0.5
     return constrained(Factors(output, fan_out**-0.5, max(rows, 1) ** -0.5), constraint)
 
@@ -93,18 +93,20 @@ def linear_factors(
 def matmul_factors(
     rows: int, inner: int, columns: int, constraint: str | None = OUTPUT
 ) -> tuple[float, float, float]:
-    """Of (rows x inner) (inner x columns): of the output, of the left and of the right gradient."""
+    """Returns the factors of (rows x inner) (inner x columns): of the output, the left and the right
+    gradient."""
     output, left, right = (max(n, 1) ** -0.5 for n in (inner, columns, rows))
     return output, *(constrained(Factors(output, own), constraint).input for own in (left, right))
 
 
 def _alpha(c: float, mult: float) -> float:
-    """How far a function of mult x is from a straight line, in (0, 1)."""
+    """Returns how far a function of mult x is from a straight line, in (0, 1)."""
     return 1 / (1 + c / number("unit_scaling", "mult", mult, above=0.0) ** 2)
 
 
 def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
-    """Of "gelu", "silu" and "swiglu" (silu(u) v of the two halves), of f(mult x) / mult."""
+    """Returns the factors of "gelu", "silu" or "swiglu" (silu(u) v of the two halves), as f(mult x) /
+    mult."""
     c, low, high, slope = _ACTIVATIONS[choice("unit_scaling", "activation", activation, _ACTIVATIONS)]
     alpha = _alpha(c, mult)
     found = Factors(interpolated(alpha, low, high), interpolated(alpha, low, slope))
@@ -112,7 +114,7 @@ def activation_factors(activation: str, constraint: str | None = OUTPUT, mult: f
 
 
 def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float = 1.0) -> Factors:
-    """Of softmax(mult x) over so many features."""
+    """Returns the factors of softmax(mult x) over so many features."""
     alpha, d = _alpha(4.0, mult), float(max(features, 1))
     found = Factors(interpolated(alpha, d, d**0.5), interpolated(alpha, d / mult, (d / mult) ** 0.5))
     return constrained(found, constraint)
@@ -121,29 +123,30 @@ def softmax_factors(features: int, constraint: str | None = OUTPUT, mult: float 
 def attention_factor(
     head_dim: int, length: int, causal: bool, mult: float = 1.0, dropout: float = 0.0
 ) -> float:
-    """Of dropout(softmax(mult q k^T / head_dim)) v, and of its three gradients."""
+    """Returns the one factor of dropout(softmax(mult q k^T / head_dim)) v and of its three gradients."""
     spread = math.sqrt((math.log(length) if causal else 1.0) / length) if length > 1 else 1.0
     return math.sqrt(1 - dropout) / interpolated(_alpha(4.0 * head_dim, mult), spread, 1.0)
 
 
 def _features(x: Any) -> int:
-    """The size of an array's last dimension. ShapeError where there is none."""
+    """Returns the size of an array's last dimension. ShapeError where there is none."""
     if not x.shape:
         raise ShapeError("unit_scaling", "x", "no dimension", "at least one")
     return int(x.shape[-1])
 
 
 def residual_factors(tau: float) -> tuple[float, float]:
-    """Of the branch and of the skip connection, at the join forward, at the split backward."""
+    """Returns the factors of the branch and of the skip connection, at the join in forward and at the split
+    in backward."""
     number("unit_scaling", "tau", tau, above=0.0)
     whole = math.sqrt(1 + tau * tau)
     return tau / whole, 1 / whole
 
 
 def learning_rate_factor(role: str, fan_in: int = 1, branches: int = 1) -> float:
-    """What u-muP multiplies Adam's learning rate by for a parameter of deviation 1 (arXiv 2407.17465, table
-    2; muS, arXiv 2502.05967, has the same for hidden weights): a rate that is found on a narrow model then
-    serves a wide one.
+    """Returns what u-muP multiplies Adam's learning rate by for a parameter of deviation 1 (arXiv 2407.17465,
+    table 2; muS, arXiv 2502.05967, has the same for hidden weights): a rate that is found on a narrow model
+    then serves a wide one.
 
     * ``role``: "hidden", a weight between activations, and "embedding", a table: 1 / sqrt(fan_in);
       "output", the readout's weight, "bias" and "norm": 1.
@@ -173,7 +176,7 @@ class UnitScaling:
     core_attention: Any
 
     def operation(self, operation: Operation, spec: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
-        """The first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
+        """Returns the first output of an operation of the frontend's arrays. ``spec``: of ``spec_object``."""
         raise NotImplementedError
 
     def dtype_name(self, x: Any) -> str:
@@ -304,8 +307,8 @@ class UnitScaling:
         return self.operation(embedding, spec, {"ids": ids, "table": self.scale_bwd(table, scale)})
 
     def cross_entropy(self, logits: Any, targets: Any) -> Any:
-        """The mean cross entropy of softmax(logits), in nats, float32 (1,); its gradient is that of the sum,
-        times V / sqrt(V - 1). logits h (..., V), V at least 2; a target of -100 has a loss of 0."""
+        """Returns the mean cross entropy of softmax(logits), in nats, float32 (1,); its gradient is that of
+        the sum, times V / sqrt(V - 1). logits h (..., V), V at least 2; a target of -100 has a loss of 0."""
         classes, count = logits.shape[-1], max(math.prod(targets.shape), 1)
         if classes < 2:
             raise ArgumentError("unit_scaling", "logits", f"{classes} class", "at least 2")

@@ -33,7 +33,7 @@ class Arrangement:
     source: str = ""
 
     def ffn(self, hidden: int) -> int:
-        """The feed-forward width."""
+        """Returns the feed-forward width."""
         return -(-int(self.width * hidden) // 16) * 16
 
 
@@ -68,7 +68,7 @@ ARRANGEMENTS = {
 
 
 def arrangement(name: str) -> Arrangement:
-    """The arrangement of that name; ArgumentError that lists them where there is none."""
+    """Returns the arrangement of that name; ArgumentError that lists them where there is none."""
     if name not in ARRANGEMENTS:
         wanted = f"one of {', '.join(ARRANGEMENTS)}{meant(name, ARRANGEMENTS)}"
         raise ArgumentError("arrangement", "name", repr(name), wanted)

@@ -108,7 +108,7 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
 
 
 def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, corpus: text.Corpus) -> str:
-    """The table that the demo prints."""
+    """Returns the table that the demo prints."""
     lines = [
         "",
         (

@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
 
 def precision(recipe: Recipe | None) -> autocast:
-    """The context of forward passes in FP8, for None in high precision."""
+    """Returns the context of forward passes in FP8, for None in high precision."""
     return autocast(enabled=recipe is not None, recipe=recipe)
 
 
@@ -185,8 +185,8 @@ def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool)
 
 
 def _whole(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
-    """The same from one forward of the last ``context`` bytes, without ``cache``. The window always has that
-    length, zeros after its end, which causal attention never sees: so there is one plan for all."""
+    """Returns the same from one forward of the last ``context`` bytes, without ``cache``. The window always
+    has that length, zeros after its end, which causal attention never sees: so there is one plan for all."""
     recent = text[-model.context :]
     window = np.zeros((1, model.context), np.int64)
     window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)

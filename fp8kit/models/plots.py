@@ -17,8 +17,8 @@ STYLES = (("#3b6ea8", "-"), ("#d1662c", "--"))  # high precision, FP8
 
 
 def figure(**options: Any) -> Any:
-    """A matplotlib Figure on the Agg canvas; BackendError that says what to install where matplotlib is
-    missing."""
+    """Returns a matplotlib Figure on the Agg canvas; BackendError that says what to install where matplotlib
+    is missing."""
     try:
         made = importlib.import_module("matplotlib.figure").Figure(layout="constrained", **options)
         importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(made)

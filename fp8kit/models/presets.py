@@ -48,7 +48,7 @@ class Preset:
         return self.context * self.sequences * self.accumulate
 
     def with_steps(self, steps: int) -> Preset:
-        """The same for another number of optimiser steps, at most a tenth of them warm-up."""
+        """Returns the same for another number of optimiser steps, at most a tenth of them warm-up."""
         if steps == self.steps:
             return self
         return replace(self, steps=steps, warmup=min(self.warmup, max(1, steps // 10)))
@@ -81,7 +81,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; ArgumentError that lists them where there is none."""
+    """Returns the preset of that name; ArgumentError that lists them where there is none."""
     if name not in PRESETS:
         raise ArgumentError(
             "preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"

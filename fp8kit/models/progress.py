@@ -72,13 +72,13 @@ class Progress:
         self._bar.stop()
 
     def begin(self, step: int, what: str) -> None:
-        """Say, with ``step`` steps done and before the next has ended, ``what`` goes on."""
+        """Show that ``step`` steps are done, and ``what`` is now running as part of the next."""
         self._task.completed = step * self._units
         self._show(step, what)
         self._bar.start()
 
     def update(self, step: int, **values: float) -> None:
-        """Say that ``step`` steps (of ``total``) are done; ``values`` are shown with 3 decimals."""
+        """Show that ``step`` steps (of ``total``) are done, with ``values`` of 3 decimals."""
         self._bar.update(self._task.id, completed=step * self._units)
         due = step in (1, self._total) or step * LINES // self._total > (step - 1) * LINES // self._total
         if not due and self._bar.disable:

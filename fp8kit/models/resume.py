@@ -64,9 +64,9 @@ class Run:
 def identity(
     preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int
 ) -> dict[str, str]:
-    """What a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a file is
-    checked for, not all that bits depend on: number of threads, deterministic kernels, engine and versions of
-    libraries are the user's to keep the same."""
+    """Returns what a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a
+    file is checked for, not all that bits depend on: number of threads, deterministic kernels, engine and
+    versions of libraries are the user's to keep the same."""
     digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
     compared = (each.name for each in dataclasses.fields(preset) if each.compare)
     said = {f"preset.{name}": repr(getattr(preset, name)) for name in compared}
@@ -84,9 +84,9 @@ _CALLED = {"preset.name": "preset", "preset.steps": "steps", "label": "precision
 
 
 def differences(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Where the identity of a file is not that of the training, in a user's words. What only follows from
-    another difference is left out: a preset's fields from its name, its warm-up from the number of steps, the
-    recipe from both."""
+    """Returns where the identity of a file is not that of the training, in a user's words. What only follows
+    from another difference is left out: a preset's fields from its name, its warm-up from the number of
+    steps, the recipe from both."""
     names = [name for name, value in wanted.items() if kept.get(name) != value]
     follows = {"preset.warmup"} if "preset.steps" in names else set()
     if "preset.name" in names:

@@ -46,8 +46,8 @@ class Corpus:
 
 
 def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Corpus:
-    """The ``.py`` files of the running Python's standard library, in the order of their names' hashes, up to
-    ``max_bytes`` in all.
+    """Returns the ``.py`` files of the running Python's standard library, in the order of their names'
+    hashes, up to ``max_bytes`` in all.
 
     ``root`` is another folder to read instead. Fp8kitError where less than 1 MiB of source is found.
     """

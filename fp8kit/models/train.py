@@ -33,12 +33,12 @@ DRAIN = 10  # steps between two readings of losses from an accelerator: reading 
 
 
 def high_precision(device: Device) -> DType:
-    """The dtype that a device trains in beside FP8: float32 on the CPU, bfloat16 elsewhere."""
+    """Returns the dtype that a device trains in beside FP8: float32 on the CPU, bfloat16 elsewhere."""
     return formats.float32 if device.kind == "cpu" else formats.bfloat16
 
 
 def fp8_recipe(preset: Preset) -> DelayedScaling:
-    """The recipe of the FP8 run: HYBRID, delayed scaling, with the preset's history."""
+    """Returns the recipe of the FP8 run: HYBRID, delayed scaling, with the preset's history."""
     return DelayedScaling(amax_history_len=preset.amax_history)
 
 
@@ -137,7 +137,7 @@ def train(
 
 
 def _rows(batch: Iterable[Any], ranks: Collectives) -> list[Any]:
-    """A rank's sequences of a batch."""
+    """Returns a rank's sequences of a batch."""
     return [np.ascontiguousarray(np.split(part, ranks.size)[ranks.rank]) for part in batch]
 
 
@@ -157,7 +157,8 @@ def _microbatch(
 def loss_of(
     model: GPT, batch: Iterable[Any], recipe: Recipe | None, is_first_microbatch: bool | None = None
 ) -> Tensor:
-    """The mean loss in nats/byte of ids and targets, arrays on the host, in the precision of ``recipe``."""
+    """Returns the mean loss in nats/byte of ids and targets, arrays on the host, in the precision of
+    ``recipe``."""
     ids, targets = (tensor(part, device=model.device) for part in batch)
     with precision(recipe):
         return nn.cross_entropy(model(ids, is_first_microbatch=is_first_microbatch), targets)

@@ -78,7 +78,8 @@ def cross_entropy(
     ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that
     are not ``ignore_index``, shape (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into
     every class. A target that is neither in [0, V) nor ``ignore_index`` is an ArgumentError on the CPU; on a
-    GPU, where nobody looks, its loss is NaN. Raises ShapeError or FormatError for what does not fit.
+    GPU, where targets are not checked, its loss is NaN. Raises ShapeError or FormatError for arrays that do
+    not fit.
     """
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:

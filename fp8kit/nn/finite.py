@@ -59,7 +59,7 @@ class _Finder:
         return where
 
     def _running(self) -> str:
-        """The innermost module that runs, the root outside of any."""
+        """Returns the innermost module that runs, the root outside of any."""
         return self.paths.get(id(self.stack[-1]), type(self.stack[-1]).__name__) if self.stack else self.name
 
     def backward(self, where: _Where, cotangents: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:

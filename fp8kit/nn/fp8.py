@@ -107,10 +107,10 @@ class Fp8Module(FP8Layer, NativeLayer):
         return spec, inputs
 
     def execute(self, prepared: tuple[Any, Inputs], binding: Binding, main: Any) -> dict[str, Tensor]:
-        (spec, inputs), (_, scales, amaxes, _, late, finish) = prepared, binding
+        (spec, inputs), (_, scales, amaxes, _, backward_inputs, finish) = prepared, binding
         if scales:
             inputs = {**inputs, **scales}
-        return apply(self.operation, spec, inputs, amaxes, late, finish, self)
+        return apply(self.operation, spec, inputs, amaxes, backward_inputs, finish, self)
 
     def cast_weight(self, spec: Any, inputs: Inputs, prefix: str, binding: Binding) -> dict[str, ArrayView]:
         if binding.scales:
@@ -149,8 +149,8 @@ class Fp8Module(FP8Layer, NativeLayer):
         return weight.device
 
     def _bound(self, recipe: Recipe, record: bool) -> Binding:
-        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the
-        recipe's length."""
+        """Returns the state's views by the operation's names. Where amaxes are to be recorded, the history
+        gets the recipe's length."""
         known: Binding | None = self._binding
         assert recipe.history is not None
         length = recipe.history.length
@@ -220,5 +220,5 @@ class Fp8Module(FP8Layer, NativeLayer):
 
 @lru_cache(maxsize=1024)
 def _scales_of(gemms: tuple[str, ...], device: Device) -> dict[str, ArrayView]:
-    """What stands for the scales of a layer's operands."""
+    """Returns what stands for the scales of a layer's operands."""
     return {f"{name}_scale": ArrayView(0, (1,), float32, device) for name in forward_slots(gemms)}

@@ -24,7 +24,7 @@ from fp8kit.spec import Operation
 
 
 def _device(operation: str, name: str, value: Any) -> arrays.Device:
-    """A device that is here."""
+    """Returns a device that is here."""
     return arrays.usable(value, operation, name)
 
 

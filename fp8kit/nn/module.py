@@ -128,7 +128,7 @@ class Module(serialization.Loadable):
         return self._named(Parameter)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters, each once."""
+        """Yields the parameters, each once."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, ArrayView]]:
@@ -137,7 +137,7 @@ class Module(serialization.Loadable):
         return self._named(ArrayView)
 
     def buffers(self) -> Iterator[ArrayView]:
-        """The buffers, each once."""
+        """Yields the buffers, each once."""
         return (buffer for _, buffer in self.named_buffers())
 
     # --- modes ----------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class Module(serialization.Loadable):
         return self.train(False)
 
     def apply(self: _Self, function: Callable[[Module], object]) -> _Self:
-        """Call ``function`` with every module, children first. Returns the module. Fp8kitError for what
-        cannot be called."""
+        """Call ``function`` with every module, children first. Returns the module. Fp8kitError if
+        ``function`` cannot be called."""
         arguments.function(type(self).__name__, "function", function)
         for _, module in reversed(list(self.named_modules())):
             function(module)
@@ -171,8 +171,8 @@ class Module(serialization.Loadable):
     # --- graphs ---------------------------------------------------------------------------------------------
 
     def arrays_used(self) -> Iterator[ArrayView]:
-        """The arrays that this one module's calls read and write, and keep: parameters, buffers, and what a
-        subclass adds."""
+        """Yields the arrays that this one module's calls read and write, and keep: parameters, buffers, and
+        what a subclass adds."""
         for value in vars(self).values():
             if isinstance(value, Parameter | ArrayView):
                 yield value.view if isinstance(value, Parameter) else value
@@ -320,7 +320,7 @@ class Sequential(ModuleList):
 
 
 def _dotted(path: str, name: str) -> str:
-    """The path of what is called ``name`` below ``path``, either perhaps empty."""
+    """Returns ``path.name``, or the one that is not empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -329,13 +329,14 @@ def _is_setting(value: Any) -> bool:
 
 
 def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
-    """A Tensor as it is, any other array wrapped; FormatError that names the argument for anything else."""
+    """Returns a Tensor as it is, any other array wrapped; FormatError that names the argument for anything
+    else."""
     return value if isinstance(value, Tensor) else Tensor(arrays.as_view(value, operation, argument))
 
 
 def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
-    """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own
-    parameters have one dtype; None for any other refusal."""
+    """Returns a refusal of a parameter that has not the input's dtype, as one of the input, where the
+    module's own parameters have one dtype; None for any other refusal."""
     argument, given, x = error.argument or "", error.wanted, module.argument_names.get("x")
     own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
     if (
@@ -359,8 +360,8 @@ def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Devi
 
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
-    """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to
-    ``dtype``."""
+    """Returns a parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant),
+    rounded to ``dtype``."""
     host = arrays.empty(shape, formats.float32, arrays.CPU).numpy()
     if callable(init):
         init(host)

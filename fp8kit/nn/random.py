@@ -70,7 +70,7 @@ def _thread_with(**values: Any) -> Iterator[None]:
 
 
 def _state() -> _State:
-    """The state in force on this thread."""
+    """Returns the state in force on this thread."""
     return _thread.state or _process
 
 
@@ -98,15 +98,16 @@ def manual_seed(seed: int) -> None:
 
 
 def host_generator() -> np.random.Generator:
-    """The generator that initial weights are drawn from. Not to be drawn from by two threads at once."""
+    """Returns the generator that initial weights are drawn from. Not to be drawn from by two threads at
+    once."""
     return _state().host
 
 
 def next_rng(device: Device) -> ArrayView:
-    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by
-    one offset. Threads may draw at once: no two get the same offset. Within ``draw_from`` what its source
-    gives, with the errors named there. AutogradError in a recomputation that draws more, or elsewhere, than
-    its first pass."""
+    """Returns a fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves
+    on by one offset. Threads may draw at once: no two get the same offset. Within ``draw_from`` what its
+    source gives, with the errors named there. AutogradError in a recomputation that draws more, or elsewhere,
+    than its first pass."""
     out: ArrayView | None
     if _thread.replayed is not None:
         out = next(_thread.replayed, None)
@@ -122,7 +123,7 @@ def next_rng(device: Device) -> ArrayView:
 
 
 def _drawn(device: Device) -> ArrayView:
-    """The next of the device's state in force."""
+    """Returns the next of the device's state in force."""
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     out = arrays.empty((2,), int64, device)
     with _LOCK:
@@ -135,8 +136,8 @@ def _drawn(device: Device) -> ArrayView:
 
 
 def draw_from(source: Source) -> AbstractContextManager[None]:
-    """A block in which dropout on this thread, or in this asyncio task, draws from ``source`` instead of the
-    state of ``manual_seed``.
+    """Returns a block in which dropout on this thread, or in this asyncio task, draws from ``source`` instead
+    of the state of ``manual_seed``.
 
     ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops,
     in their order, just before it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any
@@ -157,8 +158,8 @@ def draw_from(source: Source) -> AbstractContextManager[None]:
 
 
 def _given(source: Source, device: Device) -> ArrayView:
-    """What the source gives, in memory of its own: the array may be another draw's by the time backward reads
-    it."""
+    """Returns what the source gives, in memory of its own: the array may be another draw's by the time
+    backward reads it."""
     if captured.capturing():
         raise ArgumentError(
             "draw_from", "source", "a draw within fk.graph", "eager steps: replays would repeat the numbers"
@@ -178,8 +179,8 @@ def _given(source: Source, device: Device) -> ArrayView:
 
 
 def get_rng_state() -> dict[str, HostArray]:
-    """The whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words and
-    int64 [2] for each device."""
+    """Returns the whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words
+    and int64 [2] for each device."""
     own = _state()
     host = own.host.bit_generator.state
     out = {
@@ -259,15 +260,14 @@ class RandomState(serialization.Loadable):
         return get_rng_state()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is
-        returned goes back to it."""
+        """Check a state as ``set_rng_state`` does, with its errors, and return the function that sets it."""
         return check_rng_state(state)
 
 
 def snapshot() -> Callable[[], AbstractContextManager[None]]:
-    """The present state, to be drawn from once more: what is returned makes a block, any number of times, in
-    which this thread draws from a copy of it; the state goes on as if nothing was drawn there, and other
-    threads draw on as before. Copies on the devices, waits for none of them."""
+    """Returns the present state, to be drawn from once more: what is returned makes a block, any number of
+    times, in which this thread draws from a copy of it; the state goes on as if nothing was drawn there, and
+    other threads draw on as before. Copies on the devices, waits for none of them."""
     kept = _copied(_state())
     return lambda: _thread_with(state=_copied(kept))
 
@@ -294,13 +294,13 @@ def _copied(state: _State) -> _State:
 
 
 def init_of(operation: str, name: str, init: Init | None) -> Init:
-    """An ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what cannot be
-    called."""
+    """Returns an ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError if it cannot
+    be called."""
     return normal_init() if init is None else function(operation, name, init)
 
 
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
-    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer
+    """Returns an ``init_method`` that fills an array from a normal distribution; the defaults are Transformer
     Engine's for weights. Fp8kitError for numbers that are not finite or a negative ``std``."""
     top = formats.float32.max
     mean, std = number("normal_init", "mean", mean, top, least=-top), number("normal_init", "std", std, top)

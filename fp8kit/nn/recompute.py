@@ -35,7 +35,7 @@ def idle() -> bool:
 
 
 def keep(owner: object, scales: Mapping[str, ArrayView], weights: Mapping[str, Any] | None) -> None:
-    """In a first pass: keep what this call of ``owner`` found, scales by value."""
+    """Keep, in a first pass, what this call of ``owner`` found, scales by value."""
     if _passes.first():
         _passes.keep(Kept(owner, {name: fresh(view) for name, view in scales.items()}, weights))
 
@@ -102,7 +102,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The Tensors in a nest of tuples, lists and dicts, in order."""
+    """Returns the Tensors in a nest of tuples, lists and dicts, in order."""
     found: list[Any] = []
     mapped(value, found.append)
     return [leaf for leaf in found if isinstance(leaf, Tensor)]

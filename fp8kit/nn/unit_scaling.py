@@ -22,7 +22,7 @@ from fp8kit.spec import Operation
 
 
 class _Functions(shared.UnitScaling):
-    """On native tensors."""
+    """Unit scaling's functions on native tensors."""
 
     core_attention = DotProductAttention
 

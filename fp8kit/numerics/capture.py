@@ -35,8 +35,8 @@ KIND = "fp8kit operands 1"
 
 
 class GemmOperands(NamedTuple):
-    """Of one GEMM, y = x w^T: ``activation`` x (rows, in), ``weight`` w (out, in), ``gradient`` g (rows,
-    out), the loss' gradient of y; arrays of the host in the model's dtype."""
+    """Operands of one GEMM, y = x w^T: ``activation`` x (rows, in), ``weight`` w (out, in), ``gradient`` g
+    (rows, out), the loss' gradient of y; arrays of the host in the model's dtype."""
 
     activation: HostArray
     weight: HostArray
@@ -156,7 +156,8 @@ class Recorder:
             log.warning("capture: layer %s is left out, since its numbers of rows stay on the device", layer)
 
     def dump(self) -> Dump:
-        """What was seen. ArgumentError where nothing was, UnsupportedError for a GEMM without gradient."""
+        """Returns what was seen. ArgumentError where nothing was, UnsupportedError for a GEMM without
+        gradient."""
         if not self.seen and self.left_out:
             raise left_out_alone(self.left_out)
         if not self.seen:
@@ -198,8 +199,8 @@ class Recorder:
             self.seen[layer].gradient = _host(a)
 
     def _layer(self, weight: ArrayView) -> str | None:
-        """The name of the layer whose weight this is. Several that were copied into one: that of their
-        layer."""
+        """Returns the name of the layer whose weight this is. Several that were copied into one: that of
+        their layer."""
         for name, view in self.parameters.items():
             if view.ptr == weight.ptr:
                 whole = view.shape == weight.shape
@@ -215,8 +216,8 @@ class Recorder:
 
 
 def layer_name(parameter: str) -> str:
-    """The name of a GEMM's layer by that of its weight: "a.fc1_weight" is of "a.fc1", "a.weight" of "a",
-    and "a.weight1", of grouped layers, of "a.gemm_1"."""
+    """Returns the name of a GEMM's layer by that of its weight: "a.fc1_weight" is of "a.fc1", "a.weight" of
+    "a", and "a.weight1", of grouped layers, of "a.gemm_1"."""
     grouped = re.fullmatch(r"(.*)\.weight(\d+)", parameter)
     if grouped:
         return f"{grouped[1]}.gemm_{grouped[2]}"
@@ -224,13 +225,13 @@ def layer_name(parameter: str) -> str:
 
 
 def left_out_alone(layers: Iterable[str]) -> ArgumentError:
-    """That there are no products but those of groups whose sizes are on the device."""
+    """Returns the error for a model whose only GEMMs are of groups whose sizes are on the device."""
     got = f"no GEMM but those of {', '.join(layers)}, whose numbers of rows stay on the device"
     return ArgumentError("capture", "model", got, "m_splits as a list, in GroupedLinear of fp8kit_torch")
 
 
 def _host(view: ArrayView) -> HostArray:
-    """A copy on the host, with what was queued for it done."""
+    """Returns a copy on the host, with what was queued for it done."""
     arrays.synchronize(view.device)
     return np.array(arrays.to(arrays.contiguous(view), arrays.CPU).numpy())
 
@@ -240,14 +241,15 @@ def _digest(array: HostArray) -> bytes:
 
 
 def called(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a batch stands for: a tuple, a mapping of names, or one alone."""
+    """Returns the arguments that a batch stands for: a tuple, a mapping of names, or one alone."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def capture(model: Any, batch: Any, loss: Callable[[Any], Any] | None = None) -> Dump:
-    """The operands of every GEMM of a native model that multiplies a weight, of one batch, in high precision.
+    """Returns the operands of every GEMM of a native model that multiplies a weight, of one batch, in high
+    precision.
 
     ``model``: an ``fk.nn.Module``. ``batch``: what it is called with: a tuple of arguments, a mapping of
     names, or one argument. ``loss``: a function of what the model gives to a Tensor of one element; None

@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
         return max(own, key=lambda place: own[place].relative_error) if own else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the comparison as plain values for JSON."""
         worst = self.worst
         return {
             "layer": self.layer,
@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
 
 
 def sampled(operands: GemmOperands, rows: int) -> GemmOperands:
-    """The operands with at most ``rows`` rows of x and g, evenly spaced."""
+    """Returns the operands with at most ``rows`` rows of x and g, evenly spaced."""
     count = len(operands.activation)
     if count <= rows:
         return operands
@@ -81,8 +81,8 @@ def compare(
     seed: int = 0,
     each: Callable[[Comparison], None] | None = None,
 ) -> list[Comparison]:
-    """The errors of every GEMM under every recipe, sorted: GEMMs in the order of the forward pass, for each
-    the recipes from the smallest ``Comparison.error`` to the largest.
+    """Returns the errors of every GEMM under every recipe, sorted: GEMMs in the order of the forward pass,
+    for each the recipes from the smallest ``Comparison.error`` to the largest.
 
     ``recipes`` by name. ``device``: where the layers run, None the default device. ``rows``: of x and g at
     most, evenly spaced; a tensor's scale is then that of these rows. ``seed``: of stochastic rounding.
@@ -112,8 +112,8 @@ def compare(
 
 
 class Summary(NamedTuple):
-    """Of a recipe over all GEMMs: the median of the relative errors of y, dx and dW, the layer with the
-    largest of them, and that one's error."""
+    """A recipe's errors over all GEMMs: the median of the relative errors of y, dx and dW, the layer with the
+    largest of them, and its error."""
 
     recipe: str
     medians: dict[str, float]
@@ -122,7 +122,7 @@ class Summary(NamedTuple):
 
 
 def summaries(found: Sequence[Comparison]) -> list[Summary]:
-    """Of each recipe, from the smallest median of ``Comparison.error`` to the largest."""
+    """Returns a summary for each recipe, from the smallest median of ``Comparison.error`` to the largest."""
     names = dict.fromkeys(own.recipe for own in found)
     rows = []
     for name in names:

@@ -98,7 +98,7 @@ class Logged:
     steps: Steps
 
     def names(self) -> list[Any]:
-        """The statistics as ``request`` takes them."""
+        """Returns the statistics as ``request`` takes them."""
         return [stat if isinstance(stat, str) else {stat[0]: dict(stat[1])} for stat in self.stats]
 
 
@@ -169,7 +169,7 @@ class Config:
     sections: tuple[Section, ...]
 
     def section(self, layer: str) -> Section | None:
-        """The section of a layer, None where it is in none. ArgumentError where it is in several."""
+        """Returns the section of a layer, None where it is in none. ArgumentError where it is in several."""
         found = [section for section in self.sections if section.has(layer)]
         if len(found) > 1:
             names = ", ".join(section.name for section in found)
@@ -178,8 +178,8 @@ class Config:
 
 
 def read(config: Any) -> Config:
-    """A configuration: a mapping, the path of a YAML file, or None for one without sections, which is warned
-    of. ArgumentError for what is none, and where there is no such file."""
+    """Read a configuration: a mapping, the path of a YAML file, or None for one without sections, which logs
+    a warning. ArgumentError for anything else, and if there is no such file."""
     if isinstance(config, Config):
         return config
     file = ""
@@ -222,7 +222,8 @@ def _loaded(path: Path) -> Any:
 
 
 def _twice(root: Any) -> Any:
-    """The node of a key that its mapping has had before, in a YAML document; None where there is none."""
+    """Returns the node of a key that its mapping has had before, in a YAML document; None where there is
+    none."""
     nodes, known = [root], set()
     while nodes:
         node = nodes.pop()
@@ -386,8 +387,8 @@ def _steps(where: str, own: Mapping[str, Any]) -> Steps:
 
 
 def _items(where: str, own: Mapping[str, Any], kind: str, known: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """What a feature says of each tensor, or of each GEMM: its own options, and those of ``tensors_struct``
-    or ``gemms_struct``."""
+    """Yields what a feature says of each tensor, or of each GEMM: its own options, and those of
+    ``tensors_struct`` or ``gemms_struct``."""
     several, struct = f"{kind}s", f"{kind}s_struct"
     common = {key: value for key, value in own.items() if key not in (several, struct)}
     if (several in own) == (struct in own):
@@ -482,5 +483,5 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
 
 
 def operands_of(gemm: str) -> dict[str, str]:
-    """The tensors that a GEMM reads, with the side of each, "a" or "b"."""
+    """Returns the tensors that a GEMM reads, with the side of each, "a" or "b"."""
     return {_OPERAND_TENSORS[own]: side for own, side in zip(OPERANDS[gemm], "ab", strict=True)}

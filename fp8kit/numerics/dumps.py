@@ -58,7 +58,7 @@ def _file(stem: str, number: int, ending: str) -> str:
 
 
 def _quantized(array: Any, tensor: str, quantization: Quantization) -> Any:
-    """The values that the codes of a tensor stand for, float32, rounded to nearest."""
+    """Returns the values that the codes of a tensor stand for, float32, rounded to nearest."""
     own, along = cast_of("quantized_tensor", tensor, quantization, False, False)
     scale = own.static_scale if own.static else None
     made = quantize(
@@ -75,7 +75,7 @@ def _quantized(array: Any, tensor: str, quantization: Quantization) -> Any:
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
-    """An array of a frontend on the host, as NumPy has it; bfloat16 of PyTorch as float32."""
+    """Returns an array of a frontend on the host, as NumPy has it; bfloat16 of PyTorch as float32."""
     if hasattr(array, "detach"):
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":

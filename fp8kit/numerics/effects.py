@@ -26,8 +26,8 @@ _FAKE = {
 
 @lru_cache(maxsize=1024)
 def changed(base: Quantization | None, effects: tuple[Effect, ...]) -> Quantization | None:
-    """The rules of a product with rules ``base``, None for high precision, under those effects; the same
-    object for equal ones.
+    """Returns the rules of a product with rules ``base``, None for high precision, under those effects; the
+    same object for equal ones.
 
     A GEMM in high precision counts more than one with fake operands, and that more than current scales.
     UnsupportedError for current scales where there are no scales of earlier steps, as in Transformer Engine.
@@ -70,7 +70,7 @@ def _changed(gemm: Gemm, effect: Effect, base: Quantization | None) -> Gemm:
 
 
 def rounded(effects: Iterable[Effect]) -> tuple[tuple[str, Quantizer], ...]:
-    """What GEMMs make and is rounded then: pairs of "output", "dgrad" or "wgrad" and how."""
+    """Returns what GEMMs make and is rounded then: pairs of "output", "dgrad" or "wgrad" and how."""
     fakes = [effect for effect in effects if effect.kind == "fake"]
     return tuple(
         (tensor, _FAKE[form])

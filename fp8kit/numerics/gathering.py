@@ -1,4 +1,4 @@
-"""Counts and sums of all ranks, by what the native frontend's ranks communicate by."""
+"""Counts and sums of all ranks, gathered by the native frontend's collectives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _HEAD = 8  # bytes, of the number of bytes of the table
 
 
 def gathering(group: Any) -> Gather | None:
-    """The function that gathers the records of a group's ranks, which all of them call; None for no group.
-    ArgumentError for what is none."""
+    """Returns the function that gathers the records of a group's ranks, which all of them call; None without
+    a group. ArgumentError if ``group`` is not one."""
     if group is None:
         return None
     if not isinstance(group, Collectives):
@@ -40,7 +40,7 @@ def gathering(group: Any) -> Gather | None:
 
 
 def _of_all(ranks: Collectives, message: Any) -> Any:
-    """The ranks' messages, uint8 (ranks, n), of each one's, uint8 (n,)."""
+    """Returns the ranks' messages, uint8 (ranks, n), of each one's, uint8 (n,)."""
     source = arrays.to(arrays.as_view(message), ranks.device)
     target = arrays.empty((ranks.size * message.size,), uint8, ranks.device)
     ranks.all_gather(source, target, arrays.current_stream(ranks.device), "inspect")
@@ -59,7 +59,7 @@ def _packed(records: Records) -> Any:
 
 
 def _unpacked(message: Any) -> Records:
-    """What ``_packed`` had; anything may stand behind it."""
+    """Returns what ``_packed`` had; anything may stand behind it."""
     start = _HEAD + int(message[:_HEAD].view(np.int64)[0])
     found: Records = {}
     for layer, tensor, spec, nbytes in json.loads(message[_HEAD:start].tobytes()):

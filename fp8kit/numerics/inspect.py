@@ -27,9 +27,9 @@ Names = Callable[[Any], str | None]
 
 
 def layer_names(model: Any, hint: str = "") -> Names:
-    """The names of a model's layers: that under which ``named_modules()`` has each, its own ``name`` where it
-    is the model. ArgumentError for what is no module; a model without layers is warned of, and its user
-    told the ``hint``."""
+    """Returns a function from a layer to its name in ``model.named_modules()``; the model itself has its
+    attribute ``name``, else its class's. ArgumentError unless ``model`` is a module. Logs a warning, with
+    the ``hint``, where the model has no layer of fp8kit."""
     if isinstance(model, type) or not callable(getattr(model, "named_modules", None)):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentError("inspect", "model", got, "a module")
@@ -78,7 +78,7 @@ def made(
     save: tuple[Callable[..., None], str] = (save_numpy, ".npz"),
     **more: Any,
 ) -> Inspector:
-    """The inspector of a frontend. ArgumentError for a configuration or a sink that is none."""
+    """Make the inspector of a frontend. ArgumentError for an invalid configuration or sink."""
     found = read(config)
     if not isinstance(log_dir, str | os.PathLike | None):
         raise ArgumentError("inspect", "log_dir", shown(log_dir), "the path of a folder, or None")
@@ -106,7 +106,7 @@ def inspect(
     group: Any = None,
     whole_weights: bool = True,
 ) -> Any:
-    """A context manager: within it the layers of ``model`` show and do what ``config`` says::
+    """Returns a context manager: within it the layers of ``model`` show and do what ``config`` says::
 
         with fk.inspect(model, "config.yaml", sinks="run/statistics.jsonl") as log:
             for batch in data:
@@ -132,7 +132,7 @@ def inspect(
 
     ``log.step()`` ends a step: what micro-batches have shown since the last one is put together. In steps
     that nothing is asked of, and outside of the block, calls are as without it. There is one inspector in a
-    process. Raises ArgumentError, a ValueError, for a configuration or a sink that is none and, at a layer's
+    process. Raises ArgumentError, a ValueError, for an invalid configuration or sink and, at a layer's
     first call, where several sections choose it.
     """
     names = layer_names(model)
@@ -147,5 +147,5 @@ def inspect(
 
 def parts_of(whole_weights: Any, gathering: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
     """``gathering`` for the ranks of a weight, None where statistics are of this rank's part. ArgumentError
-    for what is no flag."""
+    if ``whole_weights`` is not a flag."""
     return gathering if flag("inspect", "whole_weights", whole_weights) else None

@@ -71,7 +71,8 @@ class _Like(NamedTuple):
     known: dict[int, tuple[Entry, _Logged | None]]
 
     def logged(self, entry: Entry) -> _Logged | None:
-        """What is asked of the tensor that an entry is of; None where that was asked in another step."""
+        """Returns what is asked of the tensor that an entry is of; None where that was asked in another
+        step."""
         found = self.known.get(id(entry))
         if found is None:
             if len(self.known) >= _ENTRIES:  # of plans for ever other shapes
@@ -92,7 +93,8 @@ class _Ended(NamedTuple):
 def _needs(
     logged: tuple[Logged, ...], quantization: Quantization | None, transposed: bool
 ) -> tuple[tuple[tuple[str, Needs], ...], str]:
-    """(tensor, needs) of what is logged of a product with these rules; in words what there is none of."""
+    """Returns (tensor, needs) of each tensor logged for a product with these rules, and in words what it does
+    not have."""
     by_tensor: dict[str, list[Any]] = {}
     for own in logged:
         by_tensor.setdefault(own.tensor, []).extend(own.names())
@@ -194,8 +196,8 @@ class Inspector:
             self._begin()
 
     def rows(self) -> list[Row]:
-        """The rows of all steps that have ended: dicts with step, layer, tensor, stat, value, and gemm where
-        a statistic belongs to one. Waits for the device where some were not made yet."""
+        """Returns the rows of all steps that have ended: dicts with step, layer, tensor, stat, value, and
+        gemm where a statistic belongs to one. Waits for the device where some were not made yet."""
         self.flush()
         return list(self._rows)
 
@@ -289,7 +291,7 @@ class Inspector:
     # --- what layers ask -----------------------------------------------------------------------------------
 
     def of_layer(self, layer: Any, state: Any) -> Watch | None:
-        """What a call of a layer is to show within the autocast ``state``."""
+        """Returns what a call of a layer is to show within the autocast ``state``."""
         name = self.names(layer)
         if name is None:
             return None
@@ -303,8 +305,8 @@ class Inspector:
     def of_products(
         self, names: tuple[tuple[str, str], ...], base: Quantization | None, transposed: bool = False
     ) -> Watch | None:
-        """What the products of a layer are to show, whose rules are ``base``. ``names``: of each its name and
-        prefix. ``transposed``: whether their weights lie as (in, out). None for nothing."""
+        """Returns what the products of a layer are to show, whose rules are ``base``. ``names``: of each its
+        name and prefix. ``transposed``: whether their weights lie as (in, out). None for nothing."""
         key = names, base, transposed
         with self._lock:
             known = self._now.watches
@@ -335,7 +337,7 @@ class Inspector:
         return _same(Watch(tuple(products), tuple(other))) if products else None
 
     def _wanted(self, name: str, base: Quantization | None, transposed: bool) -> _Asked | None:
-        """What is wanted of a product in this step; None for nothing."""
+        """Returns what is wanted of a product in this step; None for nothing."""
         if name not in self._known:
             self._known[name] = self.config.section(name)
         section = self._known[name]
@@ -366,7 +368,7 @@ class Inspector:
                 log.warning("inspect: %s, since its numbers of rows stay on the device", what)
 
     def place(self, memory: Any, nbytes: int) -> ArrayView:
-        """Where a call's counts and sums lie."""
+        """Returns where a call's counts and sums lie."""
         with self._lock:
             return self._blocks.place(memory, nbytes)
 
@@ -395,7 +397,8 @@ class Inspector:
         return any(tensor == "weight" and self._ranks_of(layer) for layer, tensor, _ in self._now.asked)
 
     def _ranks_of(self, layer: str) -> Collectives | None:
-        """The ranks whose parts of a weight are taken together; None where this rank's is by itself."""
+        """Returns the ranks whose parts of a weight are taken together; None where this rank's is by
+        itself."""
         return None if self.gather_parts is None else self._shared.get(layer)
 
     def _make_rows(self, steps: int) -> None:
@@ -454,7 +457,7 @@ class Inspector:
             )
 
     def _of_all_ranks(self, own: Records, asked: Mapping[Key, _Logged]) -> Records:
-        """The records of all ranks together: of weights those of the ranks that have parts of one."""
+        """Returns the records of all ranks together: of weights those of the ranks that have parts of one."""
         weights = {key: record for key, record in own.items() if key[1] == "weight"}
         found = {key: record for key, record in own.items() if key[1] != "weight"}
         if self.gather is not None:
@@ -470,14 +473,14 @@ class Inspector:
 
 
 def _in_order(found: tuple[tuple[int, Place | None], tuple[_Logged, Record]]) -> tuple[Any, ...]:
-    """A key to sort a step's records by: layers by name, those of a stack by number, then tensors."""
+    """Returns a key to sort a step's records by: layers by name, those of a stack by number, then tensors."""
     (_, place), (logged, _) = found
     layer, tensor = logged.place
     return layer, () if place is None else place.numbers, tensor
 
 
 def _total(ranks: Sequence[Records], asked: Mapping[Key, _Logged]) -> Records:
-    """The ranks' records together, of what is asked for."""
+    """Returns the requested records of all ranks together."""
     total: Records = {}
     for records in ranks:
         for key, record in records.items():
@@ -492,7 +495,7 @@ _SERIAL = itertools.count()
 
 @lru_cache(maxsize=4096)
 def _same(watch: Watch) -> Watch:
-    """The same object for equal ones, whichever inspector asks: plans are found by it."""
+    """Returns the same object for equal ones, whichever inspector asks: plans are found by it."""
     return watch
 
 
@@ -507,7 +510,7 @@ def _logged(key: Key, needs: Needs) -> _Logged:
 
 
 def product_name(layer: str, prefix: str) -> str:
-    """The name of a layer's product, with Transformer Engine's endings: ``layernorm_mlp.fc1``,
+    """Returns the name of a layer's product, with Transformer Engine's endings: ``layernorm_mlp.fc1``,
     ``experts.gemm_0``; the layer's own where it has one."""
     ending = prefix.rstrip("_")
     if not ending:

@@ -50,8 +50,8 @@ class Comparison(NamedTuple):
 
 
 def running_mean(values: HostArray, span: int) -> HostArray:
-    """The mean of each value and up to ``span - 1`` before it, float64 (n,); NaN from a value on that is not
-    finite."""
+    """Returns the mean of each value and up to ``span - 1`` before it, float64 (n,); NaN from a value on that
+    is not finite."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, values.size + 1)
     starts = np.maximum(ends - span, 0)
@@ -60,7 +60,7 @@ def running_mean(values: HostArray, span: int) -> HostArray:
 
 
 def grouped(curves: Iterable[Curve]) -> dict[str, Group]:
-    """The curves by kind, in their order; kinds without a training loss are left out."""
+    """Returns the curves by kind, in their order; kinds without a training loss are left out."""
     by_name: dict[str, list[Curve]] = {}
     for curve in curves:
         if curve.steps.size:
@@ -84,15 +84,15 @@ def _group(name: str, curves: list[Curve]) -> Group:
 
 
 def reference_of(groups: dict[str, Group], asked: str | None) -> str | None:
-    """The name of the group that the others are compared with: the one that was asked for, else the first
-    whose name is that of a high precision, else the first. ArgumentError for one that is not there."""
+    """Returns the name of the group that the others are compared with: the one that was asked for, else the
+    first whose name is that of a high precision, else the first. ArgumentError for one that is not there."""
     if asked is not None:
         return choice("report", "--reference", asked, groups)
     return next((name for name in groups if _HIGH.match(name)), next(iter(groups), None))
 
 
 def compared(groups: dict[str, Group], curves: Iterable[Curve], reference: str | None) -> list[Comparison]:
-    """A row for each group, in their order."""
+    """Returns a row for each group, in their order."""
     diverged: dict[str, int] = {}
     for curve in curves:
         bad = np.nonzero(~np.isfinite(curve.losses))[0]

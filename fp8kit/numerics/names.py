@@ -90,7 +90,7 @@ class Needs:
 
 
 def request(stats: Iterable[str | Mapping[str, Any]], operand: Operand | str = "activation") -> Needs:
-    """The statistics by name of an operand, validated, once for equal arguments.
+    """Returns the statistics by name of an operand, validated, once for equal arguments.
 
     * ``stats``: names (this module's text), as a list or a tuple. A statistic of blocks may be a mapping with
       its options: ``{"crest_factor": {"block_size": 32}}``, ``{"max_blockwise_dynamic_range": {"block_size":
@@ -140,7 +140,7 @@ def _with_options(stat: Any, name: Any, options: Any) -> tuple[str, tuple[tuple[
 
 
 def _refuse(name: Any) -> NoReturn:
-    """ArgumentError for a name that is none: it says the nearest."""
+    """ArgumentError for an unknown name; it says the nearest one."""
     recipes = recipe_names()
     prefixed = [
         f"{recipe}_{stat}{end}" for recipe in recipes for stat in OF_CAST for end in ("", _COLUMNWISE)
@@ -167,7 +167,7 @@ def _request(asked: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...], operand
 
 
 def _briefly(casts: list[CastStatistics], stats: tuple[Stat, ...]) -> tuple[CastStatistics, ...]:
-    """The casts, brief where no statistic of one needs more."""
+    """Returns the casts, brief where no statistic of one needs more."""
     long = {stat.of for stat in stats if stat.kind in OF_CAST and stat.kind not in _BRIEF}
     return tuple(
         replace(cast, brief=(i,) not in long and can_be_brief(cast.quantizer)) for i, cast in enumerate(casts)
@@ -175,7 +175,7 @@ def _briefly(casts: list[CastStatistics], stats: tuple[Stat, ...]) -> tuple[Cast
 
 
 def _place(items: list[Any], item: Any) -> int:
-    """The number of an item in a list, which it is put into where it is not there."""
+    """Returns the number of an item in a list, which it is put into where it is not there."""
     if item not in items:
         items.append(item)
     return items.index(item)
@@ -205,7 +205,7 @@ def _stat(name: str, options: dict[str, Any], operand: Operand, tiles: list[Any]
 
 
 def _cast(name: str, recipe: str, operand: Operand, columnwise: bool) -> CastStatistics:
-    """The cast that a statistic is of: ``given`` where it is the layer's own."""
+    """Returns the cast that a statistic is of: ``given`` where it is the layer's own."""
     where = operand.tensor, operand.transposed
     active = operand.quantization if operand.tensor in CAST else None
     if not recipe and active is None:
@@ -242,7 +242,7 @@ def _block(name: str, options: dict[str, Any], operand: Operand) -> tuple[str, s
 
 
 def _options_in(name: str, kind: str) -> dict[str, Any]:
-    """The options that a name in a log has."""
+    """Returns the options that a name in a log has."""
     if name == kind:
         return {}
     stem, found = name, dict[str, Any]()

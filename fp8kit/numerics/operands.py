@@ -27,8 +27,8 @@ class Range(NamedTuple):
 
 
 def quantizer_of(recipe: str | None, tensor: str, stat: str = "") -> Quantizer | None:
-    """How a recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation of
-    ``stat``; None for no recipe, for one that has another name, and for what it does not cast."""
+    """Returns how a recipe, by one of ``whatif.recipe_names``, casts a tensor of a log, in the orientation of
+    ``stat``; None without a recipe, for one of another name, and for a tensor that it does not cast."""
     if recipe is None or recipe not in recipe_names() or tensor not in CAST:
         return None
     return _quantizer_of(recipe, tensor, stat)
@@ -44,8 +44,8 @@ def _quantizer_of(recipe: str, tensor: str, stat: str) -> Quantizer | None:
 
 
 def prefixes(stat: str) -> tuple[str | None, str]:
-    """The recipe that a what-if statistic's name begins with, the longest that fits, None where there is
-    none; and the rest, without the orientation."""
+    """Returns the recipe that a what-if statistic's name begins with, the longest that fits, None where there
+    is none; and the rest, without the orientation."""
     stat = stat.removesuffix("_columnwise")
     names = [name for name in recipe_names() if stat.startswith(f"{name}_")]
     if not names or stat in STATS or "_block_size_" in stat:
@@ -57,7 +57,8 @@ def prefixes(stat: str) -> tuple[str | None, str]:
 def range_of(
     recipe: str | None, what_if: bool, key: Key, step: int, counts: HostArray, log: dict[Key, Series]
 ) -> Range | None:
-    """The range of ``recipe``'s format for the tensor of ``key`` at ``step``; None where it does not cast it.
+    """Returns the range of ``recipe``'s format for the tensor of ``key`` at ``step``; None where it does not
+    cast it.
 
     The scale is the logged one: the least ``scale_inv`` for the low end, the largest for the high end.
     Without it that of current scaling: from the logged amax, or from the histogram's largest exponent,
@@ -90,7 +91,8 @@ def range_of(
 
 
 def _at(key: Key, stat: str, step: int, log: dict[Key, Series]) -> float | None:
-    """The last positive value of another statistic of the same tensor up to ``step``, or its first."""
+    """Returns the last positive value of another statistic of the same tensor up to ``step``, or its
+    first."""
     found = log.get(key._replace(stat=stat))
     if found is None:
         return None

@@ -41,9 +41,9 @@ _REFERENCE = "#5b6472"
 
 
 def heat_map(rows: Rows, stat: str, tensor: str = "activation", gemm: str | None = None) -> Any:
-    """A statistic of every layer over the steps: a row is a layer, from the first at the top, a column a
-    logged step. Scales and amaxes are coloured by their logarithm. ArgumentError for rows that are none, and
-    for a tensor, statistic or GEMM that the log does not have."""
+    """Returns a statistic of every layer over the steps: a row is a layer, from the first at the top, a
+    column a logged step. Scales and amaxes are coloured by their logarithm. ArgumentError for invalid rows,
+    and for a tensor, statistic or GEMM that the log does not have."""
     log = _log(rows)
     choice("heat_map", "tensor", tensor, TENSORS)
     there = {key.stat for key in log if key.tensor == tensor and kind_of(key.stat) is None}
@@ -77,8 +77,8 @@ def heat_map(rows: Rows, stat: str, tensor: str = "activation", gemm: str | None
 
 
 def over_time(rows: Rows, stat: str, layer: str) -> Any:
-    """A statistic of one layer over the steps, a line a tensor. ArgumentError for rows that are none, and for
-    a layer or statistic that the log does not have."""
+    """Returns a statistic of one layer over the steps, a line a tensor. ArgumentError for invalid rows, and
+    for a layer or statistic that the log does not have."""
     log = _log(rows)
     _want("over_time", "layer", layer, {key.layer for key in log}, "layers")
     keys = [key for key in log if key.layer == layer and key.stat == stat]
@@ -99,10 +99,10 @@ def over_time(rows: Rows, stat: str, layer: str) -> Any:
 def exponents(
     rows: Rows, layer: str, tensor: str = "activation", step: int | None = None, recipe: str | None = None
 ) -> Any:
-    """The histogram of a tensor's exponents at the last logged step up to ``step``, None the last of all, in
-    % of the elements. ``recipe``, a name of ``fp8kit.recipes.NAMED``: its format's smallest and largest
-    magnitude as two lines (``fp8kit.numerics.operands.range_of`` says at which scale). ArgumentError for
-    rows that are none, and for what the log does not have."""
+    """Returns the histogram of a tensor's exponents at the last logged step up to ``step``, None the last of
+    all, in % of the elements. ``recipe``, a name of ``fp8kit.recipes.NAMED``: its format's smallest and
+    largest magnitude as two lines (``fp8kit.numerics.operands.range_of`` says at which scale). ArgumentError
+    for invalid rows, and for what the log does not have."""
     log = _log(rows)
     choice("exponents", "tensor", tensor, TENSORS)
     there = {key.layer for key in log if (key.tensor, key.stat) == (tensor, "exponents")}

@@ -69,8 +69,8 @@ _STATES = ("broken", "beyond", "moving", "holds")
 
 
 def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
-    """A verdict for each tensor of each layer that a limit is for, the first to break first. ``recipe``: of
-    the run, a name of ``fp8kit.recipes.NAMED``. ArgumentError for a ``log`` that is none."""
+    """Returns a verdict for each tensor of each layer that has a limit, the first to break first. ``recipe``:
+    of the run, a name of ``fp8kit.recipes.NAMED``. ArgumentError if ``log`` is not such a mapping."""
     given: Any = log
     if not isinstance(given, Mapping):
         wanted = "statistics by Key: the statistics of run_folder.read(RUN), or run_folder.series_of(rows)"
@@ -90,14 +90,15 @@ def rank(log: dict[Key, Series], recipe: str | None) -> list[Verdict]:
 
 
 def own_name(stat: str, recipe: str | None) -> str:
-    """A statistic's name without the run's own recipe before it, which it may have as a what-if has."""
+    """Returns a statistic's name without the run's own recipe before it, which it may have as a what-if
+    has."""
     before, rest = prefixes(stat)
     own = before is not None and recipe is not None and TE_RECIPES.get(before, before) == recipe
     return rest if own and not stat.endswith("_columnwise") else stat
 
 
 def limit_of(key: Key, recipe: str | None) -> Limit | None:
-    """The limit of a statistic; None where there is none."""
+    """Returns the limit of a statistic; None where there is none."""
     if key.stat in ("nan_count", "inf_count"):
         return Limit(0.0, 1, 1.0)
     if key.stat == "relative_error" and key.tensor in ("dgrad", "wgrad", "gradient"):
@@ -201,5 +202,5 @@ def _sentence(
 
 
 def _round(step: float) -> int:
-    """A step that is a forecast, to two digits."""
+    """Returns a step that is a forecast, to two digits."""
     return int(float(f"{min(step, 1e15):.2g}"))

@@ -35,7 +35,8 @@ _ZEROS = 256  # place of the zeros in a histogram
 
 
 def rules(shown: dict[str, Any]) -> list[str]:
-    """How what is shown follows from the log, a sentence or two a rule; ``shown``: what ``digest`` made."""
+    """Returns how what is shown follows from the log, a sentence or two a rule; ``shown``: what ``digest``
+    made."""
     maps = (
         f"A heat map has at most {COLUMNS} columns, all maps together {CELLS:,} cells ({shown['cells']:,} "
         "here). Where more steps are logged a column stands for equally many of them and shows the worst: "
@@ -54,9 +55,9 @@ def rules(shown: dict[str, Any]) -> list[str]:
 
 
 def digest(run: RunFolder, reference: str | None = None) -> dict[str, Any]:
-    """What the page shows of a run, as data for JSON. ``reference``: the group of losses that others are
-    compared with, None: run.json's ``settings.reference``, else one in high precision. ArgumentError for a
-    group that is not there."""
+    """Returns what the page shows of a run, as data for JSON. ``reference``: the group of losses that others
+    are compared with, None: run.json's ``settings.reference``, else one in high precision. ArgumentError for
+    a group that is not there."""
     recipe = run.about["recipe"]
     asked = reference if reference is not None else run.about["settings"].get("reference")
     maps, cells = _maps(run.statistics)
@@ -78,7 +79,7 @@ def digest(run: RunFolder, reference: str | None = None) -> dict[str, Any]:
 
 
 def page(shown: dict[str, Any]) -> str:
-    """The HTML of ``digest``'s data, one file that asks no network for anything."""
+    """Returns the HTML of ``digest``'s data, one file that asks no network for anything."""
     folder = resources.files("fp8kit.numerics") / "page"
     text, style, *scripts = (
         (folder / name).read_text("utf-8")
@@ -97,7 +98,7 @@ def page(shown: dict[str, Any]) -> str:
 
 
 def _steps(run: RunFolder) -> int:
-    """How many steps the run has: from the first that is numbered, 0 or 1 as a rule, to the last."""
+    """Returns how many steps the run has: from the first that is numbered, 0 or 1 as a rule, to the last."""
     every = [curve.steps for curve in run.curves] + [series.steps for series in run.statistics.values()]
     numbers = [steps for steps in every if steps.size]
     return int(max(own[-1] for own in numbers) - min(own[0] for own in numbers)) + 1 if numbers else 0
@@ -109,7 +110,7 @@ def _title(about: dict[str, Any]) -> str:
 
 
 def number(value: float) -> float | str | None:
-    """A number for JSON, to four digits; Inf and NaN as words."""
+    """Returns a number for JSON, to four digits; Inf and NaN as words."""
     if math.isnan(value):
         return "nan"
     if math.isinf(value):
@@ -164,8 +165,8 @@ def _losses(run: RunFolder, asked: str | None) -> dict[str, Any]:
 
 
 def _thinned(steps: HostArray, values: HostArray, most: int) -> tuple[HostArray, HostArray]:
-    """At most so many points: the last step, and the mean of the values, of equally many each. steps (n,),
-    values (rows, n)."""
+    """Returns curves of at most ``most`` points: parts of equally many steps, each by its last step and the
+    mean of its values. steps (n,), values (rows, n)."""
     if steps.size <= most:
         return steps, values
     parts = np.array_split(np.arange(steps.size), most)
@@ -175,7 +176,7 @@ def _thinned(steps: HostArray, values: HostArray, most: int) -> tuple[HostArray,
 
 
 def _band(values: HostArray) -> dict[str, Any]:
-    """The mean, the least and the largest over rows."""
+    """Returns the mean, the least and the largest over rows."""
     with np.errstate(invalid="ignore"):
         mean = _numbers(values.mean(0))
     if values.shape[0] == 1:
@@ -187,7 +188,7 @@ def _band(values: HostArray) -> dict[str, Any]:
 
 
 def _maps(log: dict[Key, Series]) -> tuple[list[dict[str, Any]], int]:
-    """A map for each (tensor, statistic, GEMM), and the number of their cells."""
+    """Returns a map for each (tensor, statistic, GEMM), and the number of their cells."""
     places: dict[tuple[str, str, str], list[Key]] = defaultdict(list)
     for key in log:
         if kind_of(key.stat) is None:
@@ -223,8 +224,8 @@ def least(stat: str) -> bool:
 
 
 def columns_of(series: Series, starts: list[int], smallest: bool) -> list[float | None]:
-    """The worst value of each column, whose steps go from one of ``starts``, ascending, to the next; None
-    where there is none, NaN where one is."""
+    """Returns the worst value of each column, whose steps go from one of ``starts``, ascending, to the next;
+    None where there is none, NaN where one is."""
     at = np.searchsorted(starts, series.steps, side="right") - 1
     found: list[float | None] = [None] * len(starts)
     pick = min if smallest else max
@@ -241,7 +242,7 @@ def columns_of(series: Series, starts: list[int], smallest: bool) -> list[float 
 
 
 def _histograms(log: dict[Key, Series], recipe: str | None) -> dict[str, Any]:
-    """The histograms, by layer and tensor, and which recipes' ranges they have."""
+    """Returns the histograms, by layer and tensor, and which recipes' ranges they have."""
     keys = [key for key in log if kind_of(key.stat) is not None]
     keys.sort(key=lambda key: (layer_order(key.layer), TENSORS.index(key.tensor), key.stat))
     times = max(2, min(TIMES, HISTOGRAMS // max(1, len(keys))))

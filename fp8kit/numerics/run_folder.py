@@ -93,8 +93,8 @@ class RunFolder:
 
 
 def read(path: str | Path) -> RunFolder:
-    """The RUN folder ``path``. ArgumentError where that is no folder; Fp8kitError that names the file, and
-    the line, for a file that is missing, or has a line that is not what it must be."""
+    """Returns the RUN folder ``path``. ArgumentError where that is no folder; Fp8kitError that names the
+    file, and the line, for a file that is missing, or has a line that is not what it must be."""
     folder = Path(path)
     if not folder.is_dir():
         raise ArgumentError("report", "RUN", f"'{folder}'", "a folder with run.json and two .jsonl files")
@@ -134,7 +134,7 @@ def write(
       others are compared with.
     * ``versions``: by name, None for those of fp8kit and of the array libraries that are loaded.
 
-    Returns the folder. Raises ArgumentError for what ``read`` would refuse, before a file is written.
+    Returns the folder. Raises ArgumentError for values that ``read`` would refuse, before a file is written.
     """
     about: dict[str, Any] = {
         "model": {} if model is None else model,
@@ -169,7 +169,8 @@ def _versions() -> dict[str, str]:
 
 
 def _loss_rows(name: str, losses: Any) -> Iterator[dict[str, Any]]:
-    """The lines of losses.jsonl of one argument of ``write``; ArgumentError for what gives none."""
+    """Yields the lines of losses.jsonl of one argument of ``write``; ArgumentError for a value that has no
+    losses."""
     if not isinstance(losses, Mapping):
         raise ArgumentError("run_folder.write", name, shown(losses), "losses by the name of their run")
     for series, own in losses.items():
@@ -184,7 +185,7 @@ def _loss_rows(name: str, losses: Any) -> Iterator[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy as Python's own."""
+    """Returns a number of NumPy as Python's own."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -192,7 +193,8 @@ def plain(value: Any) -> Any:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, Series]:
-    """The rows of a log, by what they are of. Rows are taken as they are: ``check_row`` checks one."""
+    """Returns the rows of a log by their Key. Rows are taken as they are: ``check_row`` checks
+    one."""
     found: dict[Key, dict[int, Any]] = {}
     for row in rows:
         key = Key(row["layer"], row["tensor"], row.get("gemm", ""), row["stat"])
@@ -210,7 +212,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, Series]:
 
 
 def curves_of(losses: Iterable[Mapping[str, Any]]) -> tuple[Curve, ...]:
-    """The rows of losses.jsonl as curves, in the order in which their series appear."""
+    """Returns the rows of losses.jsonl as curves, in the order in which their series appear."""
     training: dict[str, dict[int, float]] = {}
     validation: dict[str, dict[int, float]] = {}
     for row in losses:
@@ -235,7 +237,7 @@ def kind_of(stat: str) -> str | None:
 
 
 def layer_order(name: str) -> tuple[Any, ...]:
-    """A key to sort layers' names by: numbers as numbers, parts of a layer in the order in which they
+    """Returns a key to sort layers' names by: numbers as numbers, parts of a layer in the order in which they
     compute."""
     parts = []
     for word in name.split("."):
@@ -275,8 +277,8 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _fault(about: dict[str, Any]) -> tuple[str, str | None, str] | None:
-    """The first of run.json's names whose value is not what it must be: (name, what it is, what it should
-    have been); None where all are right."""
+    """Returns the first of run.json's names whose value is not what it must be: (name, what it is, what it
+    should have been); None where all are right."""
     for name, kinds, wanted in (
         ("model", dict, "an object"),
         ("settings", dict, "an object"),
@@ -290,8 +292,8 @@ def _fault(about: dict[str, Any]) -> tuple[str, str | None, str] | None:
 
 
 def _lines(path: Path, check: Callable[[Any], str | None]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; Fp8kitError for the first line that ``check`` says something
-    about."""
+    """Yields the objects of a file of JSON lines; Fp8kitError for the first line that ``check`` says
+    something about."""
     for number, line in enumerate(_read(path).split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -321,7 +323,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_loss(row: Any) -> str | None:
-    """What a line of losses.jsonl should have been, None for one that is right."""
+    """Returns what a line of losses.jsonl should have been, None for one that is right."""
     if not isinstance(row, dict):
         return "a JSON object"
     if not _is_step(row.get("step")):
@@ -334,7 +336,7 @@ def check_loss(row: Any) -> str | None:
 
 
 def check_row(row: Any) -> str | None:
-    """What a line of statistics.jsonl should have been, None for one that is right."""
+    """Returns what a line of statistics.jsonl should have been, None for one that is right."""
     if not isinstance(row, dict):
         return "a JSON object"
     if not _is_step(row.get("step")):

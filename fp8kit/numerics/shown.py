@@ -2,8 +2,8 @@
 
 The counts and sums of all calls on one stream lie in one block of device memory, the same in every step, so
 that a call that comes again has the same addresses and can be replayed. At the end of the step one copy per
-block is put on that stream, into page-locked memory; nobody waits for it before the numbers are wanted. What
-the next step writes there comes behind the copy.
+block is put on that stream, into page-locked memory; the host waits for it only when it reads the numbers.
+The next step writes the block after the copy, on the same stream.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ class Shown:
         self._copies: dict[Block, Copy] = {}
 
     def take(self, entries: Mapping[str, Entry], shown: Sequence[Any], place: Place | None = None) -> None:
-        """Note what a call has shown."""
+        """Keep the arrays that a call has filled, until the step's end."""
         self.taken += [(own, place, array) for own, array in zip(entries.values(), shown, strict=True)]
         for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
             block.waiting -= 1
 
     def fetch(self, blocks: Blocks) -> bool:
-        """Begin to copy to the host. Whether it is all there already, or cannot come by itself."""
+        """Begin to copy the arrays to the host. Returns whether all copies have arrived; True also where some
+        arrays lie outside of the blocks: only ``host`` copies those."""
         self._copies = blocks.fetch()
         others = any(not isinstance(_owner(array), Block) for *_, array in self.taken)
         return others or all(copy.on_host for copy in self._copies.values())

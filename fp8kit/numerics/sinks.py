@@ -37,12 +37,12 @@ class Sink(Protocol):
 
 
 def name_of(row: Row) -> str:
-    """A row's name in Transformer Engine's logs, LAYER_TENSOR_STAT."""
+    """Returns a row's name in Transformer Engine's logs, LAYER_TENSOR_STAT."""
     return f"{row['layer']}_{row['tensor']}_{row['stat']}"
 
 
 def text_of(value: Any) -> str:
-    """A value as text: all digits that a float32 has, so that small ones are no zeros."""
+    """Returns a value as text: all digits that a float32 has, so that small ones are no zeros."""
     if isinstance(value, list):
         return json.dumps(value, separators=(",", ":"))
     return str(value) if isinstance(value, int) else str(np.float32(value))
@@ -195,7 +195,7 @@ class WeightsAndBiases:
             run.define_metric(f"{layer}/*", step_metric=self.STEP)
             self._layers.add(layer)
         for step, values in by_step.items():
-            if run.step == self._row:  # nobody has ended that row
+            if run.step == self._row:  # that row has not been ended
                 run.log({}, commit=True)
             run.log({**values, self.STEP: step}, commit=False)
             self._row = run.step
@@ -265,7 +265,7 @@ def _summary_writer(folder: Any) -> Any:
 
 
 def sink_of(value: Any) -> Sink:
-    """A sink: one already; the path of a ``.jsonl`` or ``.csv`` file; a writer of TensorBoard
+    """Returns a sink: one already; the path of a ``.jsonl`` or ``.csv`` file; a writer of TensorBoard
     (``add_scalar``); a run of Weights & Biases, or ``wandb`` itself (``log``); a logger of ``nvdlfw_inspect``
     (``log_scalar``); a function of the rows of a step. ArgumentError for anything else."""
     if callable(getattr(value, "write", None)) and callable(getattr(value, "close", None)):

@@ -56,8 +56,8 @@ class Codes(NamedTuple):
 def inputs(
     needs: Needs, x: Any, quantized: Codes | Mapping[str, Codes] | None = None, twin: Any = None
 ) -> dict[str, Any]:
-    """The operation's inputs by name, for a frontend's ``apply(statistics.operation, needs.spec, inputs)``,
-    whose result "record" is what ``collect`` gives. Arrays are not looked at.
+    """Returns the operation's inputs by name, for a frontend's ``apply(statistics.operation, needs.spec,
+    inputs)``, whose result "record" is what ``collect`` gives. Arrays are not looked at.
 
     None of them may want a gradient: detach them. ArgumentError for ``needs`` that ``request`` has not made,
     for ``quantized`` of other words than "rowwise" and "columnwise", for a twin that is missing or that
@@ -96,7 +96,7 @@ def _want_needs(needs: Any) -> None:
 def collect(
     x: Any, needs: Needs, quantized: Codes | Mapping[str, Codes] | None = None, twin: Any = None
 ) -> ArrayView:
-    """The counts and sums of a tensor: uint8 (n,) on its device, queued on its stream; nothing waits.
+    """Returns the counts and sums of a tensor: uint8 (n,) on its device, queued on its stream; nothing waits.
 
     * ``x``: a Tensor, an ArrayView or an array of any library, float32, bfloat16 or float16 (..., N).
     * ``needs``: of ``request``.
@@ -125,18 +125,18 @@ def _view(value: Any, name: str) -> ArrayView:
 
 
 def merge(needs: Needs, a: Any, b: Any) -> np.ndarray[Any, Any]:
-    """The counts and sums of two tensors together, uint8 on the host, as ``collect`` gives them: of several
-    micro-batches, or of the parts that ranks have. ``a``, ``b``: arrays on the host, or bytes. Exact: counts
-    are int64, deviations about a common mean are made of those about each (``fp8kit.numerics.sums``).
+    """Returns the counts and sums of two tensors together, uint8 on the host, as ``collect`` gives them: of
+    several micro-batches, or of the parts that ranks have. ``a``, ``b``: arrays on the host, or bytes. Exact:
+    counts are int64, deviations about a common mean are made of those about each (``fp8kit.numerics.sums``).
     ShapeError for other sizes than these needs have."""
     _want_needs(needs)
     return merged(needs.spec, a, b)
 
 
 def values(needs: Needs, sums: Any) -> dict[str, Any]:
-    """The statistics by name, in the order in which they were asked for: floats, ints for counts, lists of
-    257 ints for histograms. ``sums``: what ``collect`` or ``merge`` gave, on the host, or bytes. ShapeError
-    for another size."""
+    """Returns the statistics by name, in the order in which they were asked for: floats, ints for counts,
+    lists of 257 ints for histograms. ``sums``: what ``collect`` or ``merge`` gave, on the host, or bytes.
+    ShapeError for another size."""
     _want_needs(needs)
     found = _Found(needs.spec, sums)
     return {stat.name: _VALUES[stat.kind](found, stat) for stat in needs.stats}
@@ -176,7 +176,7 @@ def tensor_statistics(
 
 
 def _single(view: ArrayView, name: str) -> ArrayView:
-    """float64 as float32; FormatError for what statistics are not made of."""
+    """Returns a float64 view as float32, others as they are. FormatError for dtypes without statistics."""
     if view.dtype is formats.float64:
         with np.errstate(over="ignore"):
             return arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
@@ -187,7 +187,8 @@ def _single(view: ArrayView, name: str) -> ArrayView:
 
 
 def _rules(recipe: Any) -> Quantization | None:
-    """The rules of a recipe, of a name of one; ArgumentError for what is none, or differs by layer."""
+    """Returns the rules of a recipe, of a recipe's name or of a Quantization; None for None. ArgumentError
+    for anything else, and for a recipe that differs by layer."""
     if isinstance(recipe, str):
         recipe = NAMED[choice("statistics", "recipe", recipe, NAMED)].recipe
     if isinstance(recipe, Recipe) and not recipe.by_layer:

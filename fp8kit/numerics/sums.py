@@ -26,9 +26,9 @@ _BYTES = np.dtype(np.uint8)
 
 
 def unpacked(spec: StatisticsSpec, record: Any) -> Sums:
-    """The parts of a record by (kernel, call, name): int64 or float64 (n,), perhaps views of it. ``record``:
-    the uint8 array of a spec, or bytes, on the host. ShapeError for another size, FormatError for no
-    array."""
+    """Returns the parts of a record by (kernel, call, name): int64 or float64 (n,), perhaps views of it.
+    ``record``: the uint8 array of a spec, or bytes, on the host. ShapeError for another size, FormatError for
+    no array."""
     raw = _words(spec, record)
     words = {dtype: raw.view(own) for dtype, own in _WORDS.items()}
     return {(s.kernel, s.call, s.name): words[s.dtype][s.start : s.start + s.many] for s in spec.sections}
@@ -42,7 +42,7 @@ def numbers(spec: StatisticsSpec, record: Any) -> dict[Key, list[Any]]:
 
 
 def _words(spec: StatisticsSpec, record: Any) -> Array:
-    """The bytes of a record, as many as a spec's."""
+    """Returns the bytes of a record, as many as a spec's."""
     wanted = f"{spec.nbytes} bytes on the host, as collect gives them for these needs"
     if type(record) is np.ndarray and record.dtype == _BYTES and record.flags.c_contiguous:
         raw = record
@@ -61,17 +61,17 @@ def _words(spec: StatisticsSpec, record: Any) -> Array:
 
 
 def elements(counts: Any) -> int:
-    """How many values a tensor's counts are of."""
+    """Returns how many values a tensor's counts are of."""
     return int(counts[0] if len(counts) == BRIEF_COUNTS else sum(counts[:EXPONENTS]))
 
 
 def finite(counts: Array) -> int:
-    """How many of them are finite; NaN, Inf and -Inf are counted last."""
+    """Returns how many of them are finite; NaN, Inf and -Inf are counted last."""
     return elements(counts) - int(counts[-3:].sum())
 
 
 def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
-    """The record of two tensors together, uint8, of the records of each, on the host."""
+    """Returns the record of two tensors together, uint8, of the records of each, on the host."""
     made = np.empty(spec.nbytes, np.uint8)
     out = unpacked(spec, made)
     first, second = unpacked(spec, a), unpacked(spec, b)
@@ -93,7 +93,7 @@ def merged(spec: StatisticsSpec, a: Any, b: Any) -> Array:
 
 
 def _scales(one: Array, other: Array, many: int, more: int) -> tuple[float, float]:
-    """The least and the largest scale_inv of two casts; of no elements there are none."""
+    """Returns the least and the largest scale_inv of two casts; of no elements there are none."""
     if not many or not more:
         return tuple((one if many else other)[-2:])
     return min(one[-2], other[-2]), max(one[-1], other[-1])

@@ -1,4 +1,4 @@
-"""Which cast a statistic is of: an operand's own, by the layer's recipe, or one by another recipe."""
+"""The cast that a statistic measures: by the layer's own recipe, or (what if) by another one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from fp8kit.quantization import OPERANDS, Quantization, Quantizer
 from fp8kit.recipes import NAMED, TE_RECIPES
 
 TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
-# tensor -> the operand whose rules it has. The three results have one for what-ifs: what such a tensor would
-# be as the next layer's operand
+# tensor -> the operand whose rules cast it. A GEMM's result is cast in what-ifs alone, by the rules that it
+# would have as an operand of the next layer
 _SOURCES = {"activation": "x", "weight": "w", "gradient": "g", "output": "x", "dgrad": "g", "wgrad": "g"}
 CAST = ("activation", "weight", "gradient")  # the tensors that a layer casts
 
 
 def recipe_names() -> tuple[str, ...]:
-    """What a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
+    """Returns what a statistic's name may begin with: every name of ``fp8kit.recipes.NAMED``, and Transformer
     Engine's."""
     return (*NAMED, *TE_RECIPES)
 
 
 def quantization_of(recipe: str) -> Quantization:
-    """The rules of a recipe by one of ``recipe_names``."""
+    """Returns the rules of a recipe by one of ``recipe_names``."""
     return NAMED[TE_RECIPES.get(recipe, recipe)].recipe.quantization
 
 

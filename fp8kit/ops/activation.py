@@ -34,11 +34,11 @@ from fp8kit.spec import (
 def activation_numbers(
     operation: str, activation: str, params: Mapping[str, Any] | None
 ) -> tuple[float, ...]:
-    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
+    """Returns the numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of
     ``backends.activation``.
 
-    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit
-    that is not positive.
+    FormatError for an unknown activation, a name that it does not have, a number that is not finite, and a
+    limit that is not positive.
     """
     row = ALL[choice(operation, "activation", activation, ALL, FormatError)]
     if params is not None and not isinstance(params, Mapping):
@@ -66,7 +66,7 @@ def all_numbers(
 
 
 def want_learned(operation: str, activation: str, metas: Metas, dtype: Any) -> dict[str, Meta]:
-    """The activation's learned numbers by name, checked: each h (1,), of ``dtype``."""
+    """Returns the activation's learned numbers by name, checked: each h (1,), of ``dtype``."""
     return {name: want(operation, name, metas, (1,), dtype) for name in ALL[activation].learned}
 
 
@@ -129,7 +129,8 @@ def gradient_workspace(kernels: Any, activation: str, rows: int, features: int) 
 
 
 def gradient_scratch(activation: str, dtype: Any) -> dict[str, Meta]:
-    """``activate_bwd``'s temporaries beside: learned numbers' gradients that nobody wants."""
+    """Returns further temporaries of ``activate_bwd``: gradients of learned numbers, where they are not
+    outputs."""
     learned = ALL[activation].learned
     return {"alphas": Meta((len(learned),), dtype)} if learned else {}
 

@@ -84,7 +84,7 @@ class Attention(Operation):
     their layout), bias and softmax_offset.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes; ``forward``
-    ArgumentError for running sums on the CPU that are none (``ops.values``).
+    ArgumentError for invalid running sums on the CPU (``ops.values``).
     """
 
     name = "attention"
@@ -93,8 +93,8 @@ class Attention(Operation):
     arguments = ARGUMENTS
 
     def partitions(self, spec: AttentionSpec, metas: Metas, views: Shapes) -> Partitions:
-        """By batches and by heads; sequences are not split, nor are calls whose operands are quantised: heads
-        share scales."""
+        """Returns partitions by batches and by heads. Sequences are not split, nor are calls whose operands
+        are quantised, since heads share scales."""
         if spec.packed or spec.quantized is not None:
             return ()
         there = {name: meta.shape for name, meta in metas.items() if meta is not None}

@@ -66,8 +66,8 @@ class _Extra(NamedTuple):
 
 
 def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
-    """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there,
-    but for an unused rng."""
+    """Check the inputs beside q, k and v: that those which are needed are there, of the right shapes and
+    dtypes. Returns the names of those that are there, without an unused rng."""
     batch, heads, rows = lse_shape(dense)
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]

@@ -68,7 +68,7 @@ class NativeCall(QuantizedCall):
         return int(kernels.fp8_attention_workspace(*shapes, self.spec, *formats, backward, deterministic))
 
     def scratch(self, kernels: Any, backward: bool, bias: Shape | None, dbias: bool) -> dict[str, Meta]:
-        """What a direction needs beside the padded form of packed sequences."""
+        """Returns what a direction needs beside the padded form of packed sequences."""
         made = {"wide_o": self.matrices["o"].meta}
         for name in _BACKWARD if backward else _FORWARD:
             matrix = self.matrices[name]
@@ -82,7 +82,7 @@ class NativeCall(QuantizedCall):
         return made | {"workspace": Meta((self.workspace(kernels, backward),), uint8)}
 
     def _cast(self, ws: WorkingSet, names: tuple[str, ...], layers: Views) -> list[ArrayView]:
-        """The operands' codes, and their scales' inverses in "inverses" in the order of ``names``."""
+        """Returns the operands' codes, and their scales' inverses in "inverses" in the order of ``names``."""
         k, stream = ws.kernels, ws.stream
         amax, scale, _ = (ws.scratch["scales"].slice(0, i, 1) for i in range(3))
         for group in (*self.groups, *([["do"]] if "do" in names else [])):
@@ -148,8 +148,8 @@ class NativeCall(QuantizedCall):
 
 
 def quantized_call(dense: Dense, kind: DType, kernels: Any, trained: bool) -> QuantizedCall:
-    """The call, by the engine's FP8 kernels where it has them, else emulated. ``trained``: whether its
-    backward will be asked for, which then decides, too."""
+    """Returns the call, by the engine's FP8 kernels where it has them, else emulated. ``trained``: whether
+    its backward will be asked for, which then decides, too."""
     native = NativeCall(dense, kind)
     if native.how.one_scale_a_tensor and native.work >= LEAST:
         directions = (False, True) if trained else (False,)

@@ -22,7 +22,7 @@ class PackedCall:
         self.sizes = lse_shape(dense)[0], spec.max_seqlen_q, spec.max_seqlen_kv
 
     def scratch(self, kernels: Any, signature: Signature, backward: bool) -> dict[str, Meta]:
-        """What a direction needs: its workspace, and gradients that nobody wants."""
+        """Returns the temporaries of forward or backward: its workspace, and unneeded gradients."""
         shapes, strides = zip(*((part.shape, part.strides) for part in self.parts.values()), strict=True)
         bias = signature.grads.get("bias") if backward else None
         dbias = None if bias is None else bias.shape
@@ -56,7 +56,7 @@ class PackedCall:
         return o.reshape(o.shape[0], self.spec.num_heads, self.spec.head_dim_v)
 
     def _about(self, ws: WorkingSet) -> tuple[Any, ...]:
-        """Where the sequences lie, what comes beside them, and the rules."""
+        """Returns where the sequences lie, what comes beside them, and the rules."""
         _, longest_q, longest_kv = self.sizes
         starts_q, starts_kv = (places_of(ws.inputs, side)[1] for side in ("q", "kv"))
         lying = Lying(starts_q, starts_kv, longest_q, longest_kv)

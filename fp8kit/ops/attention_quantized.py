@@ -61,7 +61,7 @@ class _Matrix(NamedTuple):
         return self.shape[0] * self.depth
 
     def of(self, view: ArrayView, qkv_format: str) -> ArrayView:
-        """The rows that exist, with dimensions in the order of "sbhd" or "bshd"."""
+        """Returns the rows that exist, with dimensions in the order of "sbhd" or "bshd"."""
         head = self.padded * self.depth
         shape, strides = (self.length, self.batch), (self.depth, self.heads * head)
         if qkv_format == "bshd":
@@ -105,8 +105,8 @@ class QuantizedCall:
     # --- memory ---------------------------------------------------------------------------------------------
 
     def scratch(self, kernels: Any, backward: bool, bias: Shape | None, dbias: bool) -> dict[str, Meta]:
-        """What a direction needs beside the padded form of packed sequences. ``bias``: of that shape, and
-        whether its gradient is wanted."""
+        """Returns what a direction needs beside the padded form of packed sequences. ``bias``: of that shape,
+        and whether its gradient is wanted."""
         uses = _BACKWARD if backward else _FORWARD
         made = {"wide_o": self.matrices["o"].meta}
         for name, along in uses.items():
@@ -139,7 +139,7 @@ class QuantizedCall:
         return ws.scratch["spare"].slice(0, 0, matrix.size).reshape(*matrix.shape)
 
     def _operand(self, ws: WorkingSet, name: str, along: int) -> ArrayView:
-        """An operand as the kernels take it."""
+        """Returns an operand as the kernels take it."""
         rows = along == 0 and self._by_blocks(name)
         view = ws.scratch[f"rows_{name}" if rows else f"wide_{name}"]
         return self.matrices[name].of(view, "bshd")
@@ -232,7 +232,7 @@ class QuantizedCall:
             k.dequantize(codes, into, inverse, *how, stream)
 
     def _how_rotated(self, ws: WorkingSet, name: str) -> tuple[Any, ...]:
-        """How the features of an operand are rotated, as the contract's kernels take it."""
+        """Returns how the features of an operand are rotated, as the contract's kernels take it."""
         rng = ws.inputs["rng"] if self.how.signs == "random" else None
         return self.rotations[name], self.how.signs, 1, rng, ws.stream
 
@@ -240,7 +240,8 @@ class QuantizedCall:
         ws.kernels.rotate(x, out, None, *self._how_rotated(ws, name))
 
     def _as_it_was(self, ws: WorkingSet, name: str, of: str) -> ArrayView:
-        """A result of features that were rotated as ``of``'s were, as one of the features: rotated back."""
+        """Returns a result of features that were rotated as ``of``'s were, as one of the features: rotated
+        back."""
         there = ws.scratch[f"wide_{name}"]
         if of not in self.rotations:
             return there
@@ -251,7 +252,7 @@ class QuantizedCall:
     # --- directions -----------------------------------------------------------------------------------------
 
     def _extras(self, ws: WorkingSet, extras: Any) -> Any:
-        """The extras with the bias in float32."""
+        """Returns the extras with the bias in float32."""
         if extras.bias is None:
             return extras
         ws.kernels.copy(extras.bias, ws.scratch["wide_bias"], ws.stream)

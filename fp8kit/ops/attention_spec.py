@@ -212,8 +212,8 @@ def check(spec: AttentionSpec) -> None:
 
 
 def check_starts(operation: str, name: str, shape: Shape, tokens: int) -> int:
-    """The sequences of running sums of that shape, (batch + 1,); ShapeError for another one, and for tokens
-    of no sequence."""
+    """Returns the sequences of running sums of that shape, (batch + 1,); ShapeError for another one, and for
+    tokens of no sequence."""
     if len(shape) != 1 or shape[0] < (2 if tokens else 1):
         raise ShapeError(
             operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     offset: int
 
     def of(self, view: ArrayView) -> ArrayView:
-        """The part of ``view``, no copy."""
+        """Returns the part of ``view``, no copy."""
         return view.with_strides(self.shape, self.strides, self.offset)
 
 
@@ -44,7 +44,7 @@ class Dense(NamedTuple):
 
 
 def meta_of(metas: Metas, name: str) -> Meta:
-    """The meta of an input of attention; ShapeError where there is none."""
+    """Returns the meta of an input of attention; ShapeError where there is none."""
     return want("attention", name, metas)
 
 
@@ -66,7 +66,7 @@ def attends(spec: AttentionSpec, metas: Metas) -> bool:
 
 
 def leading_of(spec: AttentionSpec, shape: Shape) -> Shape:
-    """The dimensions before the features: (s, b), (b, s) or (t,)."""
+    """Returns the dimensions before the features: (s, b), (b, s) or (t,)."""
     return shape[: 1 if spec.packed else 2]
 
 
@@ -77,7 +77,7 @@ def lse_shape(dense: Dense) -> Shape:
 
 
 def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
-    """The call in a padded format."""
+    """Returns the call in a padded format."""
     # unpacking writes 0
     inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True) if spec.packed else spec
     leading = {name: leading_of(spec, meta_of(metas, name).shape) for name in LAYOUTS[spec.layout]}
@@ -112,7 +112,7 @@ def parts_within(
 
 
 def parts_of(dense: Dense, views: Views) -> list[ArrayView]:
-    """The strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
+    """Returns the strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
     return [part.of(views[part.input]) for part in dense.parts.values()]
 
 
@@ -122,13 +122,14 @@ def heads_apart(o: ArrayView, dense: Dense) -> ArrayView:
 
 
 def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:
-    """What the kernels read beside q, k and v; a generator that is at hand but not needed is left out."""
+    """Returns what the kernels read beside q, k and v; a generator that is at hand but not needed is left
+    out."""
     extras = AttentionExtras(*map(views.get, AttentionExtras._fields))
     return extras if spec.dropout else extras._replace(rng=None)
 
 
 def side_of(name: str) -> str:
-    """Whose lengths an array has: q's or those of k and v."""
+    """Returns the side whose lengths an array has: "q", or "kv"."""
     return "kv" if name in ("k", "v", "kv") else "q"
 
 
@@ -144,8 +145,8 @@ def tokens_of(view: ArrayView) -> ArrayView:
 
 
 def unpacked(spec: AttentionSpec, ws: WorkingSet, view: ArrayView, name: str) -> ArrayView:
-    """An array in the padded form that the kernels take, in the scratch ``dense_{name}``; itself where it has
-    it."""
+    """Returns an array in the padded form that the kernels take, in the scratch ``dense_{name}``; itself
+    where it has it."""
     if not spec.packed:
         return view
     dense: ArrayView = ws.scratch[f"dense_{name}"]

@@ -31,7 +31,8 @@ def no_gradient(operation: str, needs: Needs) -> None:
 
 
 def whole(shape: Shape, tile: tuple[int, int]) -> tuple[int, int]:
-    """A tile of an array of ``shape``, its leading dimensions flattened into rows: 0 is all of them."""
+    """Returns the tile (rows, columns) with its zeros replaced: 0 rows are all rows of an array of ``shape``,
+    whose leading dimensions are flattened into rows, and 0 columns are its last dimension."""
     return tile[0] or math.prod(shape[:-1]) or 1, tile[1] or (shape[-1] if shape else 1) or 1
 
 
@@ -45,8 +46,8 @@ def grid(shape: Shape, tile: tuple[int, int]) -> Shape:
 def by_rows(
     name: str, tile: tuple[int, int], metas: Metas, views: Mapping[str, Shape]
 ) -> tuple[Partition, ...]:
-    """The rows of the codes, and of the scales where they belong to rows; not where a scale belongs to
-    several rows, but for one that belongs to all."""
+    """Returns the rows of the codes, and of the scales where they belong to rows; not where a scale belongs
+    to several rows, but for one that belongs to all."""
     if tile[0] > 1 or (not tile[0] and tile[1]):
         return ()
     return split.rows(metas, views, name, *(("scale", "scale_inv") if tile[0] else ()))
@@ -118,7 +119,7 @@ class Quantize(Operation):
         return self.results + ("scale_codes",) * codes + ("tensor_scale_inv",) * two_level
 
     def _lines(self, spec: QuantizeSpec, x: Meta) -> Meta:
-        """The scales besides those of NVFP4's blocks."""
+        """Returns the scales besides those of NVFP4's blocks."""
         assert spec.blocks is not None
         sizes = math.prod(x.shape[:-1]), x.shape[-1]
         return Meta((sizes[1 - spec.along] if spec.blocks.row_scaled else 1,), float32)

@@ -37,7 +37,8 @@ class CrossEntropySpec:
 class CrossEntropy(Operation):
     """Loss in nats. Inputs: logits h (..., V); targets int32 or int64 (...,). Output: loss float32, (1,) for
     "mean", targets' shape for "none". A target that is neither in [0, V) nor ``ignore_index`` is an
-    ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, its row's loss is NaN."""
+    ArgumentError of ``forward`` on the CPU; on a GPU, where targets are not checked, its row's loss is
+    NaN."""
 
     name = "cross_entropy"
     results = ("loss",)

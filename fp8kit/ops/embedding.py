@@ -21,7 +21,8 @@ class EmbeddingSpec:
 
 class Embedding(Operation):
     """y[...] = table[ids[...]]. Inputs: ids int32 or int64, any shape, in [0, vocabulary); table h (V, N). An
-    id out of range is an ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, it gives NaN.
+    id out of range is an ArgumentError of ``forward`` on the CPU; on a GPU, where ids are not checked, it
+    gives NaN.
     """
 
     name = "embedding"

@@ -51,7 +51,7 @@ class Cast(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a cast goes, each None where nobody wants it: the operand's ``values``; ``inverse``, what
+    """Where a cast goes, each None where it is not needed: the operand's ``values``; ``inverse``, what
     multiplies products of them; ``codes`` and ``scales``, one a tile, of which they are made, float32 or,
     uint8, as codes; ``inside``, the mask of what was not clipped."""
 
@@ -82,29 +82,29 @@ class EmulatedCasts(Product):
         return f"{self.spec.prefix}{array}"
 
     def _made(self, source: str) -> list[str]:
-        """The arrays that are made of matrix "x", "w" or "g"."""
+        """Returns the arrays that are made of matrix "x", "w" or "g"."""
         return [name for name, cast in self.casts.items() if cast.source == source]
 
     def _how(self, array: str) -> Cast:
-        """How an array is made."""
+        """Returns how an array is made."""
         return self.casts[array] if array in self.casts else self.recasts[array]
 
     def _lines(self, cast: Cast) -> int:
-        """How many scales of two-level operands there are besides those of blocks."""
+        """Returns how many scales of two-level operands there are besides those of blocks."""
         return self.matrices[cast.source].shape[1 - cast.along] if cast.quantizer.row_scaled else 1
 
     def _part(self, ws: WorkingSet, array: str, part: str = "") -> Any:
-        """A part of an array, None where it has no such one."""
+        """Returns a part of an array, None where it has no such one."""
         name = f"{self._name(array)}{part}"
         held = (ws.saved, ws.scratch, ws.inputs)
         return next((views[name] for views in held if views.get(name) is not None), None)
 
     def _values(self, ws: WorkingSet, array: str) -> tuple[Any, Any]:
-        """An array's values, and what multiplies products of them, None for 1."""
+        """Returns an array's values, and what multiplies products of them, None for 1."""
         return self._part(ws, array), self._part(ws, array, "_inv")
 
     def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
-        """A float16 matrix as float32, until the next one is."""
+        """Returns a float16 matrix as float32, until the next one is."""
         wide = ws.scratch[self._name("wide")].slice(0, 0, matrix.size).reshape(*matrix.shape)
         ws.kernels.copy(matrix, wide, ws.stream)
         return wide
@@ -169,7 +169,8 @@ class EmulatedCasts(Product):
     def _recorded(
         self, ws: WorkingSet, name: str, matrix: ArrayView, inverse: ArrayView, spare: ArrayView
     ) -> ArrayView:
-        """The scale that follows from earlier steps; its inverse is written, and the amax recorded."""
+        """Returns the scale that follows from earlier steps; its inverse is written, and the amax
+        recorded."""
         source = self.casts[name].source
         scale, record = ws.inputs[self._name(f"{source}_scale")], ws.outputs.get(self._name(f"{source}_amax"))
         if record is not None:
@@ -178,7 +179,7 @@ class EmulatedCasts(Product):
         return scale
 
     def _rotated(self, ws: WorkingSet, name: str, matrix: ArrayView) -> ArrayView:
-        """The matrix as a cast rotates it, float32; itself where it does not."""
+        """Returns the matrix as a cast rotates it, float32; itself where it does not."""
         _, own, along = self._how(name)
         if not own.hadamard:
             return matrix
@@ -231,7 +232,7 @@ class EmulatedCasts(Product):
         return one
 
     def _draw(self, name: str) -> int:
-        """The number of an operand's random words."""
+        """Returns the number of an operand's random words."""
         return _DRAWS.index(name) + len(_DRAWS) * _number(self.spec.prefix)
 
     def _by_line(self, ws: WorkingSet, array: str, values: ArrayView, inverse: Any) -> ArrayView:
@@ -277,6 +278,6 @@ def scale_lines_of(
 
 
 def _number(prefix: str) -> int:
-    """The number of an operation's product: that of a group, or of the second one of an MLP."""
+    """Returns the number of an operation's product: that of a group, or of the second one of an MLP."""
     digits = prefix.removeprefix("fc").partition("_")[0]
     return int(digits) - prefix.startswith("fc") if digits.isdigit() else 0

@@ -194,8 +194,8 @@ class _Operand(NamedTuple):
 
 
 def _amaxes(spec: ExpertLinearSpec, grads: Container[str]) -> dict[str, Meta]:
-    """The amaxes that forward saves: of x and of the matrices of w, where backward casts these by scales of
-    tensors too."""
+    """Returns the amaxes that forward saves: of x and of the matrices of w, where backward casts these by
+    scales of tensors too."""
     gemms = {} if spec.fp8 is None else spec.fp8.gemms
     made: dict[str, Meta] = {}
     for operand, count, backward, wanted in (("x", 1, "wgrad", "weight"), ("w", spec.experts, "dgrad", "x")):

@@ -91,7 +91,8 @@ class _Stages(NamedTuple):
         return Meta((self.gate.m, 2 * self.gate.n), self.gate.dtype)
 
     def for_up(self, ws: WorkingSet, operand: str, views: Views) -> WorkingSet:
-        """With x's codes as an input of ``up``: ``gate``'s operand "x_q" or "x_qt" in ``views``."""
+        """Returns the working set with x's codes as an input of ``up``: ``gate``'s operand "x_q" or "x_qt" in
+        ``views``."""
         codes, scale = self.gate.names[operand]
         found = views[codes], (ws.saved if scale in self.gate.in_saved else views)[scale]
         named = zip(self.up.names[operand], found, strict=True)

@@ -63,7 +63,7 @@ class CachedAttention(Operation):
         return self._inferred(spec, metas, needs)[0]
 
     def _inferred(self, spec: AttentionSpec, metas: Metas, needs: Needs) -> tuple[Signature, Dense]:
-        """What ``infer`` answers, and the new tokens as the kernels see them."""
+        """Returns what ``infer`` answers, and the new tokens as the kernels see them."""
         check(spec)
         if needs:
             got, wanted = "an array that requires a gradient", "inference: eval(), or no_grad()"
@@ -116,7 +116,7 @@ class CachedAttention(Operation):
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         """Write the new keys and values into the caches, and attend over all of the sequences' positions.
-        Nothing where none is new. ArgumentError for running sums on the CPU that are none (``ops.values``).
+        Nothing where none is new. ArgumentError for invalid running sums on the CPU (``ops.values``).
         """
         spec, inputs, scratch, k = plan.spec, ws.inputs, ws.scratch, ws.kernels
         check_lengths(_NAME, spec, inputs, ("q",))
@@ -141,7 +141,8 @@ cached_attention = CachedAttention()
 
 
 def _new(spec: AttentionSpec, part: Part, inputs: Views) -> ArrayView:
-    """The new tokens' k or v inside its input, heads apart: 4-dimensional, or (t, g, d) with "thd"."""
+    """Returns the new tokens' k or v inside its input, heads apart: 4-dimensional, or (t, g, d) with
+    "thd"."""
     view: ArrayView = inputs[part.input]
     if not spec.packed:
         return part.of(view)

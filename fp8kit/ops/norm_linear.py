@@ -47,7 +47,8 @@ class NormStage:
     def of(
         cls, operation: str, norm: NormSpec, product: ProductSpec, as_output: bool, metas: Metas, needs: Needs
     ) -> NormStage:
-        """The half that ``operation`` runs. ShapeError or FormatError for x and the norm's parameters."""
+        """Returns the half that ``operation`` runs. ShapeError or FormatError for x and the norm's
+        parameters."""
         x = norm.check(operation, metas)
         if norm.identity and as_output:
             raise FormatError(operation, "return_norm", True, "False without a norm")
@@ -70,8 +71,8 @@ class NormStage:
         return {"normed": self.x} if self.as_output else {}
 
     def kept(self) -> tuple[str, ...]:
-        """What backward reads of the norm: its input and weight, and the output that high-precision wgrad
-        reads, which is the input where there is no norm."""
+        """Returns what backward reads of the norm: its input and weight, and the output that high-precision
+        wgrad reads, which is the input where there is no norm."""
         if self.norm.identity:
             return ("x",) if self.product.wgrad_reads_x and self.product.needs_w else ()
         return ("x", "norm_weight", *(("normed",) if self.as_output and self.product.wgrad_reads_x else ()))
@@ -127,8 +128,9 @@ class NormStage:
     def backward(
         self, ws: WorkingSet, g: ArrayView | None, cotangents: Views, residual: ArrayView | None
     ) -> None:
-        """From the product's output gradient ``g``, cast and its bias gradient taken, on: those of the
-        weight, of x and of the norm's parameters, those of norm(x) and of the ``residual`` stream added."""
+        """Run the rest of backward from the product's output gradient ``g``, which is cast already, and whose
+        sums have given the bias' gradient: write the gradients of the weight, of x and of the norm's
+        parameters. Gradients of norm(x) and of the ``residual`` stream are added to that of x."""
         free(ws.scratch, "dh", "dact")  # of which ``g`` may be the last holder
         p, held = self.product, ws.inputs if self.as_output else ws.saved
         if self.norm.identity:

@@ -117,8 +117,8 @@ class _Stages:
 
     @property
     def casts(self) -> bool:
-        """Whether the activation writes fc2's input in FP8, after a pass that takes its amax where that is
-        not known before. So nothing in high precision is written to be read again."""
+        """Whether the activation's kernel writes fc2's input in FP8 and never in high precision. Where the
+        amax is not known before, a first pass over the activation takes it."""
         return self.fuses and self.smoothing is None and self.fc2.fuses_cast and not self.fc2.fprop_reads_x
 
     @property
@@ -146,11 +146,11 @@ class _Stages:
         return -(-(rows - inside) * own // row) if inside else 0
 
     def dact(self, scratch: Views) -> ArrayView:
-        """Where the gradient of the activation's output goes."""
+        """Returns where the gradient of the activation's output goes."""
         return scratch["dact"].slice(0, 0, self.fc2.m) if self.beyond else scratch["dact"]
 
     def with_codes(self, scratch: Views) -> Views:
-        """The temporaries with fc1's output gradient in FP8 where ``beyond`` says."""
+        """Returns the temporaries with fc1's output gradient in FP8 where ``beyond`` says."""
         dact, (rows, columns) = self.dact(scratch), self.between["h"].shape
         inside = rows_in_dy(rows, dact.nbytes // rows, columns) * columns
         at = dact.ptr + dact.nbytes - inside
@@ -169,7 +169,7 @@ class _Stages:
         return {"h": Meta((fc1.y_rows, fc1.n), fc1.dtype), "act": Meta((fc2.m, fc2.k), fc2.dtype)}
 
     def saved(self) -> dict[str, Meta]:
-        """What forward fills for backward."""
+        """Returns what forward fills for backward."""
         fc2 = self.fc2
         wanted = {"h": self.reach, "act": fc2.needs_w and fc2.wgrad_reads_x}
         own = {name: meta for name, meta in self.between.items() if wanted[name]}
@@ -207,9 +207,9 @@ class _Passes:
         able = (("fprop", fc1, forward), ("dgrad", fc2, backward))
         return tuple(gemm for gemm, product, can in able if can and product.fuses(gemm, kernels))
 
-    def again(self) -> dict[str, Meta]:
-        """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but
-        for fc2's product."""
+    def recomputed(self) -> dict[str, Meta]:
+        """Returns the buffers of the pass that backward recomputes: what forward would have kept, and its
+        temporaries but for fc2's product."""
         left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
         saved = self.backward.saved()
         metas = saved | self.backward.scratch()
@@ -217,7 +217,7 @@ class _Passes:
 
 
 def _known(spec: ProductSpec) -> ProductSpec:
-    """The product with amaxes as inputs where it takes those of tensors itself."""
+    """Returns the product with amaxes as inputs where it takes those of tensors itself."""
     if spec.fp8 is None or issubclass(product_class(spec.fp8), EmulatedProduct | RowProduct):
         return spec
     return replace(spec, fp8=spec.fp8.map(Quantizer.with_amax, "xw"))
@@ -365,7 +365,7 @@ class NormMLP(Products):
         backward = st.norm.backward_scratch() | fc2.backward_scratch() | fc2.bias_workspace(kernels) | space
         if passes.numbers is not None:
             forward |= first.saved()
-            backward |= passes.again()
+            backward |= passes.recomputed()
         if st.reach and "dgrad" not in passes.fused:
             sums = gradient_workspace(kernels, spec.activation, fc1.y_rows, fc1.n)
             (backward["sums"],) = workspace(sums).values()
@@ -440,8 +440,8 @@ class NormMLP(Products):
         return None
 
     def _recompute(self, plan: Plan, ws: WorkingSet) -> Views:
-        """Forward once more, for what backward reads of it; returns that, by the names under which forward
-        would have saved it."""
+        """Run forward once more and return what backward reads of it, by the names under which forward would
+        have saved it."""
         st: _Stages = plan.extra.backward
         inputs = dict(ws.inputs)
         for i, name in enumerate(plan.extra.numbers):

@@ -130,7 +130,7 @@ def part_of(
 
 
 def _divided(shape: Shape, d: int, count: int, more: int) -> Shape:
-    """A shape whose dimension ``d``, ``more`` aside, is a part; () where that does not divide."""
+    """Returns a shape whose dimension ``d``, ``more`` aside, is a part; () where that does not divide."""
     size, rest = divmod(shape[d] - more, count)
     return () if rest else tuple(size + more if i == d % len(shape) else n for i, n in enumerate(shape))
 
@@ -183,8 +183,8 @@ def _unpadded(
 
 
 def rows(metas: Metas, views: Shapes, *names: str, **more: Any) -> Partitions:
-    """A partition of the first dimension of ``names``, where the first of them has one beside the features;
-    of the outputs and of what is saved alike."""
+    """Returns a partition of the first dimension of ``names``, where the first of them has one beside the
+    features; of the outputs and of what is saved alike."""
     here = [name for name in names if metas.get(name) is not None]
     first = metas[here[0]]
     if first is None or len(first.shape) < 2:
@@ -222,7 +222,8 @@ def cached(*products: ProductSpec) -> bool:
 
 
 def narrowed(product: ProductSpec, count: int, contraction: bool = False) -> ProductSpec | None:
-    """A product of a part of the output features, or of the contraction; None where they do not divide."""
+    """Returns a product of a part of the output features, or of the contraction; None where they do not
+    divide."""
     whole = product.in_features if contraction else product.out_features
     if whole % count or len(product.segments) > 1:
         return None
@@ -232,7 +233,7 @@ def narrowed(product: ProductSpec, count: int, contraction: bool = False) -> Pro
 
 
 def with_amaxes(product: ProductSpec) -> ProductSpec | None:
-    """The product with its amaxes as inputs; None where it takes none of a whole tensor now."""
+    """Returns the product with its amaxes as inputs; None where it takes none of a whole tensor now."""
     fp8 = product.fp8
     if fp8 is None or not fp8.x.takes_amax or issubclass(product_class(fp8), EmulatedProduct):
         return None
@@ -282,6 +283,6 @@ def scaled_by_rows(*products: ProductSpec) -> bool:
 
 
 def part_place(spec: Any, parts: Mapping[str, tuple[Any, int]]) -> Place:
-    """The ``Place`` of a call that draws a number for each element, or for each sample, of rows: the part's
-    number among equal parts."""
+    """Returns the ``Place`` of a call that draws a number for each element, or for each sample, of rows: the
+    part's number among equal parts."""
     return Place(spec, "rng", Meta((3,), int64), (parts["rows"][0] if "rows" in parts else 0,))

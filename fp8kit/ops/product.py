@@ -133,8 +133,8 @@ class Product:
         return False
 
     def own_amax(self, operand: str) -> str | None:
-        """The output that has the amax of "x", "w" or "g" alone once that is cast; None where there is
-        none."""
+        """Returns the output that has the amax of "x", "w" or "g" alone once that is cast; None where there
+        is none."""
         return None
 
     def check(self, operation: str, metas: Metas) -> None:
@@ -179,17 +179,17 @@ class Product:
             want(operation, name, metas, self._weight_shape(n), self.dtype)
 
     def outputs(self) -> dict[str, Meta]:
-        """The amax outputs."""
+        """Returns the amax outputs."""
         return {}
 
     def scalars(self) -> dict[str, str]:
-        """What the casts of x and w need to give the same codes in a second pass: float32 [1] input of that
-        pass -> the input or output of the first that holds it."""
+        """Returns what the casts of x and w need to give the same codes in a second pass: float32 [1] input
+        of that pass -> the input or output of the first that holds it."""
         return {}
 
     def weight_outputs(self) -> dict[str, Meta]:
-        """What ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax where
-        there is one."""
+        """Returns what ``weight_cast`` makes: the FP8 weight in both orientations, its scales, and its amax
+        where there is one."""
         raise NotImplementedError
 
     def saved(self) -> dict[str, Meta]:
@@ -201,7 +201,7 @@ class Product:
         return tuple(self.weights) if self.needs_x else ()
 
     def weight_names(self) -> tuple[str, ...]:
-        """The inputs that hold the weight: what a second ``fprop`` or ``save_weight`` reads."""
+        """Returns the inputs that hold the weight: what a second ``fprop`` or ``save_weight`` reads."""
         return tuple(self.weights)
 
     def grads(self) -> dict[str, Meta]:
@@ -214,7 +214,7 @@ class Product:
         return made
 
     def backward_inputs(self) -> dict[str, Meta]:
-        """What backward reads of the output gradient's scaling: its scale, or its amax, where that is
+        """Returns what backward reads of the output gradient's scaling: its scale, or its amax, where that is
         given."""
         return {}
 
@@ -231,7 +231,7 @@ class Product:
         return (self._weight_buffer() if self.needs_x else {}) | self._grad_buffers()
 
     def _grad_buffers(self) -> dict[str, Meta]:
-        """Where the segments' gradients are made together."""
+        """Returns where the segments' gradients are made together."""
         p = self.spec.prefix
         out: dict[str, Meta] = {}
         if self.needs_w and self.whole_wgrad:
@@ -248,14 +248,14 @@ class Product:
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
     def bias_workspace(self, k: Any) -> dict[str, Meta]:
-        """Where a cast of g sums the bias's gradient, apart from the products' workspace, which is larger and
-        not needed then."""
+        """Returns where a cast of g sums the bias's gradient, apart from the products' workspace, which is
+        larger and not needed then."""
         return {}
 
     # --- forward --------------------------------------------------------------------------------------------
 
     def x_cast(self, ws: WorkingSet) -> Cast:
-        """Where a fused kernel writes this product's input (``fuses_cast``)."""
+        """Returns where a fused kernel writes this product's input (``fuses_cast``)."""
         raise NotImplementedError
 
     def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
@@ -284,13 +284,13 @@ class Product:
         ws.kernels.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, space, ws.stream)
 
     def save_weight(self, ws: WorkingSet) -> None:
-        """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high
-        precision."""
+        """Do only the part of ``fprop`` that backward reads of the weight: its cast for dgrad; nothing in
+        high precision."""
 
     # --- backward -------------------------------------------------------------------------------------------
 
     def g_cast(self, ws: WorkingSet) -> Cast:
-        """Where a fused kernel writes this product's output gradient (``scales_known``)."""
+        """Returns where a fused kernel writes this product's output gradient (``scales_known``)."""
         raise NotImplementedError
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
@@ -327,11 +327,11 @@ class Product:
         return (n, self.k) if self.oi else (self.k, n)
 
     def _bias(self, ws: WorkingSet) -> ArrayView | None:
-        """The bias that fprop adds, of all segments."""
+        """Returns the bias that fprop adds, of all segments."""
         return self._whole(ws, self.biases, "bias", 0) if self.spec.bias == "add" else None
 
     def _bias_sums(self, ws: WorkingSet) -> ArrayView | None:
-        """Where the bias gradient of all segments goes, None where none is wanted."""
+        """Returns where the bias gradient of all segments goes, None where none is wanted."""
         if not self.needs_b:
             return None
         if len(self.biases) > 1:
@@ -360,11 +360,11 @@ class Product:
             k.add(out, part, out, stream)
 
     def _whole_weight(self, ws: WorkingSet) -> ArrayView:
-        """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_buffer``."""
+        """Returns the whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_buffer``."""
         return self._whole(ws, self.weights, "weight", 0 if self.oi else 1)
 
     def _weight_buffer(self) -> dict[str, Meta]:
-        """Where the weight's segments are copied to lie side by side."""
+        """Returns where the weight's segments are copied to lie side by side."""
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
@@ -376,8 +376,8 @@ class Product:
     def _whole(
         self, ws: WorkingSet, segments: Mapping[str, tuple[int, int]], buffer: str, dim: int
     ) -> ArrayView:
-        """The segments as one array: as they are when they lie side by side in memory, else copied into the
-        scratch ``buffer``."""
+        """Returns the segments as one array: as they are when they lie side by side in memory, else copied
+        into the scratch ``buffer``."""
         if len(segments) == 1:
             (name,) = segments
             return ws.inputs[name]
@@ -391,7 +391,7 @@ class Product:
 
 
 def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
-    """The parts along ``dim`` as one array over their own memory, None where they do not lie so."""
+    """Returns the parts along ``dim`` as one array over their own memory, None where they do not lie so."""
     first = parts[0]
     ptr = first.ptr
     for part in parts:
@@ -405,8 +405,8 @@ def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
 def want(
     operation: str, name: str, metas: Metas, shape: tuple[int | None, ...] | None = None, *dtypes: DType
 ) -> Meta:
-    """The meta of an input that must be there: of this shape (None: any; None in it: any extent) and of one
-    of these dtypes, if some are named; ShapeError or FormatError otherwise."""
+    """Returns the meta of an input that must be there: of this shape (None: any; None in it: any extent) and
+    of one of these dtypes, if some are named; ShapeError or FormatError otherwise."""
     meta, kinds = metas.get(name), " or ".join(kind.name for kind in dtypes)
     wanted = "an array"
     if shape is not None:
@@ -423,7 +423,8 @@ def want(
 
 
 def want_rows(operation: str, name: str, metas: Metas, columns: int) -> Meta:
-    """The meta of a high-precision input with this last dimension; ShapeError or FormatError otherwise."""
+    """Returns the meta of a high-precision input with this last dimension; ShapeError or FormatError
+    otherwise."""
     meta = metas.get(name)
     if meta is None or len(meta.shape) < 1 or meta.shape[-1] != columns:
         got = None if meta is None else f"shape {meta.shape}"

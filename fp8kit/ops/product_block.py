@@ -66,5 +66,5 @@ class BlockProduct(QuantizedProduct):
 
 
 def _rule(quantizer: Quantizer) -> tuple[Any, ...]:
-    """A cast's static arguments."""
+    """Returns a cast's static arguments."""
     return quantizer.format, quantizer.tile, quantizer.power_2, quantizer.epsilon

@@ -25,7 +25,7 @@ class Coded(NamedTuple):
 
     @property
     def dtype(self) -> DType:
-        """That of its codes."""
+        """The dtype of its codes."""
         return self.codes.dtype
 
 
@@ -65,6 +65,6 @@ class CodedProduct(EmulatedProduct):
         return made
 
     def _along(self, operand: str) -> int:
-        """Which dimension of the matrix is the operand's contraction."""
+        """Returns which dimension of the matrix is the operand's contraction."""
         source, along = OPERANDS[operand]
         return along if source != "w" or self.oi else 1 - along

@@ -162,7 +162,7 @@ class EmulatedProduct(EmulatedCasts):
         return self._kept_weight() | own
 
     def _kept_weight(self) -> dict[str, Meta]:
-        """What is made of the weight, and kept from micro-batch to micro-batch."""
+        """Returns what is made of the weight, and kept from micro-batch to micro-batch."""
         return self._metas(self._made("w")) | self._mask("w")
 
     def saved(self) -> dict[str, Meta]:
@@ -263,22 +263,22 @@ class EmulatedProduct(EmulatedCasts):
     # --- helpers --------------------------------------------------------------------------------------------
 
     def _backward(self) -> list[str]:
-        """The arrays of forward that backward reads."""
+        """Returns the arrays of forward that backward reads."""
         wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
         read = (FPROP[operand] if operand in self.recasts else operand for operand in wanted)
         return [self.arrays[operand] for operand in read if operand in self.arrays]
 
     def _recast(self) -> list[str]:
-        """The operands of backward that are cast from fprop's values."""
+        """Returns the operands of backward that are cast from fprop's values."""
         wanted = ("w_qt",) * self.needs_x + ("x_qt",) * self.needs_w
         return [operand for operand in wanted if operand in self.recasts]
 
     def _mask(self, source: str) -> dict[str, Meta]:
-        """The mask of fprop's operand "x" or "w", where there is one."""
+        """Returns the mask of fprop's operand "x" or "w", where there is one."""
         return {self.masks[source]: Meta(self.matrices[source].shape, uint8)} if source in self.masks else {}
 
     def _back(self, gemm: str, source: str) -> Back | None:
-        """How the gradient of a matrix gets back, None where it is one already."""
+        """Returns how the gradient of a matrix gets back, None where it is one already."""
         fprop, own, mask = self.fp8.fprop, self.fp8.gemms[gemm], self.masks.get(source, "")
         of_values = own.recast or own.compute == "dequantized"
         if fprop.compute != "quantized" or not (mask or (of_values and fprop.a.hadamard)):
@@ -304,7 +304,8 @@ class EmulatedProduct(EmulatedCasts):
         return made
 
     def _amaxes(self) -> dict[str, Meta]:
-        """Where amaxes are taken before a cast, and what one with scales of lines leaves in between."""
+        """Returns where amaxes are taken before a cast, and what one with scales of lines leaves in
+        between."""
         made: dict[str, Meta] = {}
         casts = [*self.casts.values(), *self.recasts.values()]
         if self.fp8.two_level:
@@ -331,15 +332,15 @@ class EmulatedProduct(EmulatedCasts):
         return made
 
     def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
-        """Where a GEMM's float32 sums lie that are multiplied by scales, or are to become float16."""
+        """Returns where a GEMM's float32 sums lie that are multiplied by scales, or are to become float16."""
         casts = [self._how(self.arrays[operand]) for operand in GEMMS[gemm] if operand in self.arrays]
         apart = any(self.widened or cast.quantizer.scaled_after for cast in casts)
         back = {self._name(f"{gemm}_back"): Meta(shape, float32)} if gemm in self.backs else {}
         return {self._name(f"{gemm}_sums"): Meta(shape, float32)} | back if apart or back else {}
 
     def _operand(self, ws: WorkingSet, operand: str, matrix: ArrayView | None) -> tuple[Any, Any]:
-        """The values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is read in
-        high precision."""
+        """Returns the values of a GEMM's operand and the tensor's scale_inv, None for 1. ``matrix``: what is
+        read in high precision."""
         array = self.arrays.get(operand)
         if array is None:
             # the other operand of a widened product is wide, too
@@ -450,7 +451,8 @@ def _is_rotated(quantizer: Quantizer) -> bool:
 
 
 def _say_slow(kind: str) -> None:
-    """On a CPU every product is one in high precision, and nothing is slower for it."""
+    """Log that products are emulated here; not on a CPU, where every product is in high precision and nothing
+    is slower for it."""
     slowness.say(
         "no tensor core here multiplies what the recipe's casts make",
         f"products on {kind} are emulated, in high precision: several times slower than FP8",

@@ -108,5 +108,5 @@ class ModelledProduct(CodedProduct):
 
 
 def _kind(quantizer: Quantizer) -> str:
-    """The kind of its blocks, "" of lines."""
+    """Returns the kind of its blocks, "" of lines."""
     return "" if quantizer.granularity in LINES else quantizer.granularity.partition("_")[0]

@@ -267,7 +267,7 @@ class ParallelProduct(Product):
                 self.inner.share(ws, "g", ws.outputs[f"{self.spec.prefix}g_amax"])
             self.inner.cast_g(ws, g, with_bias, amax_known)
         elif self.part is None:
-            if with_bias and self.needs_b:  # of the rank's rows: whoever reduces gradients adds them
+            if with_bias and self.needs_b:  # of the rank's rows: the reduction of gradients adds them
                 Product.cast_g(self, ws, g)
             self.inner.cast_g(ws, self._gather_high(ws, "g", g), with_bias=False)
         else:
@@ -328,7 +328,7 @@ class ParallelProduct(Product):
         return left is not None and left[2].tile == (0, 0)
 
     def _rows(self, rank: int, *arrays: ArrayView | None) -> list[Any]:
-        """A rank's rows of these."""
+        """Returns a rank's rows of these."""
         start = rank * self.part_rows
         return [None if array is None else array.slice(0, start, self.part_rows) for array in arrays]
 
@@ -383,7 +383,7 @@ class ParallelProduct(Product):
         return f"{self.spec.prefix}parallel_{name}"
 
     def _high(self, operand: str) -> Arrays:
-        """Where x or g is gathered in high precision."""
+        """Returns where x or g is gathered in high precision."""
         columns = self.k if operand == "x" else self.n
         return {self._own(operand): Meta((self.whole_rows, columns), self.dtype)}
 
@@ -393,13 +393,13 @@ class ParallelProduct(Product):
         return whole
 
     def _moving(self, operand: str) -> Arrays:
-        """The arrays of an operand of which each rank has a part, as the rank has them."""
+        """Returns the arrays of an operand of which each rank has a part, as the rank has them."""
         whole = self.inner._metas(operand)  # type: ignore[attr-defined]
         return {n: meta for n, meta in self.part._metas(operand).items() if meta.shape != whole[n].shape}
 
     def _gathering(self, operand: str) -> Arrays:
-        """The parts of an operand that are made for one pass, and where parts are gathered that do not lie
-        one after the other in the whole."""
+        """Returns the parts of an operand that are made for one pass, and where parts are gathered that do
+        not lie one after the other in the whole."""
         whole = self.inner._metas(operand)  # type: ignore[attr-defined]
         own: Arrays = {}
         for name, meta in self._moving(operand).items():
@@ -411,7 +411,7 @@ class ParallelProduct(Product):
         return own
 
     def _parts(self, ws: WorkingSet, *operands: str) -> WorkingSet:
-        """What a cast of this rank's rows works on."""
+        """Returns what a cast of this rank's rows works on."""
         moved = {name: ws.scratch[self._own(name)] for operand in operands for name in self._moving(operand)}
         return ws._replace(scratch={**ws.scratch, **moved})
 
@@ -443,11 +443,12 @@ class ParallelProduct(Product):
                 ws.kernels.copy(one, whole.slice(along, rank * shape[along], shape[along]), ws.stream)
 
     def _gathered(self, ws: WorkingSet, name: str, whole: ArrayView) -> ArrayView:
-        """Where parts are gathered: in ``whole``, unless they do not lie one after the other there."""
+        """Returns where parts are gathered: in ``whole``, unless they do not lie one after the other
+        there."""
         found: ArrayView = ws.scratch.get(self._own(f"{name}_gathered"), whole)
         return found
 
 
 def _along(part: Shape, whole: Shape) -> int | None:
-    """The dimension in which a part is smaller; None where it is not."""
+    """Returns the dimension in which a part is smaller; None where it is not."""
     return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)

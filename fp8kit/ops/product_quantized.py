@@ -29,7 +29,7 @@ AMAX = Meta((1,), float32, zero=True)
 
 
 def pad(n: int) -> int:
-    """The next multiple of 16."""
+    """Returns the next multiple of 16."""
     return -(-n // ALIGN) * ALIGN
 
 
@@ -85,7 +85,7 @@ class QuantizedProduct(Product):
             for pair in GEMMS.values()
             for operand in pair
         }
-        # what is no longer needed after an operand's GEMM: no scales that both orientations share
+        # freed after an operand's GEMM; scales that both orientations share are not among them
         self.own_names = {operand: (name, f"{name}_inv") for operand, (name, _) in self.names.items()}
         self.in_saved = frozenset(self.saved())
         # x and w whose first orientation is saved, too
@@ -111,7 +111,7 @@ class QuantizedProduct(Product):
 
     @staticmethod
     def grid(scale_inv: Any, quantizer: Quantizer) -> Any:
-        """An operand's scale_inv, an array of any library, as a matrix of one scale a tile."""
+        """Returns an operand's scale_inv, an array of any library, as a matrix of one scale a tile."""
         raise NotImplementedError
 
     @staticmethod
@@ -156,7 +156,7 @@ class QuantizedProduct(Product):
         raise NotImplementedError
 
     def _temporaries(self, operand: str) -> dict[str, Meta]:
-        """What a cast of "x", "w" or "g" finds in ``scratch``."""
+        """Returns what a cast of "x", "w" or "g" finds in ``scratch``."""
         return self._weight_buffer() if operand == "w" else {}
 
     # --- what there is --------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class QuantizedProduct(Product):
         return self._metas("w_q", "w_qt")
 
     def input_metas(self) -> dict[str, Meta]:
-        """The input in FP8, in both orientations: what ``input_cached`` operations take."""
+        """Returns the input in FP8, in both orientations: what ``input_cached`` operations take."""
         return self._metas("x_q", "x_qt")
 
     def saved(self) -> dict[str, Meta]:
@@ -341,8 +341,8 @@ class QuantizedProduct(Product):
     # --- the values that fprop multiplied -------------------------------------------------------------------
 
     def _decode_buffers(self) -> dict[str, Meta]:
-        """Where codes are decoded to. Values of float16 operands may be rounded up beyond its largest number:
-        they are float32, and so is what they are multiplied by."""
+        """Returns where codes are decoded to. Values of float16 operands may be rounded up beyond its largest
+        number: they are float32, and so is what they are multiplied by."""
         p, made, wide = self.spec.prefix, dict[str, Meta](), self.dtype is float16
         own: dict[str, Any] = {"w": ("dgrad", self.needs_x), "x": ("wgrad", self.needs_w)}
         for operand, (gemm, wanted) in own.items():
@@ -357,7 +357,8 @@ class QuantizedProduct(Product):
         return made
 
     def _values(self, ws: WorkingSet, operand: str) -> ArrayView:
-        """What the codes of fprop's "x" or "w" stand for, (rows, contraction), in the layer's dtype."""
+        """Returns what the codes of fprop's "x" or "w" stand for, (rows, contraction), in the layer's
+        dtype."""
         name, p = f"{operand}_q", self.spec.prefix
         rows, columns, own = self.operands[name]
         codes, scale_inv, _ = self._operand(name, ws.inputs if name in self.cached else ws.saved, ws.saved)
@@ -411,16 +412,16 @@ class QuantizedProduct(Product):
     # --- helpers --------------------------------------------------------------------------------------------
 
     def _backward(self) -> tuple[str, ...]:
-        """The operands of forward that backward reads."""
+        """Returns the operands of forward that backward reads."""
         own = self.backward_operands
         return (own["x"],) * self.needs_w + (own["w"],) * self.needs_x
 
     def _into(self, ws: WorkingSet, operand: str) -> Pair:
-        """Where forward casts "x" or "w" to."""
+        """Returns where forward casts "x" or "w" to."""
         return ws.saved if operand in self.kept_first else ws.scratch, ws.saved
 
     def _metas(self, *operands: str) -> dict[str, Meta]:
-        """The arrays of these operands, by name."""
+        """Returns the arrays of these operands, by name."""
         made: dict[str, Meta] = {}
         for operand in filter(self.operands.__contains__, operands):
             (codes, scales), (name, scale_name) = self.shapes(*self.operands[operand]), self.names[operand]
@@ -434,12 +435,13 @@ class QuantizedProduct(Product):
         return f"{self.spec.prefix}{operand}_amax" if needs else None
 
     def _operand(self, operand: str, views: Arrays, saved: Arrays) -> Operand:
-        """An operand of a GEMM in ``views``; scales that both orientations share may be in ``saved``."""
+        """Returns an operand of a GEMM in ``views``; scales that both orientations share may be in
+        ``saved``."""
         name, scale_name = self.names[operand]
         scales = saved if scale_name in self.in_saved else views
         return views[name], scales[scale_name], self.operands[operand][2]
 
 
 def unsupported(argument: str, got: object, wanted: str) -> UnsupportedError:
-    """The refusal of a recipe that asks for something no kernel does."""
+    """Returns the refusal of a recipe that asks for something no kernel does."""
     return UnsupportedError("recipe", argument, got, wanted)

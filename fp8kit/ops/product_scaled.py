@@ -87,7 +87,7 @@ class ScaledProduct(CodedProduct):
         return ("fprop", *("dgrad",) * self.needs_x, *("wgrad",) * self.needs_w)
 
     def _laid(self, *gemms: str) -> dict[str, Meta]:
-        """Where the operands of GEMMs are laid out, or decoded."""
+        """Returns where the operands of GEMMs are laid out, or decoded."""
         made: dict[str, Meta] = {}
         for name in filter(self.coding.__contains__, gemms):
             (*rows, contraction), width = self._sizes(name), self.coding[name].a.tile[1]

@@ -219,8 +219,8 @@ class TensorProduct(QuantizedProduct):
             ws.kernels.quantize_transpose(ws.inputs[name], cast, None, None, ws.stream)
 
     def _fixed(self, ws: WorkingSet, operand: str) -> ArrayView:
-        """The static scale: what the rule of scales gives for an amax of 1, here the least one, in a format
-        whose largest value it is."""
+        """Returns the static scale: what the rule of scales gives for an amax of 1, here the least one, in a
+        format whose largest value it is."""
         both = ws.scratch[f"{self.spec.prefix}{STATIC}"]
         amax, scale = both.slice(0, 0, 1), both.slice(0, SLOT, 1)
         arrays.provider(amax.device).fill_zero(amax, ws.stream)
@@ -230,7 +230,7 @@ class TensorProduct(QuantizedProduct):
         return scale
 
     def _target(self, ws: WorkingSet, operand: str, into: Pair) -> Cast:
-        """Where "x", "w" or "g" is cast to, and by which scale or amax."""
+        """Returns where "x", "w" or "g" is cast to, and by which scale or amax."""
         q, q_t, inverse, scale, amax, amax_in = self.cast_names[operand]
         fmt, _, shared, rule = self.cast_rules[operand]
         first, second = into

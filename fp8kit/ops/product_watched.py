@@ -96,7 +96,7 @@ class WatchedProduct(Product):
         return name
 
     def _amax_known(self, tensor: str) -> str | None:
-        """The array that has a tensor's amax, since its cast takes it."""
+        """Returns the array that has a tensor's amax, since its cast takes it."""
         return self.own_amax(_OPERANDS[tensor]) if tensor in _OPERANDS else None
 
     # --- what there is --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class WatchedProduct(Product):
         return own | (self._alone_buffers() if self.needs_w else {})
 
     def _alone_buffers(self) -> dict[str, Meta]:
-        """Where wgrad is made by itself."""
+        """Returns where wgrad is made by itself."""
         weights = self.weights.items() if self.alone is not None else ()
         return {
             self._shown(f"alone_{name}"): Meta(self._weight_shape(n), self.grad_dtype)
@@ -227,8 +227,8 @@ class WatchedProduct(Product):
 
     @staticmethod
     def _lasting(ws: WorkingSet) -> WorkingSet:
-        """For a GEMM that is not the last one of its kind: nothing is freed before the call's own has read
-        it."""
+        """Returns a working set for a further GEMM before the call's own: it frees nothing, which the call's
+        own still reads."""
         return ws._replace(saved=MappingProxyType(ws.saved), scratch=MappingProxyType(ws.scratch))
 
     def _round(self, ws: WorkingSet, tensor: str, *parts: ArrayView) -> None:
@@ -240,17 +240,17 @@ class WatchedProduct(Product):
         return f"{self.spec.prefix}{WATCHED}{buffer}"
 
     def _arrays_of(self, tensor: str) -> list[str]:
-        """The arrays of a tensor."""
+        """Names of the arrays that hold a tensor's statistics and dumps."""
         return [name for name, own in self.entries.items() if own.tensor == tensor]
 
     def _sees(self, ws: WorkingSet, tensor: str) -> bool:
-        """Whether this pass has a place for what is collected of a tensor; a recomputed one has none."""
+        """Whether this pass has output arrays for a tensor's statistics; a recomputed pass has none."""
         return any(name in ws.outputs for name in self._arrays_of(tensor))
 
     def _look(
         self, ws: WorkingSet, tensor: str, view: ArrayView, twin: ArrayView | None = None, part: int = 0
     ) -> None:
-        """Collect what is wanted of a tensor, beside its ``twin`` where it has one."""
+        """Write a tensor's statistics, against its ``twin`` where it has one, and its dump."""
         for name in self._arrays_of(tensor):
             entry, out = self.entries[name], ws.outputs.get(name)
             if out is None or entry.part != part:
@@ -264,14 +264,14 @@ class WatchedProduct(Product):
                 self.collectors[name].run(ws, view, out, twin, scale, amax)
 
     def _made_again(self, ws: WorkingSet, like: ArrayView) -> ArrayView:
-        """Where a gradient is made once more."""
+        """Returns where a gradient is made once more."""
         whole = ws.scratch[self._shown("again")]
         return ArrayView(whole.ptr, like.shape, like.dtype, whole.device, whole.owner)
 
 
 @lru_cache(maxsize=64)
 def watched(kind: type[Product]) -> type[Product]:
-    """The class of products that shows what those of ``kind`` work on."""
+    """Returns the class of products that shows what those of ``kind`` work on."""
     return type(f"Watched{kind.__name__}", (WatchedProduct, kind), {})
 
 

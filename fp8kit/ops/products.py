@@ -49,9 +49,9 @@ _SUPPORTED = {
 
 @lru_cache(maxsize=256)
 def product_class(quantization: Quantization) -> type[QuantizedProduct | EmulatedProduct]:
-    """The products of operands that are cast so: the tensor cores' own where there are such, else emulated,
-    with a chip's sums where a GEMM names these, or on codes where one is ``scaled``. UnsupportedError, which
-    names GEMM, operand and field, for what none carries out."""
+    """Returns the products of operands that are cast so: the tensor cores' own where there are such, else
+    emulated, with a chip's sums where a GEMM names these, or on codes where one is ``scaled``.
+    UnsupportedError, which names GEMM, operand and field, for rules that no product carries out."""
     _want_fprop_quantized(quantization)
     try:
         return _native(quantization)
@@ -72,7 +72,7 @@ def product_class(quantization: Quantization) -> type[QuantizedProduct | Emulate
 
 
 def _native(quantization: Quantization) -> type[QuantizedProduct]:
-    """The products on FP8 codes, or UnsupportedError."""
+    """Returns the products on FP8 codes, or UnsupportedError."""
     used = {name: gemm for name, gemm in quantization.gemms.items() if gemm.compute == "quantized"}
     readers: dict[str, list[tuple[str, Quantizer]]] = {"x": [], "w": [], "g": []}
     for name, gemm in used.items():
@@ -158,7 +158,7 @@ _OPERANDS = {"x": "input", "w": "weight", "g": "output gradient"}
 
 
 def _said(why: UnsupportedError) -> str:
-    """A refusal of ``_native`` for people: which value of which operand, and what is native."""
+    """Returns a refusal of ``_native`` for people: which value of which operand, and what is native."""
     gemm, _, rest = (why.argument or "").partition(".")
     side, _, field = rest.partition(".")
     native = str(why.wanted).partition(":")[0]
@@ -176,7 +176,7 @@ def _said(why: UnsupportedError) -> str:
 def product_of(
     spec: ProductSpec, rows: int, dtype: DType, needs_x: bool = False, needs: Collection[str] = ()
 ) -> Product:
-    """The products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
+    """Returns the products of one weight for ``rows`` rows of ``dtype``. See ``Product``."""
     kind: type[Product] = Product if spec.fp8 is None else product_class(spec.fp8)
     if spec.fp8 is not None and issubclass(kind, EmulatedProduct):
         _say_emulated(spec.fp8)

@@ -67,7 +67,7 @@ def _want_declared(operation: Operation) -> None:
 
 
 def spec_classes(operation: Operation) -> tuple[type, ...]:
-    """The classes that the operation was registered with; () where none were given, or it was not."""
+    """Returns the classes that the operation was registered with; () where none were given, or it was not."""
     known = OPERATIONS.get(operation.name)
     return _SPECS_OF[operation.name] if type(known) is type(operation) else ()
 

@@ -36,14 +36,14 @@ NOTHING = -1e30
 
 
 def chunks_of(rank: Any, ranks: int, chunks: int) -> tuple[Any, ...]:
-    """The numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it may be
-    an array."""
+    """Returns the numbers of the ``chunks`` of a sequence, 1 or 2, that ``rank`` of so many ``ranks`` has; it
+    may be an array."""
     return (rank,) if chunks == 1 else (rank, 2 * ranks - 1 - rank)
 
 
 def off_diagonal(spec: AttentionSpec) -> AttentionSpec:
-    """The attention of a chunk of queries over an earlier chunk of keys, or over any without a causal mask:
-    all see all, but for padding. ``spec``: that of a chunk over itself."""
+    """Returns the attention of a chunk of queries over an earlier chunk of keys, or over any without a causal
+    mask: all see all, but for padding. ``spec``: that of a chunk over itself."""
     return replace(spec, mask="padding" if spec.padded else "no_mask", window_size=UNBOUNDED)
 
 
@@ -89,8 +89,9 @@ class _Ring(NamedTuple):
     lse: Meta
 
     def blocks(self, spec: RingSpec, source: int) -> Iterator[tuple[int, int, int, int, _Block]]:
-        """Of this rank's queries and the keys of the rank ``source``, what the mask leaves: the places of the
-        two chunks on their ranks, their numbers in the sequence, and the kind of block."""
+        """Yields the blocks of scores that the mask leaves of this rank's queries and the keys of the rank
+        ``source``: the places of the two chunks on their ranks, their numbers in the sequence, and the kind
+        of block."""
         for i, row in enumerate(chunks_of(self.ranks.rank, self.ranks.size, spec.chunks)):
             for j, column in enumerate(chunks_of(source, self.ranks.size, spec.chunks)):
                 if not spec.attention.causal or column <= row:
@@ -112,7 +113,7 @@ class RingAttention(Operation):
     cast by its own amaxes.
 
     ``infer`` raises what ``attention`` would raise for a chunk, ShapeError for another number of chunks or
-    none, UnsupportedError for what a block of chunks cannot know.
+    none, UnsupportedError for options that need more than one block of chunks.
     """
 
     name = "ring_attention"
@@ -138,7 +139,7 @@ class RingAttention(Operation):
         return Signature({"o": o}, {"lse": lse}, kept, grads)
 
     def _of_chunk(self, spec: RingSpec, metas: Metas) -> dict[str, Meta]:
-        """What an attention of one chunk over one chunk gets."""
+        """Returns what an attention of one chunk over one chunk gets."""
         found = {}
         for name in _PARTS:
             meta = metas.get(name)
@@ -174,7 +175,7 @@ class RingAttention(Operation):
         scratch |= {"total": Meta((spec.chunks, rows), float32), "by_rows": lse}
         of_rows = Meta((rows,), float32)
         scratch |= {"pair": Meta((rows, 2), float32), "weight": of_rows, "loss": of_rows}
-        scratch["targets"] = Meta((rows,), int32)  # any values: nobody reads the loss
+        scratch["targets"] = Meta((rows,), int32)  # any values: the loss is not read
         backward: dict[str, Meta] = {}
         if signature.grads:
             backward = moving | diagonal.scratch(True) | other.scratch(True) | {"wide": wide}
@@ -298,7 +299,7 @@ class RingAttention(Operation):
 
 
 def _refuse(spec: AttentionSpec) -> None:
-    """UnsupportedError for what needs more of the scores than one block of chunks."""
+    """UnsupportedError for options that need more of the scores than one block of chunks."""
     op, parts = RingAttention.name, "a block of chunks knows no place in the whole"
     for field, found, wanted in (
         ("mask", spec.mask, ("no_mask", "causal", "padding", "padding_causal")),
@@ -318,8 +319,8 @@ def _refuse(spec: AttentionSpec) -> None:
 def _inputs(
     ws: WorkingSet, kv: Mapping[str, ArrayView], i: int, j: int, row: int, column: int
 ) -> dict[str, ArrayView]:
-    """What the attention of this rank's chunk i over the chunk j of ``kv`` gets; ``row``, ``column``: their
-    numbers in the sequence."""
+    """Returns what the attention of this rank's chunk i over the chunk j of ``kv`` gets; ``row``, ``column``:
+    their numbers in the sequence."""
     found = {"q": _row(ws.inputs["q"], i)} | {name: _row(view, j) for name, view in kv.items()}
     for (name, own), chunk in zip(_SUMS.items(), (row, column), strict=True):
         if ws.inputs.get(own) is not None:
@@ -328,7 +329,7 @@ def _inputs(
 
 
 def _handed_on(plan: Plan, ws: WorkingSet, kv: Mapping[str, ArrayView], step: int) -> dict[str, ArrayView]:
-    """The keys and values of the rank before the one whose ``kv`` are here."""
+    """Returns the keys and values of the rank before the one whose ``kv`` are here."""
     found = {}
     for name, view in kv.items():
         found[name] = ws.scratch[f"{name}{step % 2}"]
@@ -358,7 +359,7 @@ def _column(view: ArrayView, i: int) -> ArrayView:
 
 
 def _leading(spec: AttentionSpec, ring: _Ring) -> Shape:
-    """The rows of a chunk's o as dimensions: (c, b, h) or (b, c, h)."""
+    """Returns the rows of a chunk's o as dimensions: (c, b, h) or (b, c, h)."""
     return *ring.o.shape[:2], spec.num_heads
 
 

@@ -58,7 +58,7 @@ class Rope(Operation):
     are 0. Gradient of x, 0 likewise.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError
-    for dtypes; ``forward`` ArgumentError for running sums on the CPU that are none (``ops.values``). Where
+    for dtypes; ``forward`` ArgumentError for invalid running sums on the CPU (``ops.values``). Where
     start_positions, or with "thd" on a GPU a sequence's length, lead beyond the angles, the result is NaN.
     """
 

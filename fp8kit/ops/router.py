@@ -173,9 +173,9 @@ def router_fields(
     score_function: Any,
     dense: bool = False,
 ) -> tuple[Any, ...]:
-    """The fields of a ``RouterSpec`` for Transformer Engine's arguments, where None, and -1, stand for no
-    groups and None for a factor of 1. ShapeError, ArgumentError for what they may not be; ``RouterSpec``
-    refuses the rest."""
+    """Returns the fields of a ``RouterSpec`` for Transformer Engine's arguments, where None, and -1, stand
+    for no groups and None for a factor of 1. ShapeError or ArgumentError for values out of their range;
+    ``RouterSpec`` refuses the rest."""
     shape = tuple(logits.shape)
     if not shape:
         raise ShapeError("router", "logits", "no dimension", "(..., experts)")

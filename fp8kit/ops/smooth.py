@@ -76,10 +76,10 @@ class Smoothing:
         p = self.product
         if not self.axis:
             return {"smooth_g": Meta((p.m, p.n), p.dtype)}
-        again = self.scratch() if self.weight in p.kept() else {}
+        found = self.scratch() if self.weight in p.kept() else {}
         if p.needs_w:
-            again |= {"smooth_dweight": Meta(self.scratch()["smooth_weight"].shape, p.grad_dtype)}
-        return again
+            found |= {"smooth_dweight": Meta(self.scratch()["smooth_weight"].shape, p.grad_dtype)}
+        return found
 
     def grads(self) -> dict[str, Meta]:
         """fc2's gradients."""
@@ -104,7 +104,7 @@ class Smoothing:
         ws.kernels.scale_lines(act, self._s(ws), act, self.axis, 1.0, True, ws.stream)
 
     def scaled(self, ws: WorkingSet) -> WorkingSet:
-        """With the weight times s in the weight's place, by channel."""
+        """Returns the working set with the weight times s in the weight's place, where s is by channel."""
         if not self.axis:
             return ws
         out, weight = ws.scratch["smooth_weight"], ws.inputs[self.weight]
@@ -156,8 +156,8 @@ class Smoothing:
 
     def dgrad(self, ws: WorkingSet, g: ArrayView, dact: ArrayView) -> None:
         """``Product.dgrad``, with s: the gradient of the activation."""
-        again = self.axis and self.weight in self.product.kept()
-        self.product.dgrad(self.scaled(ws) if again else ws, g, dact)
+        rescaled = self.axis and self.weight in self.product.kept()
+        self.product.dgrad(self.scaled(ws) if rescaled else ws, g, dact)
         free(ws.scratch, "smooth_weight", "smooth_g")
         self.divide(ws, dact)
 

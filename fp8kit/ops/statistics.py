@@ -239,7 +239,7 @@ class Statistics(Operation):
     def _brief_scale(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView
     ) -> tuple[ArrayView | None, ArrayView | None, Rule | None]:
-        """The cast's scale, or its amax and what makes a scale of it."""
+        """Returns the cast's scale, or its amax and what makes a scale of it."""
         own, stream = cast.quantizer, ws.stream
         scale = ws.inputs.get(f"scale_{cast.given}") if cast.given else None
         if scale is not None:
@@ -257,7 +257,7 @@ class Statistics(Operation):
     def _count_given(
         self, cast: CastStatistics, ws: WorkingSet, x: ArrayView, counts: ArrayView, sums: ArrayView
     ) -> None:
-        """The counts of codes that somebody made."""
+        """Count codes that were made before."""
         k, space, whole_record = ws.kernels, ws.scratch["workspace"], ws.scratch["counts"]
         source, codes, scale_inv = self._cast(cast, ws, x)
         arrays.provider(counts.device).fill_zero(whole_record, ws.stream)
@@ -350,7 +350,7 @@ def _copy(ws: WorkingSet, source: ArrayView, out: ArrayView) -> None:
 
 
 def _numbers(record: ArrayView, section: Section) -> ArrayView:
-    """A section of the array as numbers."""
+    """Returns a section of the array as numbers."""
     at = record.ptr + _WORD * section.start
     return ArrayView(at, (section.many,), section.dtype, record.device, record.owner)
 

@@ -1,9 +1,9 @@
 """Values that only a look at the data can refuse: running sums of lengths, and indices.
 
-A look at a device's memory waits for the device, so that nobody looks there: what a kernel does with wrong
-values is said by its contract (``backends.protocol``), and it never leaves its arrays. On the CPU a look
-costs next to nothing, and wrong values are ArgumentErrors: operations look when they run, before any kernel;
-frontends before they allocate by what the values say.
+A look at a device's memory waits for the device, so values there are not checked: what a kernel does with
+wrong values is said by its contract (``backends.protocol``), and it never leaves its arrays. On the CPU a
+look costs next to nothing, and wrong values are ArgumentErrors: operations look when they run, before any
+kernel; frontends before they allocate by what the values say.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _State:
             self.master = arrays.zeros(param.shape, master, param.device)
 
     def slot(self, name: str, param: ArrayView, kind: Kind | None) -> ArrayView | None:
-        """The array ``name`` of this shape and dtype, zeros at first; None where there is none."""
+        """Returns the array ``name`` of this shape and dtype, zeros at first; None where there is none."""
         if kind is None:
             return None
         found = self.arrays.get(name)
@@ -107,12 +107,12 @@ class Batch(NamedTuple):
         return (params, grads, *(self.slot(name) for name in slots), [state.master for state in states])
 
     def slot(self, name: str) -> list[ArrayView | None]:
-        """The parameters' arrays of that name."""
+        """Returns the parameters' arrays of that name."""
         return [entry.state.slot(name, entry.param, self.kind(name, entry.param)) for entry in self.entries]
 
     def numbers(self) -> tuple[Any, ...]:
-        """What follows the lists in the kernels' arguments: hyperparameters, one weight decay for each
-        parameter, and what is read on the device."""
+        """Returns what follows the lists in the kernels' arguments: hyperparameters, one weight decay for
+        each parameter, and what is read on the device."""
         decays = [entry.weight_decay for entry in self.entries]
         return (self.lr, *self.hyper, decays, self.step, self.inv_scale, self.found_inf)
 
@@ -188,12 +188,12 @@ class Optimizer(Loadable):
     # --- what a subclass gives ------------------------------------------------------------------------------
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
-        """A group's hyperparameters in the order of ``columns``; Fp8kitError for those outside their
+        """Returns a group's hyperparameters in the order of ``columns``; Fp8kitError for those outside their
         range."""
         raise NotImplementedError
 
     def nest(self, values: Sequence[float]) -> Group:
-        """The group's entries, without lr, from what ``flat`` gave."""
+        """Returns the group's entries, without lr, from what ``flat`` gave."""
         raise NotImplementedError
 
     def slots(self, values: Sequence[float]) -> tuple[str, ...]:
@@ -205,11 +205,11 @@ class Optimizer(Loadable):
         return param.shape, float32
 
     def master_dtype(self, param: ArrayView) -> DType | None:
-        """Of the parameter's master: float32 where it has 16 bits, else None."""
+        """Returns the dtype of the parameter's master: float32 for a parameter of 16 bits, else None."""
         return None if param.dtype is float32 else float32
 
     def notes(self) -> dict[str, ArrayView]:
-        """What ``state_dict`` has beside the states, and must find again."""
+        """Returns what ``state_dict`` has beside the states, and must find again."""
         return {}
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
@@ -248,8 +248,8 @@ class Optimizer(Loadable):
         self.make_step(self.taking(), inv_scale, found_inf)
 
     def taking(self) -> list[Taking]:
-        """What a step would take now, a row for each parameter that has a gradient. Fp8kitError for gradients
-        and hyperparameters that a step refuses."""
+        """Returns what a step would take now, a row for each parameter that has a gradient. Fp8kitError for
+        gradients and hyperparameters that a step refuses."""
         found: list[Taking] = []
         for group in self.param_groups:
             hyper = self.flat(group)
@@ -292,8 +292,8 @@ class Optimizer(Loadable):
             param.version().count += 1
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
-        """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an
-        array is read where it lies."""
+        """Returns what a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that
+        is an array is read where it lies."""
 
         def read() -> list[Any]:
             values = [value for group in self.param_groups for value in self.flat(group)]
@@ -339,8 +339,8 @@ class Optimizer(Loadable):
         return found
 
     def gradient(self, param: Tensor) -> ArrayView:
-        """The gradient of a parameter, of its shape and dtype, C-contiguous. ShapeError, FormatError where
-        another array has been set."""
+        """Returns the gradient of a parameter, of its shape and dtype, C-contiguous. ShapeError, FormatError
+        where another array has been set."""
         grad = arrays.contiguous(arrays.as_view(param.grad, type(self).__name__, "grad"))
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
             got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
@@ -348,7 +348,7 @@ class Optimizer(Loadable):
         return grad
 
     def _one(self, argument: str, value: Any) -> ArrayView:
-        """A float32 array of one element on the parameters' device."""
+        """Returns a float32 array of one element on the parameters' device."""
         view = arrays.as_view(value, type(self).__name__, argument)
         devices = {param.device for param in self._params()}
         if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
@@ -417,7 +417,7 @@ class Optimizer(Loadable):
         return [(param, row) for group, row in groups for param in group["params"]]
 
     def _kept(self, param: ArrayView, row: Sequence[float]) -> Wanted:
-        """What is kept of a parameter under the hyperparameters of its group."""
+        """Returns what is kept of a parameter under the hyperparameters of its group."""
         master = self.master_dtype(param)
         found = {name: self.kind(name, param) for name in self.slots(row)}
         kept = {name: kind for name, kind in found.items() if kind is not None}
@@ -449,7 +449,7 @@ class Optimizer(Loadable):
 
 
 def rate(operation: str, value: Any) -> Any:
-    """A learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another
+    """Returns a learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another
     number."""
     plain = isinstance(value, int | float | np.floating) or not hasattr(value, "shape")
     return number(operation, "lr", value) if plain else value
@@ -472,14 +472,14 @@ def want_writable(
 
 
 def state_views(operation: str, state: Any) -> dict[str, ArrayView]:
-    """A saved state's arrays; CheckpointError for what is none."""
+    """Returns a saved state's arrays by name. CheckpointError for a value that is not an array."""
     entries = serialization.mapping(operation, state).items()
     return {name: serialization.array(operation, name, value) for name, value in entries}
 
 
 def faults_of(views: Mapping[str, ArrayView], wanted: Wanted, strict: bool) -> list[str]:
-    """How arrays are not the ``wanted`` ones, in words; the causes first: with other steps other arrays are
-    expected."""
+    """Returns how arrays are not the ``wanted`` ones, in words; the causes first: with other steps other
+    arrays are expected."""
     faults = [
         f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind.name} {shape}"
         for name, (shape, kind) in wanted.items()

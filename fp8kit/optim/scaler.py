@@ -85,7 +85,7 @@ class GradScaler(Loadable):
         return self._views["inv_scale"] if self.enabled and self._views else None
 
     def get_scale(self) -> float:
-        """The present factor; waits for the device."""
+        """Returns the present factor; waits for the device."""
         if not self.enabled:
             return 1.0
         return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0])
@@ -112,7 +112,7 @@ class GradScaler(Loadable):
         return record("scale", [loss], times(loss.view), lambda g: [times(g)])
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
-        """What a captured graph would not see change, as ``captured.hold`` takes it."""
+        """Returns what a captured graph would not see change, as ``captured.hold`` takes it."""
         names = ["enabled", "growth_factor", "backoff_factor", "growth_interval"]
         views = list(self._views.values())
 

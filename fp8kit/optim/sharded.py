@@ -146,7 +146,7 @@ class ShardedOptimizer(Loadable):
                         raise UnsupportedError(name, "states", got, "states of the parameter's own shape")
 
     def _groups(self) -> list[Group]:
-        """The groups with their parts for parameters."""
+        """Returns the groups with their parts for parameters."""
         groups = []
         for i, group in enumerate(self._whole.param_groups):
             own: list[Tensor] = [bucket.shard for bucket in self._buckets if bucket.group == i]
@@ -223,7 +223,7 @@ class ShardedOptimizer(Loadable):
         return arrays.current_stream(self._buckets[0].device)
 
     def _bytes(self, bucket: _Bucket, dtype: DType | None = None) -> ArrayView:
-        """Where a bucket is whole, for a moment."""
+        """Returns where a bucket is whole, for a moment."""
         kind = bucket.dtype if dtype is None else dtype
         size = self.ranks.size * bucket.part
         if size * kind.itemsize > self._flat.nbytes:
@@ -276,13 +276,13 @@ class ShardedOptimizer(Loadable):
             self._kernels.copy(own, bucket.shard.view, self._stream)
 
     def _now(self) -> list[int]:
-        """How often each parameter was changed in place."""
+        """Returns how often each parameter was changed in place."""
         return [param.version().count for param in self._params]
 
     # --- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, ArrayView]:
-        """The state of the whole, as ``kind`` has it on one rank, on the host. All ranks call it."""
+        """Returns the state of the whole, as ``kind`` has it on one rank, on the host. All ranks call it."""
         inner, found = self._inner.state_dict(), {}
         steps = np.zeros(self._count, np.int64)
         counts = inner["steps"].numpy()

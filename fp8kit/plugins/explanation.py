@@ -46,14 +46,14 @@ class Explanation:
         return next((row.impl for row in self.rows if row.place == 0), None)
 
     def lines(self, among: Sequence[Row] | None = None) -> Iterator[str]:
-        """A line for each row."""
+        """Yields a line for each row."""
         for row in self.rows if among is None else among:
             mark = ">" if row.place == 0 else " "
             what = row.impl.kind.value + (f" {row.impl.vendor}" if row.impl.vendor else "")
             yield f"{mark} {row.impl.impl_id:40}{what:18}{row.impl.priority or 0:>4}  {row.why}"
 
     def text(self) -> str:
-        """The whole, for reading."""
+        """Returns the whole, for reading."""
         title = f"{self.op_name} on {self.device.kind}" + (
             "" if self.usable else f" (no usable {self.device.kind} device here)"
         )
@@ -71,7 +71,7 @@ def explain(
     op_name: str, device: Device | str = arrays.CPU, policy: SelectionPolicy | None = None
 ) -> Explanation:
     """Why which implementation of a kernel is chosen on a device under a policy (None: the one in force).
-    BackendError for a name that is no kernel or no device."""
+    BackendError for an unknown kernel or device."""
     where = arrays.device(device)
     policy = get_policy() if policy is None else policy
     there = where.index < _count(where)
@@ -107,13 +107,13 @@ def _place(op_name: str, order: list[OpImpl], place: int, policy: SelectionPolic
 
 
 def get_discovered_plugin() -> tuple[Discovered, ...]:
-    """The plugins that were found in this process, and what became of them."""
+    """Returns the plugins that were found in this process, and what became of them."""
     return dispatch.get_default_manager().discovered()
 
 
 def listing(kinds: Sequence[str] = ("cpu", "cuda")) -> str:
     """Everything at once: plugins with their tracebacks, the policy, and for each kind of device every kernel
-    with its implementations. BackendError for a kind that is none."""
+    with its implementations. BackendError for an unknown kind."""
     for kind in kinds:
         arrays.device(kind)
     return "\n".join(line for kind in ("", *kinds) for line in (_device(kind) if kind else _head()))
@@ -169,8 +169,8 @@ def _device(kind: str) -> Iterator[str]:
 
 
 def want_implementations(name: str) -> list[OpImpl]:
-    """The implementations that ``name`` means: an engine, or one by its id. ArgumentError where there is
-    none."""
+    """Returns the implementations that ``name`` means: an engine, or one by its id. ArgumentError where there
+    is none."""
     dispatch.get_default_manager().ensure_initialized()
     every = dispatch.registry.snapshot().impls_by_op.values()
     found = [impl for impls in every for impl in impls if name in (impl.engine, impl.impl_id)]

@@ -64,7 +64,8 @@ class Sizes:
 
 
 def _columns(sizes: Sizes, rules: AttentionSpec) -> tuple[Array, Array]:
-    """Of each batch and row: where its diagonal is, and how many keys there are; (b, 1, s_q | 1, 1)."""
+    """Returns, for each batch and row, where its diagonal is, and how many keys there are; (b, 1, s_q | 1,
+    1)."""
     queries, keys = (
         np.array(lengths or (longest,) * sizes.b)[:, None, None, None]
         for lengths, longest in ((sizes.lengths_q, sizes.s_q), (sizes.lengths_kv, sizes.s_kv))
@@ -73,7 +74,7 @@ def _columns(sizes: Sizes, rules: AttentionSpec) -> tuple[Array, Array]:
 
 
 def visible(sizes: Sizes, rules: AttentionSpec, mask: Array | None = None) -> Array:
-    """Which scores are seen, bool (b, 1 | h, s_q, s_kv), from the rule's words: one comparison a
+    """Returns which scores are seen, bool (b, 1 | h, s_q, s_kv), from the rule's words: one comparison a
     condition."""
     (place, keys), j = _columns(sizes, rules), np.arange(sizes.s_kv)
     left, right = rules.window
@@ -83,7 +84,7 @@ def visible(sizes: Sizes, rules: AttentionSpec, mask: Array | None = None) -> Ar
 
 
 def rows(sizes: Sizes) -> Array:
-    """Which rows are no padding, bool (b, s_q)."""
+    """Returns which rows are no padding, bool (b, s_q)."""
     return np.arange(sizes.s_q) < np.array(sizes.lengths_q or (sizes.s_q,) * sizes.b)[:, None]
 
 
@@ -196,9 +197,9 @@ class Oracle:
         return {"dq": self.scale * ds @ k, "dk": over_group(dk), "dv": over_group(dv)}
 
     def forward_slack(self, name: str) -> Array:
-        """The slack of a gradient whose backward took the o and the log-sum-exp that its own forward made:
-        doubled for their errors, and an epsilon of the terms for an o that was rounded the other way, where
-        the slack does not hold one yet."""
+        """Returns the slack of a gradient whose backward took the o and the log-sum-exp that its own forward
+        made: doubled for their errors, and an epsilon of the terms for an o that was rounded the other way,
+        where the slack does not hold one yet."""
         return np.asarray(2 * self.slacks[name] + self.rounding * self.sizes.get(name, 0.0))
 
 

@@ -85,7 +85,7 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
 
 
 def same_values(got: Array, expected: Array) -> Array:
-    """Where two arrays of one dtype have the same bits; any NaN stands for any other."""
+    """Returns where two arrays of one dtype have the same bits; any NaN stands for any other."""
     bits = f"u{expected.dtype.itemsize}"
     same = np.ascontiguousarray(got).view(bits) == np.ascontiguousarray(expected).view(bits)
     if expected.dtype.kind not in "fV" and expected.dtype.name != "bfloat16":

@@ -25,12 +25,12 @@ Bounded = tuple[Array, Array]  # values, and by how much they may err
 
 
 def _lost(terms: int) -> float:
-    """Of a sum of so many products, relative to the largest magnitude that it meets."""
+    """Returns the error of a sum of so many products, relative to the largest magnitude that it meets."""
     return float(-(-terms // _STEP) * (_STEP + 1)) * _KEPT
 
 
 def half_step(fmt: Format) -> tuple[float, float]:
-    """The largest error of a cast: relative to a normal value, and of a subnormal one."""
+    """Returns the largest error of a cast: relative to a normal value, and of a subnormal one."""
     return 2.0 ** -(fmt.mantissa_bits + 1), 2.0 ** -(fmt.bias + fmt.mantissa_bits)
 
 
@@ -77,7 +77,8 @@ class Fp8Oracle(QuantizedOracle):
         keys, values = (np.repeat(x, self.group, axis=1).astype(np.float64) for x in (k, v))
 
         def met(x: Array, y: Array) -> Array:
-            """What a sum of products over features meets: a term, the whole, and thrice the walk to it."""
+            """Returns what a sum of products over features meets: a term, the whole, and thrice the walk to
+            it."""
             other = np.abs(y).max(-1)[..., None, :]
             walk = np.sqrt((x * x) @ (y * y).swapaxes(-1, -2))
             found = np.abs(x).max(-1)[..., None] * other + np.abs(x @ y.swapaxes(-1, -2)) + 3 * walk
@@ -118,7 +119,7 @@ class Fp8Oracle(QuantizedOracle):
 
 
 def fp8_results(found: Fp8Oracle, out: Quantizer, dqkv: Quantizer | None, groups: Any = ()) -> dict[str, Any]:
-    """The results of a call, rounded to FP8: of forward without ``dqkv``, else of backward."""
+    """Returns the results of a call, rounded to FP8: of forward without ``dqkv``, else of backward."""
     if dqkv is None:
         (o,) = rounded([found.results["o"]], out)
         return {"o": o, "lse": found.results["lse"]}

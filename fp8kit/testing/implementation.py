@@ -38,7 +38,7 @@ class ContractReport:
     missing: str = ""
 
     def count(self, verdict: str) -> int:
-        """How many cases came out so."""
+        """Returns how many cases came out so."""
         return sum(outcome.verdict == verdict for outcome in self.outcomes)
 
     @property
@@ -72,7 +72,7 @@ def check_implementation(
     none the kernel is given no bytes. For an ``impl`` that is a workspace function, the cases of its engine's
     own kernels run. Everything else that a case calls is chosen by the policy in force. ``show``: takes the
     report's text; None for silence. Arrays of the cases: shapes, dtypes and values as
-    ``fp8kit.testing.contract`` has them. BackendError for what is no OpImpl; a case that fails raises
+    ``fp8kit.testing.contract`` has them. BackendError if it is not an OpImpl; a case that fails raises
     nothing.
     """
     if not isinstance(impl, OpImpl):

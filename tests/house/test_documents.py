@@ -148,11 +148,11 @@ def test_lines_fit(document: Path) -> None:
 
 
 def test_lines_of_code_fit() -> None:
-    """What ruff leaves out too: a comment for a checker at a line's end."""
+    """What ruff leaves out too: a comment for a checker at a line's end, other languages."""
     long = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in source.texts()
-        if path.suffix == ".py"
+        if path.suffix in (".py", ".toml", ".h")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > COLUMNS
     ]
@@ -163,6 +163,14 @@ def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= README_LINES
     assert len(text.split()) <= README_WORDS
+
+
+def test_results_are_cited() -> None:
+    """Each committed measurement, those of `python -m studies` aside, which come as one folder."""
+    named = "".join(path.read_text() for path in DOCUMENTS if path != ROOT / "benchmarks/README.md")
+    results = [path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file()]
+    unknown = [str(path) for path in results if path.name not in named and "convergence" not in path.parts]
+    assert not unknown, unknown
 
 
 def test_no_sentence_is_written_twice() -> None:

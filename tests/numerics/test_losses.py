@@ -8,6 +8,7 @@ import pytest
 from fp8kit.errors import ArgumentError
 from fp8kit.numerics.losses import compared, gap_of, grouped, reference_of, running_mean
 from fp8kit.numerics.run_folder import Curve, curves_of
+from fp8kit.testing import assert_close
 
 EXACT = 1e-12  # float64 sums of 120 terms
 
@@ -28,7 +29,7 @@ def drawn(level: float, seed: int, steps: int = 120) -> np.ndarray:
 def test_a_running_mean_is_that_of_the_last_values() -> None:
     values = drawn(2, 0)
     expected = np.array([values[max(0, i - 3) : i + 1].mean() for i in range(values.size)])
-    assert running_mean(values, 4) == pytest.approx(expected, rel=EXACT)
+    assert_close("mean", running_mean(values, 4), expected, "float64", EXACT * expected)
 
 
 def test_gap_and_spread() -> None:

@@ -47,7 +47,7 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
     def command(self, name: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
+        """Run a command of the DevTools protocol and return its result."""
         return self._call("POST", "/goog/cdp/execute", cmd=name, params=parameters)
 
     def open(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class Browser:
         return found
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the last call."""
+        """Returns the addresses that were asked for since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
         sent = [each for each in messages if each["method"] == "Network.requestWillBeSent"]
         return [each["params"]["request"]["url"] for each in sent]
@@ -90,7 +90,7 @@ class Browser:
 
 
 def request(method: str, address: str, arguments: dict[str, Any]) -> Any:
-    """The value that the driver answers; RuntimeError with its own words where it refuses."""
+    """Returns the value that the driver answers; RuntimeError with its own words where it refuses."""
     body = json.dumps(arguments).encode() if method == "POST" else None
     made = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -103,7 +103,7 @@ def request(method: str, address: str, arguments: dict[str, Any]) -> Any:
 
 
 def missing() -> list[str]:
-    """The programs that are needed and not there."""
+    """Returns the programs that are needed and not there."""
     return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 
 

@@ -25,7 +25,7 @@ KINDS = ("tensor", "row", "block", "mx", "nvfp4_1", "nvfp4_row")
 
 @st.composite
 def any_format(draw: Any) -> Format | None:
-    """A format, or None where there is none of these bits."""
+    """Returns a format, or None where there is none of these bits."""
     exponent = draw(st.integers(0, 8))
     usual = max(2 ** (exponent - 1) - 1 if exponent else 0, 0)
     given = {
@@ -66,7 +66,8 @@ class How:
         return self.scaling.startswith("nvfp4_row")
 
     def but(self, **changes: Any) -> How:
-        """The same but for some fields, without the choice between two scales where these do not fit it."""
+        """Returns the same but for some fields, without the choice between two scales where these do not fit
+        it."""
         found = replace(self, **changes)
         fits = found.format == E2M1 and not found.bits and not found.hadamard
         return replace(found, rule=None) if found.rule in FOUR_OVER_SIX and not fits else found
@@ -147,7 +148,7 @@ def spread(per_tile: Array, shape: tuple[int, int], tile: tuple[int, int]) -> Ar
 
 
 def _amax(x: Array, tile: tuple[int, int], keep_nan: bool) -> Array:
-    """The largest magnitude of each tile."""
+    """Returns the largest magnitude of each tile."""
     grid = tuple(max(1, -(-n // t)) for n, t in zip(x.shape, tile, strict=True))
     found = np.zeros(grid, np.float32)
     most = np.maximum if keep_nan else np.fmax

@@ -112,7 +112,7 @@ class Thing(NamedTuple):
     refused: bool = False
 
     def bytes(self) -> bytes:
-        """The memory's present contents."""
+        """Returns the memory's present contents."""
         held = self.thing
         if isinstance(held, torch.Tensor):
             held = held.clone().reshape(-1)
@@ -125,7 +125,7 @@ class Thing(NamedTuple):
 
 
 class Exporter:
-    """An array of a library that nobody knows: DLPack alone."""
+    """An array of an unknown library: DLPack alone."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -210,7 +210,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def thing(x: np.ndarray, layout: str) -> Thing:
-    """The values in a kind of memory."""
+    """Returns the values in a kind of memory."""
     held = LAYOUTS[layout](x)
     seen = _broadcast(x) if layout == "broadcast" else x
     swapped = isinstance(held, np.ndarray) and not held.dtype.isnative
@@ -226,7 +226,7 @@ def things(
     wild: bool = False,
     layouts: Any = tuple(LAYOUTS),
 ) -> Thing:
-    """An array of any shape in any memory."""
+    """Returns an array of any shape in any memory."""
     x = values(
         draw(shapes(least, most)), draw(st.sampled_from(dtypes)), draw(seeds), wild and draw(st.booleans())
     )

@@ -32,7 +32,7 @@ class Engine:
         ]
 
     def impl(self, kernel: str, fn: Callable[..., Any]) -> OpImpl:
-        """An implementation of this engine."""
+        """Returns an implementation of this engine."""
         vendor = self.name if self.kind is Kind.VENDOR else None
         return OpImpl(kernel, f"{self.name}.{kernel}", self.kind, fn, **{"vendor": vendor, **self.more})
 
@@ -65,7 +65,7 @@ class Engine:
 
 
 def refusing(kernel: str, reason: str, name: str = "shy", **more: Any) -> OpImpl:
-    """An implementation that can take no call."""
+    """Returns an implementation that can take no call."""
 
     @functools.wraps(IMPLEMENTATIONS[kernel])
     def call(*args: Any, **named: Any) -> Any:

@@ -28,8 +28,9 @@ using std::min; using std::max;
 static std::unique_ptr<std::barrier<>> warp_barrier[12], group_barrier[4];
 static unsigned long long slots[12][32];
 static unsigned char shared_memory[1 << 18];
-// Copies out of shared memory read it when they are waited for, as late as may be. A map is an address and what
-// tests/support/hopper.py::map_of says: kind, three sizes, two strides, the box, whose rows are swizzled.
+// Copies out of shared memory read it when they are waited for, as late as may be. A map is an address, and
+// what tests/support/hopper.py::map_of says: kind, three sizes, two strides, and the box, whose rows are
+// swizzled.
 struct Copy {
   const long long* map;
   unsigned from;

@@ -81,8 +81,8 @@ def batches(steps: int) -> tuple[Any, Any]:
 
 
 def train(model: str, recipe: str, steps: int, layout: Layout | None = None) -> tuple[list[float], Any]:
-    """The losses of so many steps of Adam, and the state after them, on one device or by a layout. Works
-    where the devices belong to several processes."""
+    """Returns the losses of so many steps of Adam, and the state after them, on one device or by a layout.
+    Works where the devices belong to several processes."""
     module = MODELS[model]()
     resource = fj.MeshResource() if layout is None else layout.resource
 
@@ -134,6 +134,6 @@ def train(model: str, recipe: str, steps: int, layout: Layout | None = None) -> 
 
 
 def fp8_state(state: TrainState) -> dict[str, np.ndarray]:
-    """The scales and histories of a trained module, by their paths."""
+    """Returns the scales and histories of a trained module, by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(state.params.get(fj.FP8_COLLECTION_NAME, {}))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

@@ -19,7 +19,7 @@ OVERRIDES = ("high_precision", "dequantized")
 
 
 def _values_for(name: str, *gemms: str) -> recipe.DataRecipe:
-    """A named recipe some GEMMs of which multiply fprop's values."""
+    """Returns a named recipe some GEMMs of which multiply fprop's values."""
     made = {
         gemm: replace(own, compute="dequantized") if gemm in gemms else own
         for gemm, own in NAMED[name].recipe.quantization.gemms.items()
@@ -143,7 +143,7 @@ def parameters(module: Any, dtype: str) -> dict[str, Any]:
 
 
 def native(kind: str, dtype: str, **more: Any) -> Any:
-    """A module of ``MODULES`` on the CPU, with random parameters."""
+    """Returns a module of ``MODULES`` on the CPU, with random parameters."""
     module = getattr(nn, kind)(params_dtype=dtype, device="cpu", **MODULES[kind][2], **more)
     module.load_state_dict(parameters(module, dtype))
     return module

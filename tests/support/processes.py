@@ -32,7 +32,7 @@ _LOOK = 0.1
 
 
 def start(module: str, ranks: int, *arguments: object, **environment: str) -> list[subprocess.Popen[str]]:
-    """The processes ``python -m MODULE RANK RANKS ARGUMENT...``, one for each rank."""
+    """Returns the processes ``python -m MODULE RANK RANKS ARGUMENT...``, one for each rank."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} | environment
     return [
@@ -42,7 +42,7 @@ def start(module: str, ranks: int, *arguments: object, **environment: str) -> li
 
 
 def begin(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    """The process of a command, which leads a group of its own with all that it starts."""
+    """Returns the process of a command, which leads a group of its own with all that it starts."""
     env = env | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT has Python print where every thread stands
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -51,9 +51,9 @@ def begin(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def said(workers: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
-    """What each process, of ``begin``, wrote to its standard output and error by its end. AssertionError,
-    with where all stand, where one has not ended after so many seconds, or ``_OTHERS`` after another one
-    failed; no process is left then."""
+    """Returns what each process, of ``begin``, wrote to its standard output and error by its end.
+    AssertionError, with where all stand, where one has not ended after so many seconds, or ``_OTHERS`` after
+    another one failed; no process is left then."""
     results: dict[int, tuple[str, str]] = {}
     end, why = time.monotonic() + timeout, f"not done after {timeout:g} s"
     try:

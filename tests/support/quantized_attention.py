@@ -66,7 +66,8 @@ def cast(
     scale: Any = None,
     words: Array | None = None,
 ) -> Array:
-    """An operand (b, heads, s, d) as its products read it; ``scale``: of the whole, where it is shared."""
+    """Returns an operand (b, heads, s, d) as its products read it; ``scale``: of the whole, where it is
+    shared."""
     out, rows = np.empty_like(x), how.rows_per_block
     if own.granularity == "tensor" and not rows:
         return by_scale(x, own, current_scale(x, own) if scale is None else scale, words)
@@ -83,7 +84,7 @@ def cast(
 
 
 def rotation(d: int, n: int, signs: Array) -> Array:
-    """The matrix that rows are multiplied by, (d, d)."""
+    """Returns the matrix that rows are multiplied by, (d, d)."""
     h = np.ones((1, 1))
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])

@@ -17,7 +17,7 @@ LAYOUTS = [(mode, sequence) for mode in ("column", "row") for sequence in (False
 
 
 def part(array: Any, dim: int, ranks: Collectives) -> Any:
-    """A rank's part of an array of the host."""
+    """Returns a rank's part of an array of the host."""
     return np.ascontiguousarray(np.split(array, ranks.size, dim)[ranks.rank])
 
 
@@ -39,7 +39,7 @@ def alone(fp8: Quantization | None, own: Operands) -> list[Any]:
 
 
 def together(fp8: Quantization | None, own: Operands, size: int, mode: str, sequence: bool) -> list[Any]:
-    """The same of so many ranks, put together."""
+    """Returns the same of so many ranks, put together."""
     n, k = own.w.shape
     column = mode == "column"
 

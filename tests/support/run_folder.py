@@ -29,8 +29,8 @@ OF_CASTS = ("sqnr", "underflows%", "overflows%", "scale_inv_max", "scale_inv_min
 
 
 def config(every: int) -> dict[str, Any]:
-    """What the inspector is to look at in each ``every``-th step: the operands of all layers but the head,
-    which is in high precision."""
+    """Returns what the inspector is to look at in each ``every``-th step: the operands of all layers but the
+    head, which is in high precision."""
     how = {"enabled": True, "tensors": list(TENSORS), "freq": every}
     features = {
         "LogTensorStats": {**how, "stats": list(OF_TENSORS)},
@@ -41,7 +41,7 @@ def config(every: int) -> dict[str, Any]:
 
 
 def train(model: GPT, shape: Any, corpus: Any, recipe: str | None, seed: int, log: Any = None) -> list[float]:
-    """The losses of one training; ``log``: an inspector's."""
+    """Returns the losses of one training; ``log``: an inspector's."""
     parameters, losses = list(model.parameters()), []
     optimizer = optim.AdamW(parameters, lr=shape.learning_rate, betas=(0.9, 0.95))
     used = NAMED[recipe].recipe if recipe else None
@@ -61,7 +61,7 @@ def train(model: GPT, shape: Any, corpus: Any, recipe: str | None, seed: int, lo
 
 
 def validate(model: GPT, shape: Any, corpus: Any, recipe: str | None) -> float:
-    """The mean loss of four batches that no training sees."""
+    """Returns the mean loss of four batches that no training sees."""
     used = NAMED[recipe].recipe if recipe else None
     with fk.no_grad():
         batches = [

@@ -20,7 +20,7 @@ FOLDERS = ("fp8kit", "adapters")
 
 
 def words(text: str) -> list[str]:
-    """The tokens of a file's text."""
+    """Returns the tokens of a file's text."""
     found, depth = [], 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         depth += (token.type == _START) - (token.type == _END)
@@ -70,7 +70,7 @@ def since(commit: str) -> None:
 
 
 def part(name: str) -> str:
-    """The package that a module is counted with."""
+    """Returns the package that a module is counted with."""
     return ".".join(name.split(".")[: 3 if name.startswith("fp8kit.backends.") else 2])
 
 

@@ -15,7 +15,7 @@ PACKAGES = {
     "fp8kit_torch": ROOT / "adapters/fp8kit_torch",
     "fp8kit_jax": ROOT / "adapters/fp8kit_jax",
 }
-TEXTS = (".py", ".cu", ".cuh", ".md", ".toml")
+TEXTS = (".py", ".cu", ".cuh", ".h", ".md", ".toml")
 
 
 class Import(NamedTuple):
@@ -41,13 +41,13 @@ def modules() -> dict[str, Path]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """The file's syntax tree."""
+    """Returns the file's syntax tree."""
     return ast.parse(path.read_text(), str(path))
 
 
 @cache
 def imports(name: str) -> tuple[Import, ...]:
-    """What a module imports: statements, and ``import_module`` of a literal."""
+    """Returns what a module imports: statements, and ``import_module`` of a literal."""
 
     def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -101,7 +101,7 @@ def texts() -> tuple[Path, ...]:
 
 
 def long_files() -> list[str]:
-    """A line for each file over the limit."""
+    """Returns a line for each file over the limit."""
     counts = {path: path.read_text().count("\n") for path in texts() if path.suffix != ".md"}
     return [
         f"over {LONG} lines: {path.relative_to(ROOT)} ({count})"
@@ -111,8 +111,9 @@ def long_files() -> list[str]:
 
 
 def stems() -> list[str]:
-    """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a
-    file of its stem, or of what comes before the first underscore (norm_fwd.cu is a part of "norm")."""
+    """Returns a line for each CUDA source whose idea goes by another name elsewhere: no operation and no
+    engine has a file of its stem, or of what comes before the first underscore (norm_fwd.cu is a part of
+    "norm")."""
     folders = {
         "ops": "fp8kit/ops",
         "reference": "fp8kit/backends/reference",

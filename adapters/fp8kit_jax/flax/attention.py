@@ -138,8 +138,8 @@ class DotProductAttention(NamedWell, nn.Module):
     def _options(
         self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
     ) -> dict[str, Any]:
-        """The arguments of the function beside the layers; the mask as it came. ShapeError for layers that do
-        not fit the fields."""
+        """Returns the arguments of the function beside the layers; the mask as it came. ShapeError for layers
+        that do not fit the fields."""
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
@@ -284,7 +284,7 @@ class MultiHeadAttention(NamedWell, nn.Module):
         own = inputs_q is inputs_kv
 
         def projection(kind: Any, name: str, features: Any, parts: int = 1, **more: Any) -> Any:
-            """The module of a projection, with ``more`` fields."""
+            """Returns the module of a projection, with ``more`` fields."""
             out, query = name == "out", name in ("qkv", "query")
             base, depth = self.kernel_init or fan_in(min(parts, 2)), math.sqrt(self.head_dim)
 
@@ -365,7 +365,7 @@ class MultiHeadAttention(NamedWell, nn.Module):
         return returned(self, y, ln, residual, *unadded)
 
     def _rotation(self, past: cache.Past | None) -> Any:
-        """The rotary embedding as a function, None where there is none."""
+        """Returns the rotary embedding as a function, None where there is none."""
         if not self.enable_rotary_pos_emb:
             return None
         method = self.rotary_pos_emb_group_method

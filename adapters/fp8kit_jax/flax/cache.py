@@ -43,7 +43,7 @@ class Past:
         self.length, self.fresh = self.key.value.shape[self.at], key.shape[self.at]
 
     def starts(self) -> Any:
-        """The first position of every sequence, int32 (b,), None where it is 0."""
+        """Returns the first position of every sequence, int32 (b,), None where it is 0."""
         return None if self.index is None else jnp.broadcast_to(self.index, (self.batch,))
 
     def extended(self, key: Any, value: Any, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:

@@ -93,14 +93,14 @@ def check_fields(
 
 
 def shared_fields(module: Any, child: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a child: ``options``, and the module's own fields that the child has too."""
+    """Returns the fields of a child: ``options``, and the module's own fields that the child has too."""
     names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
     own = {field.name for field in dataclasses.fields(module)} - FIXED.keys() - RENAMED.keys()
     return {name: getattr(module, name) for name in names & own} | options
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
-    """The input of a module as a JAX array. FormatError that names it for what is none."""
+    """Returns the input of a module as a JAX array. FormatError, which names it, if it is not an array."""
     return as_array(type(module).__name__, name, value)
 
 
@@ -152,7 +152,7 @@ class _ModuleKeys:
         self.module = module
 
     def next(self) -> Any:
-        """The next one, None where there is none."""
+        """Returns the next one, None where there is none."""
         own = self.module
         if own.has_rng(RNG_COLLECTION_NAME) or own.is_initializing():
             return own.make_rng(RNG_COLLECTION_NAME)
@@ -160,8 +160,8 @@ class _ModuleKeys:
 
 
 def draws_keys(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's ``__call__`` whose casts take their random keys from the collection ``RNG_COLLECTION_NAME``
-    where the autocast in force has no key."""
+    """Returns a module's ``__call__`` whose casts take their random keys from the collection
+    ``RNG_COLLECTION_NAME`` where the autocast in force has no key."""
 
     @functools.wraps(call)
     def keyed(self: nn.Module, *args: Any, **options: Any) -> Any:
@@ -184,9 +184,9 @@ def quantizer_set(
     collection: str | None = None,
     kept_as: str | None = None,
 ) -> QuantizerSet:
-    """The set of one product by ``recipe``, None: by the autocast in force; with delayed scaling its slots
-    are the module's variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel`` and
-    ``grad`` (Transformer Engine's names), in ``collection``; None: FP8_COLLECTION_NAME, or the former one
+    """Returns the set of one product by ``recipe``, None: by the autocast in force; with delayed scaling its
+    slots are the module's variables ``x{postfix}_scale``, ``x{postfix}_amax_history`` and those of ``kernel``
+    and ``grad`` (Transformer Engine's names), in ``collection``; None: FP8_COLLECTION_NAME, or the former one
     where they are there. ``kept_as``: see ``QuantizerSet``; None is the module's
     ``quantization_checkpoint_name``."""
     # a model that is one layer has no path
@@ -221,21 +221,22 @@ def fan_in(features: int) -> Any:
 
 
 def partitioned(init: Any, axes: tuple[Any, ...]) -> Any:
-    """The initialiser, with the parameter's logical axes where there are some."""
+    """Returns the initialiser, with the parameter's logical axes where there are some."""
     return nn.with_logical_partitioning(init, axes) if axes else init
 
 
 def parameter(
     module: Any, name: str, init: Any, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    """The module's parameter, kept in the module's dtype, as an array of ``dtype``."""
+    """Returns the module's parameter, kept in the module's dtype, as an array of ``dtype``."""
     return jnp.asarray(module.param(name, partitioned(init, axes), shape, module.dtype), dtype)
 
 
 def kernel_parameter(
     module: Any, name: str, ins: tuple[int, ...], features: tuple[int, ...], axes: tuple[Any, ...], dtype: Any
 ) -> Any:
-    """A product's kernel (ins..., features...); its initialiser sees all of ``ins`` as one dimension."""
+    """Returns a product's kernel (ins..., features...); its initialiser sees all of ``ins`` as one
+    dimension."""
     init = module.kernel_init or fan_in(len(features))
 
     def start(key: Any, shape: Any, dtype: Any) -> Any:
@@ -245,12 +246,12 @@ def kernel_parameter(
 
 
 def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Any:
-    """A product's bias, None without ``use_bias``."""
+    """Returns a product's bias, None without ``use_bias``."""
     return parameter(module, name, module.bias_init, axes, shape, dtype) if module.use_bias else None
 
 
 def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> list[Any] | None:
-    """The learned numbers ``alpha_p`` and ``alpha_n`` of an activation, None of one that has none."""
+    """Returns the learned numbers ``alpha_p`` and ``alpha_n`` of an activation, None of one that has none."""
     name, _ = activation_of(type(module).__name__, activations, None)
     starts = ALL[name].learned
     made = [
@@ -261,8 +262,8 @@ def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> l
 
 
 def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, ...]:
-    """The arguments of ``fp8kit_jax.layernorm`` after x for a module with Transformer Engine's fields:
-    parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options."""
+    """Returns the arguments of ``fp8kit_jax.layernorm`` after x for a module with Transformer Engine's
+    fields: parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options."""
     usual = nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
     scale = parameter(module, "scale", module.scale_init or usual, module.scale_axes, (features,), dtype)
     bias = None
@@ -282,5 +283,5 @@ def add_residual(module: Any, branch: Any, bias: Any, residual: Any, determinist
 
 
 def form(module: Any) -> str:
-    """The order of the dimensions of a module's arrays."""
+    """Returns the order of the dimensions of a module's arrays."""
     return "sbhd" if module.transpose_batch_sequence else "bshd"

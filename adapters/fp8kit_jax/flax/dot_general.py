@@ -48,9 +48,9 @@ class DotGeneral(nn.Module):
 
 
 def make_dot_general_cls(recipe: Recipe | None = None) -> Any:
-    """A class for ``flax.linen.Dense(dot_general_cls=...)`` and other layers with that field, whose product
-    with a kernel is computed by ``recipe``; None is as the autocast in force says. RecipeError for what is no
-    recipe."""
+    """Returns a class for ``flax.linen.Dense(dot_general_cls=...)`` and other layers with that field, whose
+    product with a kernel is computed by ``recipe``; None is as the autocast in force says. RecipeError if it
+    is not a recipe."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError("make_dot_general_cls", "recipe", repr(recipe), "a Recipe or None")
 

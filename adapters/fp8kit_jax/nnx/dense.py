@@ -66,7 +66,7 @@ def name_layers(model: Any) -> Any:
     its path joined by dots: what ``recipe.PerLayer`` and ``recipe.CustomRecipe`` go by. Returns the model.
 
     Call it within the ``autocast`` that the model is to run with: layers whose recipe there has state get the
-    variables for it. ArgumentError for what is no ``nnx.Module``.
+    variables for it. ArgumentError if ``model`` is not an ``nnx.Module``.
     """
     if not isinstance(model, nnx.Module):
         raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", "an nnx.Module")
@@ -78,7 +78,7 @@ def name_layers(model: Any) -> Any:
 
 
 def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
-    """ArgumentError for what is no ``nnx.Rngs``, or has neither this stream nor a default one."""
+    """ArgumentError if it is not an ``nnx.Rngs``, or has neither this stream nor a default one."""
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, stream):
         got = f"one of {', '.join(rngs)}" if isinstance(rngs, nnx.Rngs) else shown(rngs)
         raise ArgumentError(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one")
@@ -101,7 +101,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, wanted: Any = True) -> nnx.Param 
 
 
 def _value(parameter: nnx.Param | None, dtype: Any) -> Any:
-    """A parameter's array in ``dtype``, None for None."""
+    """Returns a parameter's array in ``dtype``, None for None."""
     return None if parameter is None else parameter[...].astype(dtype)
 
 
@@ -125,7 +125,7 @@ class LayerNorm(NamedWell, nnx.Module):
         self.ln_bias = _zeros((num_features,), dtype, layernorm_type == "layernorm")
 
     def arguments(self, dtype: Any) -> tuple[Any, ...]:
-        """The arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
+        """Returns the arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
         return _value(self.scale, dtype), _value(self.ln_bias, dtype), *self.options
 
     def __call__(self, x: Any) -> Any:

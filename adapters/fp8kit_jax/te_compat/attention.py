@@ -61,7 +61,7 @@ class AttnSoftmaxType(Enum):
 
     @classmethod
     def from_str(cls, name: str) -> AttnSoftmaxType:
-        """Of either spelling."""
+        """Returns the softmax type of this name, in either spelling."""
         known = {each.value: each for each in cls} | {"off-by-one": cls.OFF_BY_ONE_SOFTMAX}
         return known[choice("AttnSoftmaxType", "name", name, known)]
 
@@ -102,7 +102,7 @@ class CPStrategy(Enum):
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """The mask type of that name. ArgumentError for one that there is not."""
+    """Returns the mask type of that name. ArgumentError for one that there is not."""
     known = {each.value: each for each in AttnMaskType}
     name = ALIASES.get(attn_mask_type, attn_mask_type)
     return known[choice("canonicalize_attn_mask_type", "attn_mask_type", name, known)]

@@ -50,7 +50,7 @@ class CollectiveOpSet:
 
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
-        """The set of a forward product and what belongs to it."""
+        """Returns the set of a forward product and what belongs to it."""
         return CollectiveOpSet(forward_collective_op, _BACK[forward_collective_op])
 
 
@@ -79,7 +79,7 @@ def collective_gemm_bootstrap(
 
 
 def want_collectives(operation: str, value: Any) -> None:
-    """ArgumentError for what is no CollectiveOpSet."""
+    """ArgumentError if ``value`` is not a CollectiveOpSet."""
     if not isinstance(value, CollectiveOpSet):
         raise ArgumentError(operation, "collective_op_set", shown(value), "a CollectiveOpSet")
 

@@ -30,10 +30,10 @@ class TransformerEngineBase(nn.Module):
         fp8_recipe: Recipe | None = None,
         n_groups: int | None = None,
     ) -> QuantizerSet:
-        """The QuantizerSet of a product, by ``fp8_recipe`` or the autocast in force; with delayed scaling its
-        state is in ``variable_collection``, None: ``FP8_COLLECTION_NAME``, under names that end in
-        ``postfix``. ``quantization_checkpoint_name``: see ``QuantizerSet``'s ``kept_as``; ``n_groups`` is not
-        read: groups come with their sizes."""
+        """Returns the QuantizerSet of a product, by ``fp8_recipe`` or the autocast in force; with delayed
+        scaling its state is in ``variable_collection``, None: ``FP8_COLLECTION_NAME``, under names that end
+        in ``postfix``. ``quantization_checkpoint_name``: see ``QuantizerSet``'s ``kept_as``; ``n_groups`` is
+        not read: groups come with their sizes."""
         recipe = None if fp8_recipe is None else fp8_recipe.fixed
         return quantizer_set(self, postfix, recipe, variable_collection, quantization_checkpoint_name)
 
@@ -44,15 +44,15 @@ def wrap_function_in_te_state_module(
     name: str | None = None,
     quantization_checkpoint_name: str | None = None,
 ) -> Any:
-    """A module class that calls ``f(generate_quantizer_set, *args, **kwargs)`` and holds what state the sets
-    have; ``quantization_recipe`` None: sets of the autocast in force."""
+    """Returns a module class that calls ``f(generate_quantizer_set, *args, **kwargs)`` and holds what state
+    the sets have; ``quantization_recipe`` None: sets of the autocast in force."""
     _want_recipe("wrap_function_in_te_state_module", quantization_recipe)
 
     class Wrapper(TransformerEngineBase):
         """A function with the state of its products."""
 
         def generate_quantizer_set(self, postfix: str = "", **options: Any) -> QuantizerSet:
-            """The set of one product of the function."""
+            """Returns the set of one product of the function."""
             own = {
                 "quantization_checkpoint_name": quantization_checkpoint_name,
                 "fp8_recipe": quantization_recipe,
@@ -75,8 +75,8 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> Any:
 def make_grouped_dense_cls(
     quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> Any:
-    """A module that calls ``grouped_dense(inputs, kernel, group_sizes)``, inputs (..., M, K) as rows one
-    after the other."""
+    """Returns a module that calls ``grouped_dense(inputs, kernel, group_sizes)``, inputs (..., M, K) as rows
+    one after the other."""
 
     def grouped_dense(
         generate_quantizer_set: Any, inputs: Any, kernel: Any, group_sizes: Any, **more: Any

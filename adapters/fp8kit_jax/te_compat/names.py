@@ -85,7 +85,7 @@ class Finder(aliases.Finder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> None:
-        """None for other packages, ModuleNotFoundError for what is not here."""
+        """Returns None for other packages; ModuleNotFoundError for a name that fp8kit does not have."""
         top, _, rest = name.partition(".")
         if top == "transformer_engine_jax" or (top == "transformer_engine" and rest.startswith("jax")):
             why = "fp8kit_jax, which stands for transformer_engine.jax here, does not have it"

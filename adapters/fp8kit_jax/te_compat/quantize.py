@@ -133,7 +133,7 @@ class QuantizerFactory:
         fp8_recipe: Recipe | None = None,
         **state: Any,
     ) -> Any:
-        """A QuantizerSet, or a tuple of ``n_quantizer_sets`` of them: by ``fp8_recipe``, or by
+        """Returns a QuantizerSet, or a tuple of ``n_quantizer_sets`` of them: by ``fp8_recipe``, or by
         ``scaling_mode`` with the formats of both directions, or by the autocast in force.
 
         ``quantize_meta_set``: the states with delayed scaling, None: fresh ones. ``checkpoint_name``: see
@@ -191,17 +191,17 @@ class QuantizeConfig:
 
 
 def get_global_quantize_recipe() -> Recipe | None:
-    """The recipe of the autocast in force, None where FP8 is off."""
+    """Returns the recipe of the autocast in force, None where FP8 is off."""
     return recipe_in_force()
 
 
 def get_quantize_config() -> QuantizeConfig:
-    """What the autocast in force says."""
+    """Returns what the autocast in force says."""
     return QuantizeConfig(recipe_in_force())
 
 
 def get_quantize_config_with_recipe(fp8_recipe: Recipe) -> QuantizeConfig:
-    """The same of a recipe."""
+    """Returns the same of a recipe."""
     return QuantizeConfig(fp8_recipe)
 
 
@@ -230,7 +230,7 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 
 
 def get_delayed_scaling() -> DelayedScaling:
-    """The DelayedScaling of the autocast in force; the default one where there is none."""
+    """Returns the DelayedScaling of the autocast in force; the default one where there is none."""
     found = recipe_in_force()
     return found if found is not None and found.delayed() else DelayedScaling()
 

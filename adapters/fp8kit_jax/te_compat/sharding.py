@@ -27,7 +27,7 @@ W_JOINED_AXES = "nvte_w_joined"
 
 
 def _mesh() -> Any:
-    """The mesh of ``jax.set_mesh``, or of ``with mesh:``."""
+    """Returns the mesh of ``jax.set_mesh``, or of ``with mesh:``."""
     found = jax.sharding.get_abstract_mesh()
     if not found.empty:
         return found
@@ -39,7 +39,7 @@ def _mesh() -> Any:
 
 
 def global_mesh_resource() -> MeshResource:
-    """The MeshResource in force; one without axes where none is."""
+    """Returns the MeshResource in force; one without axes where none is."""
     return mesh_resource()
 
 
@@ -49,24 +49,24 @@ def is_mesh_available() -> bool:
 
 
 def num_of_devices() -> int:
-    """The devices of all processes."""
+    """Returns the devices of all processes."""
     return len(jax.devices())
 
 
 def get_all_mesh_axes() -> tuple[str, ...]:
-    """The names of the mesh's axes."""
+    """Returns the names of the mesh's axes."""
     return tuple(_mesh().axis_names)
 
 
 def get_num_devices_in_mesh(mesh: Any = None) -> int:
-    """The devices of ``mesh``, None: of the one that is set; 1 where none is."""
+    """Returns the devices of ``mesh``, None: of the one that is set; 1 where none is."""
     found = _mesh() if mesh is None else mesh
     return 1 if found.empty else int(found.size)
 
 
 def get_mesh_axis_size(axis: str | None, mesh: Any = None) -> int:
-    """The devices along an axis of ``mesh``, None: of the one that is set; 1 for no axis. ArgumentError for
-    one that the mesh does not have."""
+    """Returns the devices along an axis of ``mesh``, None: of the one that is set; 1 for no axis.
+    ArgumentError for one that the mesh does not have."""
     if axis is None:
         return 1
     found = _mesh() if mesh is None else mesh
@@ -76,7 +76,7 @@ def get_mesh_axis_size(axis: str | None, mesh: Any = None) -> int:
 
 
 def get_active_resource_axis(resource_name: str) -> str | None:
-    """The mesh axis of a field of the MeshResource in force, where it has more than one device."""
+    """Returns the mesh axis of a field of the MeshResource in force, where it has more than one device."""
     axis = getattr(mesh_resource(), resource_name)
     return axis if is_mesh_available() and get_mesh_axis_size(axis) > 1 else None
 
@@ -93,7 +93,7 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, Any]:
 
 
 def get_padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
-    """A PartitionSpec's axes, for ``ndim`` dimensions."""
+    """Returns a PartitionSpec's axes, for ``ndim`` dimensions."""
     own = () if spec is None else tuple(spec)
     if len(own) > ndim:
         raise ArgumentError("get_padded_spec", "spec", own, f"at most {ndim} dimensions")

@@ -40,7 +40,7 @@ FIRST = ("hopper_grouped",)
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
-    """The function that implements a kernel of the contract: in the module of its family, or where
+    """Returns the function that implements a kernel of the contract: in the module of its family, or where
     ``source``, which it is to launch kernels of, is among ``OWN``, in that one's. KeyError for a name that is
     not in the contract. Imports the module."""
     name = OWN.get(source, {}).get(kernel, SPECS[kernel].family)

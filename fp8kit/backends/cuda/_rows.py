@@ -26,7 +26,7 @@ def kernel(source: str, function: str, like: ArrayView, **defines: str) -> launc
 
 
 def address(view: ArrayView | None) -> int:
-    """The view's address, 0 for an absent one."""
+    """Returns the view's address, 0 for an absent one."""
     return 0 if view is None else view.ptr
 
 
@@ -41,16 +41,16 @@ def whole_warps(jobs: int, most: int = 256) -> int:
 
 
 def scaling(cast: Cast) -> tuple[int, int, float, int]:
-    """What kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is, and the
-    rule."""
+    """Returns what kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is,
+    and the rule."""
     if cast.rule is None:
         return address(cast.amax), 0, 0.0, 0
     return 0, address(cast.amax), cast.rule.epsilon, int(cast.rule.power_2)
 
 
 def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
-    """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats
-    other than E4M3 and E5M2."""
+    """Returns the kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for
+    formats other than E4M3 and E5M2."""
     if cast is None:
         return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
@@ -71,7 +71,7 @@ def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
 
 
 def lines_bytes(format: Format, q: ArrayView, scale_inv: ArrayView, power_2: bool, epsilon: float) -> bytes:
-    """The same for codes with a scale for every line, which follows from its values. BackendError as
+    """Returns the same for codes with a scale for every line, which follows from its values. BackendError as
     ``cast_bytes``."""
     if format != E4M3 and format != E5M2:
         raise BackendError("cast", "format", format, "E4M3 or E5M2")
@@ -111,8 +111,8 @@ def column_sums_bytes(rows: int, columns: int) -> int:
 
 
 def drawn(p: float, rng: ArrayView) -> tuple[int, int, float, int]:
-    """What kernels are told of random words: address of the generator's state, threshold of a kept word,
-    factor of what is kept, and address of the number of the part that the state names, 0 where it names
+    """Returns what kernels are told of random words: address of the generator's state, threshold of a kept
+    word, factor of what is kept, and address of the number of the part that the state names, 0 where it names
     none."""
     part = rng.ptr + 16 if rng.size == 3 else 0
     return rng.ptr, int(p * 2.0**32), float(np.float32(1 / (1 - p))), part

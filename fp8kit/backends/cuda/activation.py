@@ -54,9 +54,9 @@ def tiles_of(
     cast: Cast | None,
     padded: bool,
 ) -> str:
-    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are
-    read, there is something to read, and only both orientations of the cast are written, without padding, or
-    nothing but the amax; otherwise the one for any."""
+    """Returns which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where
+    ``arrays`` are read, there is something to read, and only both orientations of the cast are written,
+    without padding, or nothing but the amax; otherwise the one for any."""
     if plain is not None or padded or not (rows and columns):
         return _MIXED
     tall, places = _TILE_ROWS * _tiles(rows, columns), 0
@@ -161,7 +161,8 @@ def act_bwd(
 
 
 def _halves(cast: Cast | None, columns: int, parts: int) -> tuple[Cast | None, Cast | None]:
-    """A cast of both halves of a gated activation's gradient as one of each, the first of ``columns``."""
+    """Returns a cast of both halves of a gated activation's gradient as one of each, the first of
+    ``columns``."""
     if cast is None or parts == 1:
         return cast, None
     made = []
@@ -173,8 +174,8 @@ def _halves(cast: Cast | None, columns: int, parts: int) -> tuple[Cast | None, C
 
 
 def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, Cast | None]]:
-    """The rows that are done at once, with their cast: where the first of the codes lie in dy's memory, those
-    behind them before them."""
+    """Returns the rows that are done at once, with their cast: where the first of the codes lie in dy's
+    memory, those behind them before them."""
     q, q_t = (None, None) if cast is None else (cast.q, cast.q_t)
     if cast is None or q is None or not dy.ptr <= q.ptr < dy.ptr + dy.nbytes:
         return [(0, rows, cast)]

@@ -103,7 +103,7 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
             if refused is not None and not first:
                 raise refused
             repeats = max(1, min(20, round(_SHORTEST / max(min(first.values()), 1e-6))))
-            # to and fro: nobody always comes when the chip is warmer
+            # in both orders: no candidate always runs when the chip is warmer
             looks = [
                 {candidate: seconds(candidate, repeats) for candidate in order}
                 for order in (first, reversed(first))
@@ -121,7 +121,7 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
 
 @functools.cache
 def _where(device_index: int) -> str:
-    """What an answer holds for: this kind of device with this cuBLASLt."""
+    """Returns what an answer holds for: this kind of device with this cuBLASLt."""
     name = launch.runtime().getDeviceProperties(device_index)["name"]
     return f"{name.decode() if isinstance(name, bytes) else name}, cuBLASLt {bindings().get_version()}"
 
@@ -132,7 +132,7 @@ def _name(plan: Plan) -> str:
 
 
 def _recall(plan: Plan) -> bytes | None:
-    """The kept answer, or None where there is none that can be read."""
+    """Returns the kept answer, or None where there is none that can be read."""
     kept = cache.read("products", _name(plan))
     found = None if kept is None else cache.unseal(kept[1])
     try:

@@ -54,7 +54,7 @@ _LOCK = threading.Lock()
 
 
 def _multiply_adds(about: Problem) -> float:
-    """Of q k^T and P v."""
+    """Returns the multiplications and additions of q k^T and P v."""
     seen = 0.5 if (about.left, about.right) == (-1, 0) else 1.0
     scores = float(about.batch * about.heads * about.rows * about.columns)
     return seen * scores * (about.dim + about.dim_v)
@@ -133,7 +133,7 @@ def _why_not_cudnn(
 
 
 def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
-    """What ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
+    """Returns what ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
     size = _multiply_adds(about)
     decided = size < _SMALL or (device is not None and size < _LARGE and flash.on_hopper(about, device))
     if device is None or decided or _worth.get((about, device)) is not None:
@@ -152,7 +152,7 @@ def _path(
     timed: bool,
     library: bool = True,
 ) -> ModuleType:
-    """The module that takes a direction."""
+    """Returns the module that takes a direction."""
     mode = backward, deterministic and backward
     if library and not dbias and _why_not_cudnn(about, *mode, device, timed) is None:
         return cudnn_sdpa
@@ -281,7 +281,7 @@ def explain(
 
 
 def own_kernels(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> str:
-    """Which of flash's kernels it runs by on the current device, and why not by others; arguments as
+    """Returns which of flash's kernels it runs by on the current device, and why not by others; arguments as
     ``explain`` takes them."""
     about = problem(q, kv, kv if v is None else v, dtype, spec)
     return flash.kernels(about, launch.runtime().getDevice())

@@ -71,7 +71,7 @@ class Problem(NamedTuple):
 def problem(
     q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec, strides: Sequence[Shape] = ()
 ) -> Problem:
-    """The problem of q, k and v with these shapes and ``strides`` (order of dimensions by
+    """Returns the problem of q, k and v with these shapes and ``strides`` (order of dimensions by
     ``spec.qkv_format``; none: C-contiguous)."""
     s, b = (0, 1) if spec.qkv_format == "sbhd" else (1, 0)
     (left, right), bias = spec.window, spec.bias
@@ -124,7 +124,8 @@ def contiguous_bhsd(problem: Problem, heads: int, length: int, dim: int) -> Stri
 
 
 def arranged(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Where parts of so many bytes lie in a workspace, one after the other; the last ends at "end"."""
+    """Returns where parts of so many bytes lie in a workspace, one after the other; the last ends at
+    "end"."""
     places, top = {}, 0
     for name, nbytes in sizes.items():
         places[name] = top

@@ -21,7 +21,7 @@ def over_scores(shape: Shape) -> tuple[int, int, int]:
 
 
 def pack(problem: Problem, extras: AttentionExtras, lying: Lying | None = None) -> bytes:
-    """The structure's bytes. ``lying``: where packed sequences lie."""
+    """Returns the structure's bytes. ``lying``: where packed sequences lie."""
     mask, bias, slopes = extras.mask, extras.bias, extras.alibi_slopes
     nothing = (0, 0, 0)
     return _RULES.pack(

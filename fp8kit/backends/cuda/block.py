@@ -118,8 +118,8 @@ def block_gemm(
     timed: bool = False,
 ) -> None:
     """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses, for two operands scaled by
-    squares as well. Products of MX and NVFP4 codes (from CUDA 12.8 on) have been run by nobody here: there
-    was no such chip."""
+    squares as well. Products of MX and NVFP4 codes (from CUDA 12.8 on) have not been run: no such chip was at
+    hand."""
     operands, scales = (a, b, out, a_format, b_format), (a_scale_inv, b_scale_inv)
     capability, scaled = launch.capability(out.device.index), a_tile[1] < _BLOCK or b_tile[1] < _BLOCK
     if scaled and (capability < scaled_products.CAPABILITY or a_tile != b_tile):

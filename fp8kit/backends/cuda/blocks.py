@@ -28,7 +28,7 @@ _FOURS = {"mae": 1, "mse": 2}
 
 
 def _rotation(n: int, signs: str) -> bytes:
-    """The sources' ``Rotation``."""
+    """Returns the sources' ``Rotation``."""
     flips = 0
     if signs == "te":
         flips = sum(1 << k for k, sign in enumerate(rules.TE_SIGNS) if sign < 0)
@@ -36,7 +36,7 @@ def _rotation(n: int, signs: str) -> bytes:
 
 
 def _route(fmt: Format) -> str:
-    """What makes the codes of a format."""
+    """Returns what makes the codes of a format."""
     name = format_name(fmt)
     if name is not None:
         return name

@@ -49,7 +49,7 @@ class Search:
         self._refusals = refusals  # what ``lt`` raises
 
     def proposed(self) -> list[bytes]:
-        """The heuristic's algorithms, the best first. Raises what cuBLASLt refuses with."""
+        """Returns the heuristic's algorithms, the best first. Raises what cuBLASLt refuses with."""
         lt = self.lt
         preference = lt.matmul_preference_create()
         results, found = (ctypes.c_char * (PROPOSED * _RESULT_SIZE))(), ctypes.c_int(0)
@@ -112,7 +112,7 @@ class Search:
 
     @staticmethod
     def _asked(ask: Callable[..., Any], algorithm: bytes, attribute: int, kind: Any) -> int:
-        """An attribute of an algorithm, of a type of ctypes."""
+        """Returns an attribute of an algorithm, of a type of ctypes."""
         held, value, written = ctypes.create_string_buffer(algorithm, SIZE), kind(0), ctypes.c_size_t(0)
         at = ctypes.addressof
         ask(at(held), attribute, at(value), ctypes.sizeof(value), at(written))
@@ -133,8 +133,8 @@ class Search:
 
 
 def _transposed(names: type[enum.IntEnum], number: int) -> int:
-    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the
-    same."""
+    """Returns the number of the name with its two sizes exchanged: of TILE_144x128 for TILE_128x144, of
+    SHAPE_1x2x1 for SHAPE_2x1x1; ``number`` itself where there is no such name."""
     try:
         prefix, size = names(number).name.split("_")
         rows, columns, *rest = size.split("x")

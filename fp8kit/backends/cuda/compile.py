@@ -113,8 +113,8 @@ def cache_key(name: str, defines: manifest.Defines, arch: str, unit: manifest.Un
 def compile_cubin(
     name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None
 ) -> CompiledKernel:
-    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or
-    freshly compiled. ``unit``: a text from elsewhere, to be compiled under that name instead.
+    """Returns the cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the
+    cache or freshly compiled. ``unit``: a text from elsewhere, to be compiled under that name instead.
 
     BackendError where NVRTC is missing or the source does not compile (with NVRTC's whole log).
     """
@@ -133,7 +133,7 @@ def compile_cubin(
 
 
 def _kept(stem: str) -> CompiledKernel | None:
-    """What is in the cache, whole; None where it is not."""
+    """Returns what is in the cache, whole; None where it is not."""
     cubin, notes = (cache.read("kernels", f"{stem}.{kind}") for kind in ("cubin", "json"))
     found = None if cubin is None or notes is None else cache.unseal(notes[1])
     if found is None or cubin is None or found.get("cubin") != hashlib.sha256(cubin[1]).hexdigest():
@@ -146,7 +146,7 @@ def _kept(stem: str) -> CompiledKernel | None:
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """What ptxas says about each function in a verbose log."""
+    """Returns what ptxas says about each function in a verbose log."""
     found = {}
     for part in log.split("Compiling entry function '")[1:]:
         spill, used, shared = _SPILL.search(part), _USED.search(part), _SHARED.search(part)
@@ -158,14 +158,14 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def compile_ptx(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> str:
-    """The PTX of a source, compiled afresh; arguments and errors as for ``compile_cubin``."""
+    """Returns the PTX of a source, compiled afresh; arguments and errors as for ``compile_cubin``."""
     return _compile(name, defines, arch, unit, "PTX")[0].rstrip(b"\0").decode()
 
 
 def _compile(
     name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None, kind: str = "CUBIN"
 ) -> tuple[bytes, str]:
-    """What NVRTC makes, of ``kind`` "CUBIN" or "PTX", and its log."""
+    """Returns what NVRTC makes, of ``kind`` "CUBIN" or "PTX", and its log."""
     nvrtc, unit = _nvrtc(), unit or manifest.unit(name)
 
     def call(function: str, *arguments: Any) -> Any:
@@ -194,9 +194,9 @@ def _compile(
 
 
 def _text(size: int, fill: Any) -> str:
-    """A text of ``size`` bytes, its end (a zero byte) counted, that ``fill`` writes into a bytes object. One
-    of a single byte is never handed out: CPython has each only once, and writing into it would change it
-    everywhere."""
+    """Returns a text of ``size`` bytes, its end (a zero byte) counted, that ``fill`` writes into a bytes
+    object. One of a single byte is never handed out: CPython has each only once, and writing into it would
+    change it everywhere."""
     if size <= 1:
         return ""
     out = b" " * size

@@ -125,7 +125,7 @@ def bindings() -> Any:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What ``bindings`` raise: a status that is not success, and what is missing."""
+    """Returns what ``bindings`` raise: a status that is not success, and what is missing."""
     return RuntimeError, bindings().cuBLASLtError
 
 
@@ -143,8 +143,8 @@ _NEAR: LRU[tuple[int, MatmulKey], bytes] = LRU(4096, name="cuBLASLt algorithms o
 
 
 def _coarse(key: MatmulKey) -> MatmulKey:
-    """The problem with each size rounded up to a quarter of its power of two. Rows that lie badly, which not
-    every algorithm takes, stay apart from others: ``alignment`` is theirs, too."""
+    """Returns the problem with each size rounded up to a quarter of its power of two. Rows that lie badly,
+    which not every algorithm takes, stay apart from others: ``alignment`` is theirs, too."""
     names = "m", "n", "k", "a_stride", "b_stride", "out_stride", "a_step", "b_step", "out_step"
     rounded = {}
     for name in names:
@@ -221,7 +221,7 @@ class Plan:
         self._layouts = tuple(self._layout(operand) for operand in operands(self.key))
 
     def description(self, a_scale: int, b_scale: int, bias: int) -> int:
-        """A new descriptor of the product with those addresses, to be destroyed by the caller."""
+        """Returns a new descriptor of the product with those addresses, to be destroyed by the caller."""
         key, (first, second, _) = self.key, operands(self.key)
         attributes: list[tuple[int, Any]] = [
             (_TRANSA, ctypes.c_int32(first.transposed)),
@@ -325,8 +325,8 @@ class Plan:
         stream: int,
         addend: int = 0,
     ) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle;
-        ``addend``: what is added, where the key says that something is, 0 for out itself.
+        """Launch the product. Addresses, 0 for arrays that the key does not have; ``stream`` is the raw
+        handle; ``addend``: what is added, where the key says that something is, 0 for out itself.
 
         Raises BackendError when cuBLASLt refuses.
         """
@@ -390,7 +390,8 @@ class Plan:
                 raise self.error(error) from error
 
     def _step(self, addresses: tuple[int, ...], workspace_bytes: int, stream: int) -> Step:
-        """The product as a step of a recording: ``Bound.run`` where it was, ``Plan.run`` elsewhere."""
+        """Returns the product as a step of a recording: ``Bound.run`` where it was, ``Plan.run``
+        elsewhere."""
         run = Bound(self, addresses, workspace_bytes).run
 
         def work(*moved: int) -> None:
@@ -414,8 +415,8 @@ class Bound:
     """A plan's product with all its addresses (those of ``Plan.run``, the stream aside); its device is
     current when it runs.
 
-    From its second run on it has a descriptor of its own, since the plan's has the addresses of whoever ran
-    last: most recorded products are done once, on other arrays, and need none.
+    From its second run on it has a descriptor of its own, since the plan's has the addresses of the last
+    call: most recorded products are done once, on other arrays, and need none.
     """
 
     __slots__ = ("__weakref__", "_addresses", "_before", "_nbytes", "_plan")
@@ -425,7 +426,7 @@ class Bound:
         self._before: tuple[Any, ...] | None = None
 
     def _described(self) -> tuple[Any, ...]:
-        """The arguments of ``cublasLtMatmul`` before the algorithm."""
+        """Returns the arguments of ``cublasLtMatmul`` before the algorithm."""
         plan = self._plan
         a, b, out, a_scale, b_scale, bias, _, addend = self._addresses
         first, second, result = plan._layouts
@@ -455,9 +456,9 @@ class Bound:
 
 @memoized("cuBLASLt plans")
 def plan(key: MatmulKey, device_index: int) -> Plan:
-    """The plan of a problem on a device, made at its first use and kept while it is among the most recently
-    used. Its descriptors are destroyed with the last reference to it: cuBLASLt reads them during a call only.
-    BackendError where cuBLASLt is missing or has no algorithm for it."""
+    """Returns the plan of a problem on a device, made at its first use and kept while it is among the most
+    recently used. Its descriptors are destroyed with the last reference to it: cuBLASLt reads them during a
+    call only. BackendError where cuBLASLt is missing or has no algorithm for it."""
     made = Plan(key, device_index)
     weakref.finalize(made, _destroy, made._lt, made._description, made._layouts).atexit = False
     return made

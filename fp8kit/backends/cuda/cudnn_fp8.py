@@ -57,14 +57,14 @@ UIDS = {name: uid for uid, name in enumerate((*_NAMES, "stats", "lengths_q", "le
 
 
 def names(backward: bool) -> tuple[str, ...]:
-    """What a direction's graph is given addresses of, but lengths."""
+    """Names of the arrays that the graph of forward or backward takes by address, without the lengths."""
     return (*_ARRAYS[backward], *_DESCALES[backward], *_SCALES[backward], *_AMAXES[backward], "stats")
 
 
 def key_of(
     problem: Problem, formats: tuple[str, str], backward: bool, deterministic: bool, device: int
 ) -> Key:
-    """The key of a call, all of whose arrays are C-contiguous (b, h, s, d)."""
+    """Returns the key of a call, all of whose arrays are C-contiguous (b, h, s, d)."""
     strides = tuple(_strides(problem, name) for name in _ARRAYS[backward])
     return Key(problem, device, backward, deterministic or not backward, strides, formats)
 
@@ -140,8 +140,8 @@ def why_not(
 
 
 def describe(key: Key, handle: Any) -> Any:
-    """The graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a graph
-    without a device."""
+    """Returns the graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a
+    graph without a device."""
     import cudnn
 
     problem, backward, kinds = key.problem, key.backward, cudnn.data_type

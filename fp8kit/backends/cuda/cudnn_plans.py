@@ -58,7 +58,7 @@ class Described(NamedTuple):
     uids: Mapping[str, int]
 
     def tensor(self, name: str) -> Any:
-        """An input."""
+        """Returns an input."""
         dim, stride, kind = self.about[name]
         uid = self.uids[name]
         return self.graph.tensor(name=name, dim=list(dim), stride=list(stride), data_type=kind, uid=uid)
@@ -172,7 +172,7 @@ class Declined(Fp8kitError):
 
 
 def library() -> Any:
-    """The module ``cudnn`` of nvidia-cudnn-frontend, imported at the first call."""
+    """Returns the module ``cudnn`` of nvidia-cudnn-frontend, imported at the first call."""
     import cudnn
 
     return cudnn
@@ -195,7 +195,7 @@ def _handle(device: int) -> Iterator[Any]:
 
 
 def _build(key: Key) -> Plan:
-    """The plan for ``key``. Declined where cuDNN has no kernel; BackendError when building fails
+    """Returns the plan for ``key``. Declined where cuDNN has no kernel; BackendError when building fails
     otherwise."""
     for stride in key.strides:
         check_aligned((1 if key.formats else ITEM) * (stride[0] | stride[1] | stride[2]))
@@ -236,13 +236,13 @@ def _retire(key: Key, plan: Plan) -> None:
 
 @functools.cache
 def _plans(device: int) -> LRU[Key, Plan]:
-    """The plans of a device, apart from others': to make or retire one waits for the device, which may be at
-    a collective (``Locks``)."""
+    """Returns the plans of a device, apart from others': to make or retire one waits for the device, which
+    may be at a collective (``Locks``)."""
     return LRU(KEPT, _retire, f"cuDNN graphs, cuda:{device}")
 
 
 def plan_of(key: Key) -> Plan:
-    """The plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
+    """Returns the plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
     return _plans(key.device).make(key, _build)
 
 

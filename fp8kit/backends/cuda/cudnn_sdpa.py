@@ -209,8 +209,8 @@ def _run(
 
 
 def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
-    """The key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do are
-    C-contiguous."""
+    """Returns the key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do
+    are C-contiguous."""
     given = dict(zip("qkv", problem.strides, strict=False))
     cleaned = _cleaned(problem, backward)
 
@@ -225,8 +225,8 @@ def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: in
 
 
 def describe(key: Key, handle: Any) -> Any:
-    """The graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a graph
-    without a device."""
+    """Returns the graph of ``key``, not yet validated. ``handle``: a cuDNN handle, or None to describe a
+    graph without a device."""
     cudnn = library()
     problem = key.problem
     kinds = cudnn.data_type
@@ -286,14 +286,14 @@ def _contiguous(problem: Problem, name: str) -> Strides:
 
 
 def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
-    """The arrays that cuDNN is given copies of."""
+    """Returns the arrays that cuDNN is given copies of."""
     return _CLEANED[backward] if problem.cleaned else ()
 
 
 @memoized("attention by cuDNN: workspaces")
 def _workspace_layout(problem: Problem, backward: bool) -> dict[str, int]:
-    """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies
-    by name; from "end" on it is cuDNN's."""
+    """Returns where things lie in the workspace, in bytes from its start: true lengths, backward's
+    statistics, copies by name; from "end" on it is cuDNN's."""
     sizes = {"lengths": 8 * problem.batch} if problem.padded else {}
     if problem.padded and backward:
         sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows

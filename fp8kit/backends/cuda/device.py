@@ -27,7 +27,7 @@ _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
 @functools.cache
 def cupy() -> Any:
-    """The module ``cupy``; BackendError where it is missing."""
+    """Returns the module ``cupy``; BackendError where it is missing."""
     try:
         import cupy as module
     except ImportError as error:
@@ -37,8 +37,8 @@ def cupy() -> Any:
 
 @functools.cache
 def _calls() -> tuple[Any, Any, Any]:
-    """What every operation calls, looked up once: getDevice (None where there is only one device), alloc,
-    get_current_stream. BackendError where there is no device at all."""
+    """Returns what every operation calls, looked up once: getDevice (None where there is only one device),
+    alloc, get_current_stream. BackendError where there is no device at all."""
     provider.check(Device("cuda"))
     get_device = None if provider.count() == 1 else launch.runtime().getDevice
     return get_device, cupy().cuda.alloc, cupy().cuda.get_current_stream
@@ -85,8 +85,8 @@ def _order(before: int, stream: int, device: Device) -> None:
 
 class Pool:
     """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own;
-    it lives as long as the graph and any array that lies in it (a gradient that the step has left, say),
-    whoever has that."""
+    it lives as long as the graph, and as any array in it that is still referred to, such as a gradient of the
+    step."""
 
     def __init__(self) -> None:
         self._pool = cupy().cuda.MemoryPool(_piece)
@@ -107,8 +107,8 @@ class _Piece:
 
 
 def _piece(size: int) -> Any:
-    """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever
-    is being captured then."""
+    """Returns a pool's allocator, on the current device: memory that is freed when the last reference goes,
+    also during a capture."""
     calls, cuda, owner = launch.runtime(), cupy().cuda, _Piece()
     device, pointer = calls.getDevice(), calls.malloc(size)
     weakref.finalize(owner, _free, device, pointer).atexit = False

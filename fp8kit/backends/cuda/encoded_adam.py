@@ -73,7 +73,7 @@ def encoded_adam_(
 
 
 def _form(kept: MomentFormat) -> tuple[int, int, int]:
-    """The source's ``Form``."""
+    """Returns the source's ``Form``."""
     return list(KEPT).index(kept.format), kept.block or 0, kept.power_2 + 2 * kept.expansion
 
 

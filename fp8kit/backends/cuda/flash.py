@@ -73,8 +73,8 @@ def why_not(problem: Problem, dbias: bool = False) -> str | None:
 
 @functools.lru_cache(256)
 def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False) -> Shape:
-    """The kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``. ``paged``: forward's over
-    a cache of pages."""
+    """Returns the kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``. ``paged``:
+    forward's over a cache of pages."""
     d, d_v = next(pair for pair in _COMPILED if dim <= pair[0] and dim_v <= pair[1])
     narrow = d <= 128
     rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 64 if narrow and kind < 2 else 32
@@ -106,7 +106,7 @@ def _why_not_hopper(problem: Problem, device: int) -> str | None:
 
 
 def kernels(problem: Problem, device: int) -> str:
-    """Which kernels take a problem on a device, in words; of one that none takes, why."""
+    """Returns which kernels take a problem on a device, in words; of one that none takes, why."""
     why = _why_not_hopper(problem, device)
     return "its kernels for Hopper" if why is None else f"its kernels for any chip ({why})"
 

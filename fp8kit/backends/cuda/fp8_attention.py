@@ -43,7 +43,7 @@ _ZEROED = {False: 2, True: 9}
 
 
 def _problem(q: Shape, k: Shape, v: Shape, spec: AttentionSpec) -> Problem:
-    """Of shapes (b, h, s, d)."""
+    """Returns the problem of q, k and v of shapes (b, h, s, d)."""
 
     def transposed(x: Shape) -> Shape:
         b, heads, length, dim = x
@@ -54,13 +54,13 @@ def _problem(q: Shape, k: Shape, v: Shape, spec: AttentionSpec) -> Problem:
 
 
 def _formats(p: Format, gradients: Format) -> tuple[str, str]:
-    """The names by which ``cudnn_fp8`` knows them."""
+    """Returns the names by which ``cudnn_fp8`` knows them."""
     known = {E4M3: "E4M3", E5M2: "E5M2"}
     return known.get(p, f"{p.name}, of its own"), known.get(gradients, f"{gradients.name}, of its own")
 
 
 def _layout(about: Problem, backward: bool) -> dict[str, int]:
-    """Where parts of the workspace lie; cuDNN's own starts at "end"."""
+    """Returns where parts of the workspace lie; cuDNN's own starts at "end"."""
 
     def codes(name: str) -> int:
         b, h, s, d = cudnn_sdpa.size(about, name)

@@ -34,7 +34,7 @@ def _bytes(rows: int, columns: int, itemsize: int) -> int:
 def place(
     shape: tuple[int, int], dtype: DType, workspace: ArrayView | None, device: Any
 ) -> tuple[ArrayView, ArrayView | None]:
-    """The first bytes of the workspace."""
+    """Returns the first bytes of the workspace."""
     wanted = fused_workspace(*shape, dtype.itemsize)
     if workspace is None or workspace.size < wanted:
         got = None if workspace is None else f"{workspace.size} bytes"
@@ -45,10 +45,10 @@ def place(
 
 
 def fused_workspace(rows: int, columns: int, itemsize: int) -> int:
-    """See ``backends.protocol``: the product, and behind it what it or the pass wants, whichever is more."""
+    """See ``backends.protocol``: the product, and behind it the larger workspace of the GEMM and the pass."""
     sums = ceil_div(rows, SUM_ROWS) * 2 * columns * 4
-    wants = fp8_gemm_workspace(rows, columns), act_bwd_workspace(rows, 2 * columns), sums
-    return _bytes(rows, columns, itemsize) + max(wants)
+    behind = fp8_gemm_workspace(rows, columns), act_bwd_workspace(rows, 2 * columns), sums
+    return _bytes(rows, columns, itemsize) + max(behind)
 
 
 fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines = composed(

@@ -149,8 +149,8 @@ def _fp8_plan(
     limit: int,
     timed: bool,
 ) -> tuple[Plan, bool, int]:
-    """The plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it goes
-    through float32; the address of the bias that it adds, 0 for none."""
+    """Returns the plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it
+    goes through float32; the address of the bias that it adds, 0 for none."""
     (m, n), (padded_m, k), padded_n, out_stride = out.shape, a.shape, b.shape[0], launch.row_stride(out)
     strides = launch.row_stride(a), launch.row_stride(b)
     if scaling == _NVFP4:  # two codes in a byte
@@ -179,9 +179,9 @@ def _fp8_plan(
 
 
 def sums(call: Any, scaling: tuple[Scaling, Scaling] | None = None) -> Accumulation | None:
-    """How a call of ``fp8_gemm``, its arguments by name, adds its terms. None where that is not known to the
-    bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts; and where
-    there are none."""
+    """Returns how a call of ``fp8_gemm``, its arguments by name, adds its terms. None where that is not known
+    to the bit: on other chips than Hopper, and where the first algorithm cuts the contraction into parts; and
+    where there are none."""
     fast = scaling is None and call.fast_accumulate
     how = on_chip(launch.capability(call.out.device.index), fast)
     if how is None or not (call.out.size and call.a.shape[1]):
@@ -201,8 +201,8 @@ def _scaling(a_scale_inv: ArrayView, b_scale_inv: ArrayView) -> tuple[Scaling, S
 
 @memoized("cuBLASLt plans by call")
 def _plan(index: int, *fields: Any) -> Plan:
-    """The plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it is held
-    here as long as it is among the last used, too."""
+    """Returns the plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it
+    is held here as long as it is among the last used, too."""
     found = plan(MatmulKey(*fields), index)
     if not found.tuned:
         found.tune = algorithms.tune
@@ -278,8 +278,8 @@ def _code_type(fmt: Format, scaling: tuple[Scaling, Scaling]) -> DType:
 
 
 def _added(addend: ArrayView | None, out: ArrayView, aligned: bool, stream: int) -> int:
-    """The address of an addend apart from ``out``, 0 for none or out itself, which it is copied to where the
-    product wants ``aligned`` addresses and its own is not."""
+    """Returns the address of an addend apart from ``out``, 0 for none or out itself, which it is copied to
+    where the product wants ``aligned`` addresses and its own is not."""
     if addend is None or addend.ptr == out.ptr:
         return 0
     if aligned and addend.ptr % _ALIGNMENT:

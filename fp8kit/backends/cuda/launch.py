@@ -43,8 +43,8 @@ TYPE_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64":
 
 
 def type_name(dtype: DType) -> str:
-    """The sources' name of an element type: float32 -> "f32". BackendError for types that kernels do not
-    compute with."""
+    """Returns the sources' name of an element type: float32 -> "f32". BackendError for types that kernels do
+    not compute with."""
     try:
         return TYPE_NAMES[dtype.name]
     except KeyError:
@@ -58,7 +58,7 @@ def row_stride(view: ArrayView) -> int:
 
 
 def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) -> int:
-    """A one-dimensional grid for ``jobs`` in a grid-stride loop: as many blocks as they fill, at most
+    """Returns a one-dimensional grid for ``jobs`` in a grid-stride loop: as many blocks as they fill, at most
     ``waves`` a multiprocessor."""
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
@@ -102,8 +102,8 @@ class LaunchMemory:
 
 
 class Here(threading.local):
-    """Of this thread: the memory that it launches from, the ``recorded.Recording`` of the call that it makes,
-    and what launches in the engine's place (``launch``'s parameters), both None mostly."""
+    """State of a thread: the memory that it launches from, the ``recorded.Recording`` of its current call,
+    and what launches in the engine's place (``launch``'s parameters); the last two are mostly None."""
 
     memory: LaunchMemory | None = None
     recording: Any = None
@@ -193,7 +193,7 @@ def runtime() -> Any:
 
 @functools.cache
 def driver() -> Any:
-    """The driver's library, for ``ctypes``; BackendError where there is none."""
+    """Returns the driver's library, for ``ctypes``; BackendError where there is none."""
     try:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -245,7 +245,7 @@ def variant(
     defines: manifest.Defines,
     unit: manifest.Unit | None = None,
 ) -> Kernel:
-    """A kernel of a manifest entry (see ``kernel``); ``unit``: from a text of elsewhere."""
+    """Returns a kernel of a manifest entry (see ``kernel``); ``unit``: from a text of elsewhere."""
     if defines not in entry.variants or function not in entry.functions:
         wanted = "a function and a variant that its comments list"
         raise BackendError("kernel", f"{entry.name}: {function}", dict(defines), wanted)
@@ -365,7 +365,7 @@ def launch(
 def _unfit(
     kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]
 ) -> BackendError:
-    """What is said of arguments that cannot be packed: of another number or kind, or a grid beyond 32
+    """Returns what is said of arguments that cannot be packed: of another number or kind, or a grid beyond 32
     bits."""
     operation, got = f"launch of {kernel.name}", ", ".join(type(a).__name__ for a in args)
     if not all(isinstance(n, int) and 0 <= n < 2**32 for n in (*grid, *block)):
@@ -374,7 +374,7 @@ def _unfit(
 
 
 def error_text(status: int) -> str:
-    """The driver's name and words for a status: "CUDA_ERROR_INVALID_VALUE: invalid argument"."""
+    """Returns the driver's name and words for a status: "CUDA_ERROR_INVALID_VALUE: invalid argument"."""
     words = []
     for ask in (driver().cuGetErrorName, driver().cuGetErrorString):
         text = ctypes.c_char_p()

@@ -76,7 +76,7 @@ def model_gemm(
 
 
 def _order(a_tile: tuple[int, int], b_tile: tuple[int, int]) -> int:
-    """In which order the scales are multiplied."""
+    """Returns the order in which the kernel multiplies the scales."""
     if a_tile[1] or b_tile[1]:
         return _BLOCKS_OF_ROWS if a_tile[0] == b_tile[0] == 1 else _BLOCKS
     return _ROWS if a_tile[0] or b_tile[0] else _TENSORS

@@ -89,7 +89,7 @@ class Moving(Replay):
         self._shifts = np.array([shift for _, shift in places + others], np.uint64)
 
     def _launch(self, launched: Launch, at: int) -> partial[int]:
-        """The launch, from word ``at`` of this call's memory."""
+        """Copy the launch to word ``at`` of this call's memory, and return a function that makes it there."""
         start, kernel = self._words.ctypes.data + _WORD * at, launched.kernel
         ctypes.memmove(start, launched.start, launched.size)
         first, count = start + launch.CONFIG + _WORD * kernel.table, len(kernel.parameters)
@@ -97,8 +97,8 @@ class Moving(Replay):
         return partial(launched.func, ctypes.c_void_p(start), kernel.handle, table, None)
 
     def __call__(self, addresses: Sequence[int | None]) -> bool:
-        """Do it on the arrays at ``addresses``, in the recorded call's order; False, and nothing is done,
-        where another thread is at it."""
+        """Make the call on the arrays at ``addresses``, which are in the recorded call's order. Returns
+        True; or False, having done nothing, while another thread makes this call."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -129,8 +129,8 @@ class Moving(Replay):
 def moving(
     made: Replay, steps: list[Step], addresses: Sequence[int | None], sizes: Sequence[int]
 ) -> Callable[[Sequence[int | None]], bool] | None:
-    """The steps of ``made``, a recording, on other arrays; None where that is not certain to be the same
-    call."""
+    """Returns the steps of ``made``, a recording, on other arrays; None where that is not certain to be the
+    same call."""
     try:
         return Moving(made, steps, addresses, sizes) if steps else None
     except _Fixed:
@@ -138,8 +138,8 @@ def moving(
 
 
 def _pointers(launched: Launch, arrays: _Arrays) -> list[tuple[int, tuple[int, int]]]:
-    """The pointers among a launch's arguments: (word from the launch's start, (array, shift)). In a structure
-    whose pointers are not known nothing may look like one."""
+    """Returns the pointers among a launch's arguments: (word from the launch's start, (array, shift)). In a
+    structure whose pointers are not known nothing may look like one."""
     kernel, structure = launched.kernel, launched.structure
     words = (ctypes.c_uint64 * (launched.size // _WORD)).from_address(launched.start)
     first = launch.CONFIG // _WORD + kernel.table

@@ -48,8 +48,9 @@ _OPEN: list[NcclCollectives] = []  # in the order in which they were made
 
 
 def connect(place: Place, device: Device, timeout: float) -> NcclCollectives:
-    """The group of all processes of a job, ``device`` this one's GPU, which is made current. ``timeout``:
-    seconds. BackendError for a device that is none, where processes do not meet, and for what NCCL says."""
+    """Returns the group of all processes of a job, ``device`` this one's GPU, which is made current.
+    ``timeout``: seconds. BackendError for a device that is not a GPU, if the processes do not meet in time,
+    and for an error of NCCL."""
     from nccl.bindings import nccl
 
     if device.kind != "cuda":
@@ -81,8 +82,8 @@ def _await_all(store: Store, size: int, timeout: float) -> None:
 
 
 def _close_all() -> None:
-    """When the process ends. Where a group has failed and nobody was told, what came of its last calls is no
-    result: the process ends with an error, if it does not do so already."""
+    """Close all groups when the process ends. If a group has failed and no call has raised that, the results
+    of its last calls are invalid: the process ends with an error, if it does not do so already."""
     for group in reversed(_OPEN):
         group.close()
     untold = any(group.failed is not None and not group.told.is_set() for group in _OPEN)
@@ -92,7 +93,7 @@ def _close_all() -> None:
 
 
 def _exception() -> type[BaseException] | None:
-    """The kind of the exception that ended the program; None for none."""
+    """Returns the kind of the exception that ended the program; None for none."""
     return getattr(sys, "last_type", None)
 
 
@@ -205,15 +206,15 @@ class NcclCollectives(Collectives):
                     self._fail("the process of rank 0 has ended")
 
     def _oldest(self) -> _Pending | None:
-        """The first call that is not done, ``since`` it was put on its stream and the one before was done;
-        None where all are. A device that has failed ends the group."""
+        """Returns the first call that is not done, ``since`` it was put on its stream and the one before was
+        done; None where all are. A device that has failed ends the group."""
         first, status = self._first()
         if status not in (0, _NOT_READY):
             self._fail(f"{self.device}: {launch.error_text(status)}")
         return first
 
     def _first(self) -> tuple[_Pending | None, int]:
-        """That call, and CUDA's word for it."""
+        """Returns the first call that is not done, or None, and CUDA's status of it."""
         with self._looking:
             while self._pending:
                 first = self._pending[0]
@@ -226,7 +227,8 @@ class NcclCollectives(Collectives):
             return None, 0
 
     def _error(self) -> str | None:
-        """What NCCL says has failed meanwhile; None for nothing, and where the communicator is gone."""
+        """Returns what NCCL says has failed meanwhile; None for nothing, and where the communicator is
+        gone."""
         with self._ending:
             if self._closed.is_set() or self.failed is not None:
                 return None

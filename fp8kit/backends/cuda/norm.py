@@ -143,8 +143,8 @@ def columns_of(
 
 @functools.cache
 def forward(columns: int, covered: int, itemsize: int, transposed: bool, device: int) -> Forward | None:
-    """How ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do not fit a
-    block."""
+    """Returns how ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do
+    not fit a block."""
     lanes, chunks = _lanes(columns, itemsize), chunks_of(columns, covered, itemsize)
     if not chunks:
         return None
@@ -188,7 +188,7 @@ def _check(normalization: str, weight: ArrayView | None, mean: ArrayView | None)
 
 
 def _gain(weight: ArrayView | None, zero_centered_gamma: bool, columns: int) -> float:
-    """What the kernels add to the weight, which is 0 where there is none."""
+    """Returns what the kernels add to the weight, which is 0 where there is none."""
     if weight is None:
         return 1 / math.sqrt(max(columns, 1))
     return 1.0 if zero_centered_gamma else 0.0
@@ -263,8 +263,8 @@ class Backward(NamedTuple):
 
 @functools.cache
 def backward(columns: int, itemsize: int, device: int) -> Backward | None:
-    """How ``norm_bwd`` takes rows of ``columns``, None where one does not fit a block. ``block`` does not
-    depend on the device."""
+    """Returns how ``norm_bwd`` takes rows of ``columns``, None where one does not fit a block. ``block`` does
+    not depend on the device."""
     chunks = max(1, ceil_div(columns, 8))
     lanes = 1 << (chunks - 1).bit_length() if chunks <= 32 else ceil_div(chunks, 32) * 32
     if lanes > _MOST_THREADS:

@@ -48,7 +48,7 @@ def contract(
     name: str, run: Callable[[Product, int], None]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """``fp8_gemm`` and ``block_gemm`` by ``run``, which is given a product and a stream. BackendError, with
-    the kernel's ``name``, for what no such kernel takes."""
+    the kernel's ``name``, for a problem that no such kernel takes."""
 
     def fp8_gemm(
         a: ArrayView,
@@ -111,7 +111,7 @@ def contract(
         run(blocks, stream)
 
     def names(a: Format, b: Format, bias: ArrayView | None, out: ArrayView) -> tuple[str, str]:
-        """The sources' names of the formats, where such a kernel takes them and the bias."""
+        """Returns the sources' names of the formats, where such a kernel takes them and the bias."""
         left, right = format_name(a), format_name(b)
         if left is None or right is None or left == right == "e5m2":
             raise BackendError(name, "formats", f"{a}, {b}", "E4M3 or E5M2, not E5M2 twice")

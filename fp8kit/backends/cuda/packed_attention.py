@@ -45,7 +45,7 @@ class _Call(NamedTuple):
         return device is not None and not attention.is_cudnns(self.padded, device)
 
     def layout(self, backward: bool) -> dict[str, int]:
-        """Where the padded batches lie in the workspace; "end": the padded call's own."""
+        """Returns where the padded batches lie in the workspace; "end": the padded call's own."""
         item = 4 if self.padded.dtype == "float32" else 2
         names = _BACKWARD if backward else _FORWARD
         return arranged({name: item * _size(self.shapes[name]) for name in names})

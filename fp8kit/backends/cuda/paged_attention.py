@@ -37,7 +37,7 @@ class _Call(NamedTuple):
         return self.padded.rows <= _FEW or not attention.is_cudnns(self.padded, device)
 
     def layout(self) -> dict[str, int]:
-        """Where the padded batches lie in the workspace; "end": the padded call's own."""
+        """Returns where the padded batches lie in the workspace; "end": the padded call's own."""
         item = 4 if self.padded.dtype == "float32" else 2
         return arranged({name: item * math.prod(shape) for name, shape in self.shapes.items()})
 

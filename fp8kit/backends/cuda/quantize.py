@@ -24,7 +24,7 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
 
 
 def format_name(fmt: Format) -> str | None:
-    """The sources' name of a format with a hardware conversion, None for any other."""
+    """Returns the sources' name of a format with a hardware conversion, None for any other."""
     return _FORMAT_NAMES.get(fmt.name) if fmt in (E4M3, E5M2) else None
 
 
@@ -66,7 +66,7 @@ def narrow(fmt: Format, saturate: bool, stochastic_bits: int = 0) -> bytes:
 
 
 def _fast(fmt: Format, x: ArrayView, width: int, tiles: int) -> str | None:
-    """The format's name where the vector kernels take the call: 16 neighbours share a scale."""
+    """Returns the format's name where the vector kernels take the call: 16 neighbours share a scale."""
     whole = tiles == 1 or (x.shape[1] % _VECTOR == 0 and width % _VECTOR == 0)
     return format_name(fmt) if whole and x.dtype is not float64 else None
 

@@ -32,14 +32,14 @@ def _formats(p: Quantizer, ds: Quantizer) -> bytes:
 
 
 def _roundings(p: Quantizer, ds: Quantizer | None, rng: ArrayView | None) -> bytes:
-    """What stands behind the rules in the sources' ``QuantizedRules``; forward has no dS."""
+    """Returns what stands behind the rules in the sources' ``QuantizedRules``; forward has no dS."""
     draws = P_DRAWS[ds is not None] << 48, DS_DRAW << 48
     return _formats(p, ds or p) + _RANDOM.pack(address(rng), *draws)
 
 
 def _layout(about: Problem, backward: bool, dbias: Shape | None = None) -> unfused.Layout:
-    """The unfused path's, with what this one has besides: "inverse", a factor for each row of a tile; "amax",
-    "scale" and "scale_inv" of dS."""
+    """Returns the unfused path's, with what this one has besides: "inverse", a factor for each row of a tile;
+    "amax", "scale" and "scale_inv" of dS."""
     cut = unfused.layout(about, backward, dbias)
     end, places = cut.places["end"], dict(cut.places)
     sizes = {"inverse": 4 * cut.groups * cut.rows} if not backward else dict.fromkeys(_STATISTICS, 4)
@@ -67,7 +67,7 @@ class _Call(unfused.Call):
         self.quantized_rules = self.rules + roundings
 
     def own_kernel(self, function: str) -> launch.Kernel:
-        """A kernel of quantized_attention.cu."""
+        """Returns a kernel of quantized_attention.cu."""
         return launch.kernel(_SOURCE, function, self.device, T="f32")
 
     def on_rows(self, function: str, tile: unfused.Tile, args: tuple[int, ...]) -> None:

@@ -150,7 +150,7 @@ class Recording(Replay):
             weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
             self._kept = [step.replay.kernel for step in self.steps if isinstance(step.replay, Launch)]
-            self.steps = []  # nobody comes back to them
+            self.steps = []  # not needed any more
 
 
 def let_go(held: list[Any]) -> None:
@@ -162,7 +162,7 @@ def let_go(held: list[Any]) -> None:
 
 @functools.cache
 def _aside(device: int) -> Any:
-    """The stream of a device, which is current, that graphs are captured from; it runs nothing."""
+    """Returns the stream of a device, which is current, that graphs are captured from; it runs nothing."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)

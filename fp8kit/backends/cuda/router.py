@@ -22,7 +22,7 @@ def _rule(rule: Routing) -> tuple[int, int, int, float, int]:
 
 
 def _kind(counts: ArrayView) -> int:
-    """How the kernels read counts: int32, int64, float32."""
+    """Returns how the kernels read counts: int32, int64, float32."""
     return 2 if counts.dtype is float32 else int(counts.dtype is int64)
 
 

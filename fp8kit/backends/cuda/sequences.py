@@ -30,8 +30,8 @@ def steps_of(view: ArrayView, qkv_format: str) -> tuple[int, int, int]:
 def in_words(
     source: str, function: str, x: ArrayView, y: ArrayView, *steps: int
 ) -> tuple[launch.Kernel, int]:
-    """The kernel that moves elements in the widest words that addresses and ``steps``, in bytes, allow, and a
-    word's bytes."""
+    """Returns the kernel that moves elements in the widest words that addresses and ``steps``, in bytes,
+    allow, and a word's bytes."""
     places = functools.reduce(operator.or_, steps, x.ptr | y.ptr)
     word = next(size for size in _WORDS if places % size == 0)
     return launch.kernel(source, function, y.device.index, W=_WORDS[word]), word

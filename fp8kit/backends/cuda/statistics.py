@@ -75,7 +75,7 @@ def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stre
 
 @functools.cache
 def _decoded(fmt: Format) -> bytes:
-    """The sources' ``Decoded`` of a format."""
+    """Returns the sources' ``Decoded`` of a format."""
     with np.errstate(over="ignore"):
         return codec.table(fmt).astype(np.float32).tobytes() + struct.pack("=f", fmt.max)
 

@@ -37,7 +37,8 @@ class Step(NamedTuple):
 
 
 def copied_launch(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> Launch:
-    """A launch of what is packed in ``size`` bytes at ``source``, on its own stream or another one."""
+    """Returns a launch of what is packed in ``size`` bytes at ``source``, on its own stream or another
+    one."""
     memory = (ctypes.c_char * (size + launch.ALIGNMENT))()
     shift = -ctypes.addressof(memory) % launch.ALIGNMENT
     start = ctypes.addressof(memory) + shift
@@ -90,6 +91,6 @@ class Replay:
         return BackendError(f"{', '.join(self.names)}: {error}")
 
     def check(self, number: int, status: Any) -> None:
-        """BackendError for what step ``number`` returned, where that is an error of the driver."""
+        """BackendError if step ``number`` returned an error of the driver."""
         if status:
             raise BackendError(f"{self.names[number]}: {launch.error_text(status)}")

@@ -47,7 +47,7 @@ class Packer:
         self.pointers = tuple(found)
 
     def pack(self, *values: float | bytes) -> Structure:
-        """The structure of these values."""
+        """Returns the structure of these values."""
         made = Structure(self._pack(*values))
         made.pointers = self.pointers
         return made

@@ -99,8 +99,8 @@ def of_text(unit: manifest.Unit, source: str, asked: manifest.Asked = ALL) -> di
 
 
 def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its
-    author's."""
+    """Returns a ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of
+    defines: its author's."""
     source, function = place
     entry = manifest.source(source)
     codes, pointers = entry.parameters[function], tuple(map(bool, entry.pointers[function]))
@@ -117,9 +117,9 @@ def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
 
 
 def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
-    """A numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays without a
-    known length, bfloat16 as uint16; a null pointer as an array of no elements. BackendError for a function
-    that takes a structure by value."""
+    """Returns a numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays
+    without a known length, bfloat16 as uint16; a null pointer as an array of no elements. BackendError for a
+    function that takes a structure by value."""
     source, function = place
     entry = manifest.source(source)
     codes = entry.parameters[function]
@@ -209,6 +209,6 @@ def on_stream(device_index: int, stream: int) -> Iterator[None]:
 
 
 def as_stream(stream: int) -> Any:
-    """A raw stream as CuPy's."""
+    """Returns a raw stream as CuPy's."""
     streams = cupy().cuda.Stream
     return streams.from_external(_Handle(stream)) if stream else streams.null

@@ -28,10 +28,10 @@ _PROMOTE_256B = 3
 def tensor_map(
     kind: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool = False
 ) -> bytes:
-    """A map without its address: of an array of ``kind`` ("uint8", "float16", "bfloat16", "float32") with up
-    to five dimensions, the contiguous one first: ``sizes``; ``strides``, in elements, of all but the first
-    dimension; and the sizes of the ``box`` that is copied at once. ``swizzled``: chunks of 16 bytes in a
-    box's rows of 128 bytes are put as tensor cores find them without bank conflicts.
+    """Returns a map without its address: of an array of ``kind`` ("uint8", "float16", "bfloat16", "float32")
+    with up to five dimensions, the contiguous one first: ``sizes``; ``strides``, in elements, of all but the
+    first dimension; and the sizes of the ``box`` that is copied at once. ``swizzled``: chunks of 16 bytes in
+    a box's rows of 128 bytes are put as tensor cores find them without bank conflicts.
 
     BackendError where the driver refuses it: addresses and strides are multiples of 16 bytes, a box's sides
     at most 256; and where its maps are not what this module's text says.

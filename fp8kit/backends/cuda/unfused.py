@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
 @memoized("unfused attention: workspaces")
 def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layout:
-    """The layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
+    """Returns the layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
     itemsize = DTYPES[problem.dtype].itemsize
     narrow = 0 if problem.dtype == "float32" else itemsize
     row = problem.columns * (4 + narrow) * (2 if backward else 1)
@@ -259,17 +259,17 @@ class Call(Padding):
         return self.base + self.cut.places[name]
 
     def kernel(self, function: str) -> launch.Kernel:
-        """A kernel of attention.cu."""
+        """Returns a kernel of attention.cu."""
         return launch.kernel("attention.cu", function, self.device, T=self.type)
 
     def queries(self, view: ArrayView, tile: Tile) -> Matrices:
-        """The tile's rows in q, o or their gradients."""
+        """Returns the tile's rows in q, o or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         start = tile.batch * batch + tile.head * head + tile.row * row
         return self._part(view, start, tile.rows, row, self.repeat * head)
 
     def keys(self, view: ArrayView, tile: Tile) -> Matrices:
-        """The tile's key heads in k, v or their gradients."""
+        """Returns the tile's key heads in k, v or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         return self._part(view, tile.batch * batch + tile.group * head, self.problem.columns, row, head)
 
@@ -277,8 +277,8 @@ class Call(Padding):
         return Matrices(view.ptr + start * self.dtype.itemsize, self.dtype, rows, view.shape[3], stride, step)
 
     def without_padding(self, name: str, matrices: Matrices, tile: Tile) -> Matrices:
-        """The tile's part of an array with 0 in padding: itself where that is known, else a copy in the
-        workspace; that of key heads is made once for all tiles over them."""
+        """Returns the tile's part of an array with 0 in padding: itself where that is known, else a copy in
+        the workspace; that of key heads is made once for all tiles over them."""
         if not self.problem.cleaned:
             return matrices
         rows, dim, query = matrices.rows, matrices.columns, name in ("queries", "upstream")
@@ -295,7 +295,7 @@ class Call(Padding):
         return Matrices(self.at(name), dtype, tile.rows, columns, columns, tile.rows * columns)
 
     def sums(self, name: str, dim: int) -> Matrices:
-        """The float32 sums of dk or dv."""
+        """Returns the float32 sums of dk or dv."""
         columns = self.problem.columns
         return Matrices(self.at(name), float32, columns, dim, dim, columns * dim)
 

@@ -148,6 +148,6 @@ SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def signature(kernel: str) -> inspect.Signature:
-    """The signature, without self, that every implementation of ``kernel`` has. KeyError for an unknown
-    one."""
+    """Returns the signature, without self, that every implementation of ``kernel`` has. KeyError for an
+    unknown one."""
     return SPECS[kernel].signature

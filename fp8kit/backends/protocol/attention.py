@@ -4,9 +4,9 @@ Running sums (cu_seqlens and the like, int32 (b + 1,)) are right where they star
 most at the total (t tokens; b * s positions), and where no sequence is longer than s, or than max_seqlen.
 Starts, the last of which is an end, lie in [0, t], the first of them anywhere, and leave room for each
 sequence before the next. Other values are the caller's error: operations refuse them on the CPU
-(``ops.values``). On a device nobody looks, and an engine is safe for any values: it reads and writes nothing
-out of bounds and writes all of its outputs, each entry counting as clamped to [the one before, t], or each
-length to [0, s]. Rows of no sequence so understood are 0; the others have no meaning.
+(``ops.values``). On a device they are not checked, and an engine is safe for any values: it reads and writes
+nothing out of bounds and writes all of its outputs, each entry counting as clamped to [the one before, t], or
+each length to [0, s]. Rows of no sequence so understood are 0; the others have no meaning.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _workspace(backward: bool) -> Callable[[Any, Any], int]:
 
 
 def _flops(products: int) -> Callable[[Any], float]:
-    """Of so many products of the size of q k^T; a causal mask leaves half of each."""
+    """Returns the function that counts the operations of ``products`` products of the size of q k^T; a causal
+    mask leaves half of each."""
 
     def count(a: Any) -> float:
         columns = a.k.shape[a.spec.qkv_format.index("s")]

@@ -1,7 +1,7 @@
 """The contract of FP8 products whose result goes on at once: into an activation, a gradient, a cast.
 
 Each is two kernels of the contract one after the other, and has their bits. The product between them is an
-output, or None: nobody wants it then, and an engine that fuses the two never writes it, where another one
+output, or None where it is not needed: then an engine that fuses the two never writes it, and another one
 keeps it in the workspace.
 """
 

@@ -19,7 +19,7 @@ def product_workspace(kernels: Any, a: Any) -> int:
 
 
 def product_flops(a: Any) -> float:
-    """A multiplication and an addition for each term of the result."""
+    """Returns a multiplication and an addition for each term of the result."""
     terms = a.a.shape[0 if getattr(a, "layout", "nt") == "tn" else 1]
     return float(2 * a.out.size * terms)
 

@@ -34,8 +34,8 @@ def _workspace(backward: bool) -> Callable[[Any, Any], int]:
 
 
 def _flops(products: int) -> Callable[[Any], float]:
-    """Of so many products of the size of q k^T, every sequence as long as their mean; a causal mask leaves
-    half of each."""
+    """Returns the function that counts the operations of ``products`` products of the size of q k^T, with
+    sequences of their mean length; a causal mask leaves half of each."""
 
     def count(a: Any) -> float:
         columns = a.k.shape[0] / max(1, a.lying.starts_kv.shape[0] - 1)

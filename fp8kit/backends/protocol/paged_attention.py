@@ -18,7 +18,8 @@ def _workspace(kernels: Any, a: Any) -> int:
 
 
 def _flops(a: Any) -> float:
-    """Of q k^T and P v, every sequence as long as the longest; a causal mask leaves half of each."""
+    """Returns the operations of q k^T and P v, with every sequence as long as the longest; a causal mask
+    leaves half of each."""
     whole = float(4 * a.q.size * a.longest)
     return whole / 2 if a.spec.window == (-1, 0) and not a.spec.bottom_right else whole
 

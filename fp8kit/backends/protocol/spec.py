@@ -76,7 +76,7 @@ class KernelSpec:
         return "stream" in self.signature.parameters
 
     def bind(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """The arguments of a call by name."""
+        """Returns the arguments of a call by name."""
         return dict(self.signature.bind(*args, **named).arguments)
 
     def call(self, kernels: Any, arguments: Mapping[str, Any]) -> Any:
@@ -84,7 +84,8 @@ class KernelSpec:
         return getattr(kernels, self.name)(*(arguments[name] for name in self.signature.parameters))
 
     def complete(self, arguments: Mapping[str, Any], stream: int = 0) -> dict[str, Any]:
-        """The arguments in the signature's order, with the stream, and None for those that are absent."""
+        """Returns the arguments in the signature's order, with the stream, and None for those that are
+        absent."""
         given = {"stream": stream, **arguments}
         return {name: given.get(name) for name in self.signature.parameters}
 
@@ -135,12 +136,12 @@ def workspace_of(*kernels: str) -> Callable[[Function], Function]:
 
 
 def measured(by: str, argument: str) -> Callable[[Any, Any], int]:
-    """The ``workspace`` of a spec: what the function ``by`` says for an argument's shape."""
+    """Returns the ``workspace`` of a spec: what the function ``by`` says for an argument's shape."""
     return lambda kernels, a: int(getattr(kernels, by)(*getattr(a, argument).shape))
 
 
 def map_arrays(value: Any, change: Callable[[ArrayView], Any]) -> Any:
-    """An argument with every array in it replaced by ``change(array)``."""
+    """Returns an argument with every array in it replaced by ``change(array)``."""
 
     def leaf(part: Any) -> Any:
         if isinstance(part, Cast):
@@ -162,7 +163,7 @@ def views(values: Iterable[Any]) -> Iterator[ArrayView]:
 
 
 def _written(name: str, value: ArrayView | Cast | None, kept: bool, argument: str) -> Iterator[Output]:
-    """The outputs in one array, in one Cast, or in nothing."""
+    """Yields the outputs in one array, in one Cast, or in nothing."""
     if isinstance(value, ArrayView):
         yield Output(name, value, kept, argument)
     elif value is not None:

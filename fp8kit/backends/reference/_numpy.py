@@ -34,25 +34,25 @@ SUM_BLOCK = 128
 
 
 def f32(view: ArrayView) -> Float32:
-    """The view's values as float32: its own memory where it is float32, else a widened copy."""
+    """Returns the view's values as float32: its own memory where it is float32, else a widened copy."""
     values: Float32 = view.numpy().astype(np.float32, copy=False)
     return values
 
 
 def bits_of(view: ArrayView) -> Array:
-    """The elements as integers of their size: what is moved is not looked at."""
+    """Returns the elements as integers of their size: what is moved is not looked at."""
     return view.view(_BITS[view.dtype.itemsize]).numpy()
 
 
 def result(view: ArrayView) -> Float32:
-    """A float32 array to compute the view's new values in: its own memory where it is float32, else scratch.
-    End with ``store``."""
+    """Returns a float32 array to compute the view's new values in: its own memory where it is float32, else
+    scratch. End with ``store``."""
     return view.numpy() if view.dtype is formats.float32 else np.empty(view.shape, np.float32)
 
 
 def store(view: ArrayView, values: Array) -> None:
-    """Write values into the view, rounded once to nearest even; nothing to do for what ``result`` gave of a
-    float32 view."""
+    """Write values into the view, rounded once to nearest even; nothing to do for the array that ``result``
+    returned for a float32 view."""
     if view.dtype is formats.float32 and values.dtype == np.float32 and values.ctypes.data == view.ptr:
         return
     np.copyto(view.numpy(), values, casting="unsafe")

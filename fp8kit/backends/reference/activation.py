@@ -55,7 +55,7 @@ _SQUARED = {"relu": False, "reglu": False, "srelu": True, "sreglu": True}
 
 
 def _curve(activation: str, params: tuple[float, ...]) -> _Smooth | None:
-    """The smooth curve of an activation, None for a power of max(u, 0). BackendError as ``known``."""
+    """Returns the smooth curve of an activation, None for a power of max(u, 0). BackendError as ``known``."""
     known(activation, params)
     if activation == "clamped_swiglu":
         limit, alpha, offset = (np.float32(value) for value in params)

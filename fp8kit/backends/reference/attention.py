@@ -226,7 +226,8 @@ def within(extras: AttentionExtras, sizes: Sizes) -> Array:
 
 
 def heads_of(x: ArrayView, spec: AttentionSpec, kv_heads: int | None = None) -> Float32:
-    """A fresh float32 (b, h_kv, group, s, d) copy of q, k, v, o or do; group is 1 without ``kv_heads``."""
+    """Returns a fresh float32 (b, h_kv, group, s, d) copy of q, k, v, o or do; group is 1 without
+    ``kv_heads``."""
     moved = x.numpy().transpose(_TO_HEADS[spec.qkv_format]).astype(np.float32, order="C")
     batches, heads, length, depth = moved.shape
     outer = heads if kv_heads is None else kv_heads

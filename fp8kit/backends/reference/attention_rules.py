@@ -110,19 +110,20 @@ class Block(NamedTuple):
         )
 
     def buffers(self, buffer: Float32) -> tuple[Float32, Float32]:
-        """The buffer, or a larger one where it is too small, and its beginning as this block's scores."""
+        """Returns the buffer, or a larger one where it is too small, and its beginning as this block's
+        scores."""
         size = math.prod(self.shape)
         if buffer.size < size:
             buffer = np.empty(size, np.float32)
         return buffer, buffer[:size].reshape(self.shape)
 
     def factors(self, random: Dropout, place: tuple[int, int, int]) -> Float32:
-        """The dropout factors of this block; ``place``: see ``place_of``."""
+        """Returns the dropout factors of this block; ``place``: see ``place_of``."""
         return random.factors(self.starts(place), self.width).reshape(self.shape)
 
     def starts(self, place: tuple[int, int, int]) -> Array:
-        """Of each row of scores the index of its first element, int64 (b * h * rows,): element
-        ((batch * heads + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
+        """Returns the index of each score row's first element, int64 (b * h * rows,): element ((batch * heads
+        + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
         z = self.sizes
         batches = np.arange(self.batches.start, self.batches.stop) + place[0]
         heads = batches[:, None] * place[2] + place[1] + np.arange(z.kv_heads * z.group)
@@ -130,8 +131,8 @@ class Block(NamedTuple):
         return ((heads.reshape(-1, 1) * z.rows + rows) * z.columns + self.start).reshape(-1)
 
     def of(self, array: Array) -> Array:
-        """The block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable with its
-        scores."""
+        """Returns the block's part of an array over the scores, (1 | b, 1 | h, 1 | s_q, s_kv), broadcastable
+        with its scores."""
         part = self._part(array)
         heads = (1, 1) if part.shape[1] == 1 else (self.sizes.kv_heads, self.sizes.group)
         return part.reshape(part.shape[0], *heads, *part.shape[2:])
@@ -147,7 +148,7 @@ class Block(NamedTuple):
         part += values
 
     def _part(self, array: Array) -> Array:
-        """A view of the block's part of such an array, whole where a dimension is 1."""
+        """Returns a view of the block's part of such an array, whole where a dimension is 1."""
         whole = (self.batches, slice(None), slice(self.first, self.last))
         rows = (slice(None) if n == 1 else at for n, at in zip(array.shape[:3], whole, strict=True))
         return array[(*rows, slice(self.start, self.stop))]
@@ -174,8 +175,8 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
 
 
 def place_of(extras: AttentionExtras, sizes: Sizes) -> tuple[int, int, int]:
-    """For dropout: which batch and head of the whole attention the first ones are, and how many heads that
-    has."""
+    """Returns, for dropout, the first batch and the first head within the whole attention, and its number of
+    heads."""
     if extras.dropout_place is None:
         return 0, 0, sizes.kv_heads * sizes.group
     batch, head, heads = (int(n) for n in extras.dropout_place.numpy())
@@ -213,7 +214,7 @@ class Scores:
             np.copyto(scores, np.float32(-np.inf), where=at.of(self.mask))
 
     def sinks(self, sizes: Sizes) -> Float32:
-        """The further score of each head, float32 (h_kv, group, 1); -Inf where there is none."""
+        """Returns the further score of each head, float32 (h_kv, group, 1); -Inf where there is none."""
         shape = (sizes.kv_heads, sizes.group, 1)
         if self.offset is not None:
             return self.offset.reshape(shape)

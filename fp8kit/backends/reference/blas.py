@@ -2,20 +2,19 @@
 
 OpenBLAS hands each of its threads a fixed part of a product, and its threads spin while they wait for each
 other and for the next product. Beside other work on the same cores, Numba's threads or another program's,
-that takes time from whoever would do the work. Here a product is cut into parts that are taken one after the
-other by whoever is free, threads that have nothing to do sleep, and nobody waits for a thread that has not
-begun. On two cores that others kept busy (load average 11 to 14) the median product of 2048 x 128 by 128 x
-384 went from 36 ms to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the
-processor time. A product that is too small or too narrow to be cut is done by the caller alone: 64 x 128 by
-128 x 384 on two cores beside two busy processes in 0.07 ms instead of 16, on idle ones in 0.07 instead of
-0.04.
+that takes time from threads that have work. Here a product is cut into parts, each taken by the next free
+thread; threads without work sleep, and no thread waits for one that has not begun. On two cores that others
+kept busy (load average 11 to 14) the median product of 2048 x 128 by 128 x 384 went from 36 ms to 3 ms, and a
+training step of the demo from 3.4 s to 1.3 s, with a third of the processor time. A product that is too small
+or too narrow to be cut is done by the caller alone: 64 x 128 by 128 x 384 on two cores beside two busy
+processes in 0.07 ms instead of 16, on idle ones in 0.07 instead of 0.04.
 
 The parts depend on the sizes and on OpenBLAS's number of threads alone, so that the same number of threads
 gives the same bits.
 
 OpenBLAS's number of threads is the process's: while a product runs here, NumPy's products on other threads
-take one core each, and whoever sets that number meanwhile (threadpoolctl) finds 1, is overruled when the
-product ends, and may put back the 1 that it found.
+take one core each, and a program that sets that number meanwhile (threadpoolctl) finds 1, is overruled when
+the product ends, and may put back the 1 that it found.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class _OpenBlas(NamedTuple):
 
 @functools.cache
 def _openblas() -> _OpenBlas | None:
-    """The OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has another
-    library. Names are looked for in NumPy's own extension and what that is linked to: SciPy or torch may have
-    loaded an OpenBLAS of theirs."""
+    """Returns the OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has
+    another library. Names are looked for in NumPy's own extension and what that is linked to: SciPy or torch
+    may have loaded an OpenBLAS of theirs."""
     extension = next((sys.modules[name] for name in _EXTENSIONS if name in sys.modules), None)
     try:
         library = ctypes.CDLL(extension.__file__)  # type: ignore[union-attr]
@@ -77,7 +76,7 @@ class _OneThread:
     threads is the whole process's.
 
     An interrupt may come between any two lines: ``_held`` says, from before the number is changed until after
-    it is put back, that a 1 may be ours, and whoever comes next then goes by what was there before."""
+    it is put back, that a 1 may be ours; the next product then uses the number from before."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may multiply, or fork
@@ -85,7 +84,7 @@ class _OneThread:
         self._former = 1
 
     def threads(self, library: _OpenBlas) -> int:
-        """OpenBLAS's number of threads when nobody is inside."""
+        """Returns OpenBLAS's number of threads outside of products."""
         with self._lock:
             now = self._former if self._inside else library.threads()
             return self._former if self._held and now == 1 else now
@@ -110,7 +109,7 @@ class _OneThread:
                 self._held = False
 
     def hold(self) -> None:
-        """A fork waits until nobody is half inside."""
+        """Before a fork: wait until no thread is entering or leaving."""
         self._lock.acquire()
 
     def release(self) -> None:
@@ -118,7 +117,7 @@ class _OneThread:
         self._lock.release()
 
     def forked(self) -> _OneThread:
-        """What a forked child goes on with: nobody of the parent's threads is inside there."""
+        """Returns a forked child's own counter: none of the parent's threads is inside a product there."""
         library = _openblas() if self._held or self._inside else None
         if library is not None:
             library.set_threads(self._former)
@@ -173,7 +172,7 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
         try:
             _work(parts)
         finally:
-            parts.clear()  # after an error nobody goes on writing
+            parts.clear()  # after an error no thread goes on writing
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:

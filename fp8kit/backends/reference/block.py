@@ -114,7 +114,7 @@ def block_gemm(
 def _decoded(
     codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int
 ) -> Float32:
-    """The float32 values (rows, K) of an operand's first rows."""
+    """Returns the float32 values (rows, K) of an operand's first rows."""
     if tile[1] < _BLOCK:
         plain = codes.numpy() if tile[1] == 32 else packing.unpack(codes.numpy())
         own, count = table32(E8M0 if tile[1] == 32 else E4M3), plain.shape[1] // tile[1]

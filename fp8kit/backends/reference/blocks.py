@@ -89,7 +89,7 @@ def _random_flips(rng_seed: Any, rng_offset: Any, flips: Any) -> None:
 
 
 def _rotated(x: Float32, n: int, signs: str, rng: ArrayView | None) -> Float32:
-    """A copy of x, float32 (R, C), rotated along its rows."""
+    """Returns a copy of x, float32 (R, C), rotated along its rows."""
     values = x.copy()
     _rotate(values, n, _flips(x.shape[1], signs, rng), np.float32(1 / np.sqrt(n)))
     return values
@@ -108,7 +108,7 @@ def _flips(count: int, signs: str, rng: ArrayView | None) -> Array:
 
 
 def _lying(x: Array, along: int) -> Array:
-    """A matrix with its contraction along its rows, C-contiguous."""
+    """Returns a matrix with its contraction along its rows, C-contiguous."""
     return np.ascontiguousarray(x if along else x.T)
 
 
@@ -180,8 +180,8 @@ def _row_amax(x: Any, columns: Any, most: Any, out: Any) -> None:
 
 
 class _Scales(NamedTuple):
-    """Of each tile, (down, across): the factor before the cast, its reciprocal, the code or None, and what
-    codes are multiplied by to give values."""
+    """Scales of the tiles, arrays (down, across): the factor before the cast, its reciprocal, the code or
+    None, and what codes are multiplied by to give values."""
 
     scale: Array
     inverse: Array
@@ -190,8 +190,8 @@ class _Scales(NamedTuple):
 
 
 def _four_over_six(x: Float32, quantizer: Quantizer, amax: Array, along: int) -> _Scales:
-    """The scales of x's tiles by ``blocks.four_over_six``, some lines of tiles at a time. ``amax``: (1, 1),
-    or (R, 1) of each row."""
+    """Returns the scales of x's tiles by ``blocks.four_over_six``, some lines of tiles at a time. ``amax``:
+    (1, 1), or (R, 1) of each row."""
     (rows, columns), found = quantizer.tile, []
     across = -(-x.shape[1] // columns)
     step = max(1, (1 << 18) // (rows * across * columns)) * rows
@@ -211,7 +211,7 @@ def _four_over_six(x: Float32, quantizer: Quantizer, amax: Array, along: int) ->
 
 
 def _blocks_of(x: Float32, columns: int) -> Array:
-    """The blocks of x's rows, (R * across, columns), with zeros where they end behind it."""
+    """Returns the blocks of x's rows, (R * across, columns), with zeros where they end behind it."""
     across = -(-x.shape[1] // columns)
     padded = np.zeros((len(x), across * columns), np.float32)
     padded[:, : x.shape[1]] = x
@@ -219,7 +219,7 @@ def _blocks_of(x: Float32, columns: int) -> Array:
 
 
 def _eden(x: Float32, quantizer: Quantizer, amax: Array, along: int, draw: int, rng: ArrayView) -> _Scales:
-    """The scales of x's tiles by ``blocks.eden``, each by the word of its first element."""
+    """Returns the scales of x's tiles by ``blocks.eden``, each by the word of its first element."""
     shape = x.shape if along else x.shape[::-1]
     random = np.empty(shape, np.uint32)
     seed, offset = rng.numpy()
@@ -240,7 +240,7 @@ def _scales(
     draw: int,
     rng: ArrayView | None,
 ) -> _Scales:
-    """The scales of x's tiles, ``quantizer.factor`` among them. ``inf``: ``value_for_inf``."""
+    """Returns the scales of x's tiles, ``quantizer.factor`` among them. ``inf``: ``value_for_inf``."""
     if quantizer.scale_rule == EDEN:
         assert tensor_amax is not None and rng is not None
         return _eden(x, quantizer, tensor_amax.numpy(), along, draw, rng)
@@ -257,7 +257,7 @@ def _scales(
 def _plain_scales(
     x: Float32, quantizer: Quantizer, tensor_amax: ArrayView | None, inf: float, along: int
 ) -> _Scales:
-    """The same without a factor."""
+    """Returns the same without a factor."""
     if quantizer.scale_rule in FOUR_OVER_SIX:
         assert tensor_amax is not None
         return _four_over_six(x, quantizer, tensor_amax.numpy().reshape(-1, 1), along)
@@ -309,7 +309,7 @@ class _Steps(NamedTuple):
 
 @cache
 def _steps(fmt: Format) -> _Steps | None:
-    """The constants of a format; None for those that the codec casts."""
+    """Returns the constants of a format; None for those that the codec casts."""
     if not fmt.signed or not fmt.zero or fmt.mantissa_bits == 0 or fmt.bias > 64:
         return None
     return _Steps(
@@ -368,8 +368,8 @@ def _encode(x: Any, scale: Any, rows: Any, columns: Any, how: Any, q: Any) -> No
 def _encode_steps(
     x: Any, scale: Any, rows: Any, columns: Any, how: Any, random: Any, bits: Any, q: Any
 ) -> None:
-    """The same for what ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C) where
-    ``bits`` is 0."""
+    """The same for rows that ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C)
+    where ``bits`` is 0."""
     for i in prange(x.shape[0]):
         line = random[min(np.int64(i), random.shape[0] - 1)]
         for t in range(scale.shape[1]):

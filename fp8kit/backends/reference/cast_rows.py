@@ -42,8 +42,8 @@ _BITS = {formats.float32: formats.uint32, formats.bfloat16: formats.uint16, form
 
 
 def bits(x: ArrayView) -> Array:
-    """The values of ``x`` as the integers that the kernels take, C-contiguous; float64 is rounded to float32
-    first.
+    """Returns the values of ``x`` as the integers that the kernels take, C-contiguous; float64 is rounded to
+    float32 first.
 
     Integers also keep Numba from seeing a read-only float array: it would compile each kernel again for that.
     """
@@ -54,7 +54,7 @@ def bits(x: ArrayView) -> Array:
 
 
 def bits_dtype(dtype: DType) -> DType:
-    """The integer dtype that stands for a high-precision one in the kernels."""
+    """Returns the integer dtype that stands for a high-precision one in the kernels."""
     return _BITS[dtype]
 
 
@@ -116,8 +116,8 @@ _NARROW = {types.uint32: _to_float32, types.uint16: _to_bfloat16, types.int16: _
 
 
 def narrowed(wide: Any, like: Any) -> Any:
-    """The bits of a float32 rounded, to nearest even, to the dtype that the elements of ``like`` stand for.
-    Only Numba code can call it."""
+    """Returns the bits of a float32 rounded, to nearest even, to the dtype that the elements of ``like``
+    stand for. Only Numba code can call it."""
     raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ class Rounding(NamedTuple):
 
 @cache
 def rounding(fmt: Format, saturate: bool) -> Rounding | None:
-    """The constants of a format with a sign bit and a mantissa; None for the others, which the codec
+    """Returns the constants of a format with a sign bit and a mantissa; None for the others, which the codec
     casts."""
     if (
         not fmt.signed
@@ -198,8 +198,8 @@ def encode_row(x: Any, factor: Any, how: Any, q: Any) -> Any:
 
 @njit
 def amax_row(x: Any) -> Any:
-    """The bits of max|x|, NaN ignored. x: bits (n,). Non-negative floats are ordered as their bits are: an
-    integer maximum."""
+    """Returns the bits of max|x|, NaN ignored. x: bits (n,). Non-negative floats are ordered as their bits
+    are: an integer maximum."""
     most = np.uint32(0)
     for j in range(x.size):
         a = np.uint32(float32_bits(x[j]) & _MAGNITUDE)

@@ -36,7 +36,7 @@ class Dropout:
 
 
 def dropout(p: float, rng: ArrayView | None, count: int = 0) -> Dropout | None:
-    """The dropout of a call, None where p is 0."""
+    """Returns the dropout of a call, None where p is 0."""
     return Dropout(p, rng, count) if p > 0 and rng is not None else None
 
 

@@ -123,7 +123,7 @@ _HALF = MomentFormat("float16", power_2=True)
 
 
 def _weights(param: ArrayView, master: ArrayView | None, scale: ArrayView | None) -> Float32:
-    """What the step works on, flat: a float32 array's own memory, or a new one."""
+    """Returns what the step works on, flat: a float32 array's own memory, or a new one."""
     if master is None:
         return f32(param).reshape(-1)
     if master.dtype is float32:
@@ -153,7 +153,7 @@ def _keep(weights: Float32, param: ArrayView, master: ArrayView | None, scale: A
 
 
 def _decoded(view: ArrayView, scale: ArrayView | None, kept: MomentFormat) -> Float32:
-    """A state's float32 values, flat: its own memory where it is float32."""
+    """Returns a state's float32 values, flat: its own memory where it is float32."""
     if kept.format == "float32":
         return f32(view).reshape(-1)
     values = np.ascontiguousarray(view.numpy()).reshape(-1)
@@ -220,7 +220,7 @@ def _range(values: Any) -> Any:
 
 @njit
 def factor_of(amax: Any, top: Any, power_2: Any) -> Any:
-    """What codes are multiplied by: amax / top, or a power of two; 0 for an amax of 0."""
+    """Returns what codes are multiplied by: amax / top, or a power of two; 0 for an amax of 0."""
     if not amax > _ZERO:
         return _ZERO
     if not power_2:

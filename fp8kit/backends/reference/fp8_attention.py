@@ -18,7 +18,7 @@ from fp8kit.quantization import Quantizer
 
 
 def _decoded(codes: ArrayView, scale_invs: ArrayView, i: int, fmt: Format) -> Float32:
-    """An operand's values, (b, h, s, d). ``scale_invs``: its is the i-th."""
+    """Returns an operand's values, (b, h, s, d). ``scale_invs``: its is the i-th."""
     values = np.empty(codes.shape, np.float32)
     whole = codes.size // codes.shape[-1], codes.shape[-1]
     into = as_view(values.reshape(whole))
@@ -62,7 +62,7 @@ def _transposed(x: Float32) -> ArrayView:
 
 
 def _in_batches(spec: AttentionSpec) -> Any:
-    """The spec of those views."""
+    """Returns the spec of those views."""
     return dataclasses.replace(spec, qkv_format="bshd", zero_padded=True)  # type: ignore[type-var]
 
 

@@ -18,7 +18,7 @@ from fp8kit.formats import DType
 def _place(
     shape: tuple[int, int], dtype: DType, workspace: ArrayView | None, device: Any
 ) -> tuple[ArrayView, ArrayView | None]:
-    """A fresh array."""
+    """Returns a fresh array."""
     return arrays.empty(shape, dtype, device), workspace
 
 

@@ -103,7 +103,7 @@ def product(
 
 
 def decoded(codes: Array, format: Format) -> Float32:
-    """The float32 values of a uint8 (rows, columns) matrix of codes."""
+    """Returns the float32 values of a uint8 (rows, columns) matrix of codes."""
     values = np.empty(codes.shape, np.float32)
     _look_up(np.ascontiguousarray(codes).reshape(-1), table32(format), values.reshape(-1))
     return values

@@ -23,8 +23,8 @@ _DIGEST = 32  # bytes
 
 
 def keep(compiled: Any) -> Any:
-    """The same compiled function, which looks for its code on disk and keeps it there. What Numba does not
-    compile (NUMBA_DISABLE_JIT) stays as it is."""
+    """Returns the same compiled function, which looks for its code on disk and keeps it there. What Numba
+    does not compile (NUMBA_DISABLE_JIT) stays as it is."""
     if hasattr(compiled, "enable_caching"):
         compiled._cache = _Cache(compiled.py_func)
     return compiled
@@ -68,7 +68,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 def _read(path: str) -> bytes:
-    """What ``_write`` wrote; OSError where that is not there, or no longer."""
+    """Returns what ``_write`` wrote; OSError where that is not there, or no longer."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -152,7 +152,7 @@ def _shifted(fraction: Any, shift: Any, negative: Any) -> Any:
 
 @njit
 def _step(c: Any, sa: Any, ea: Any, sb: Any, eb: Any, bits: Any, f: Any) -> Any:
-    """The accumulator after one instruction. ``f``: fraction bits of a product's significand."""
+    """Returns the accumulator after one instruction. ``f``: fraction bits of a product's significand."""
     fraction, exponent = _parts(c)
     most = exponent
     for k in range(sa.size):
@@ -186,8 +186,8 @@ def _cut(total: Any, most: Any, bits: Any) -> Any:
 def _scaled_step(
     c: Any, sa: Any, ea: Any, sb: Any, eb: Any, p: Any, ep: Any, q: Any, eq: Any, first: Any, how: Any
 ) -> Any:
-    """The accumulator after one instruction whose terms are scaled groups. p, ep, q, eq: the scales of the
-    blocks of both rows; ``first``: the index of its first product."""
+    """Returns the accumulator after one instruction whose terms are scaled groups. p, ep, q, eq: the scales
+    of the blocks of both rows; ``first``: the index of its first product."""
     bits, f, lowest, block, group = how
     fraction, exponent = _parts(c)
     count = -(-sa.size // group)
@@ -304,7 +304,7 @@ def _carry(limbs: Any) -> None:
 
 @njit
 def _rounded(limbs: Any, low: Any, wide: Any) -> Any:
-    """The number that the limbs hold, times 2^low, to nearest even."""
+    """Returns the number that the limbs hold, times 2^low, to nearest even."""
     _carry(limbs)
     negative = limbs[limbs.size - 1] < 0
     if negative:

@@ -147,12 +147,12 @@ def _is_set(found_inf: ArrayView | None) -> bool:
 
 
 def _value(number: float | ArrayView) -> Any:
-    """A number that may lie in an array of one element."""
+    """Returns a number that may lie in an array of one element."""
     return number.numpy()[0] if isinstance(number, ArrayView) else number
 
 
 def _unscaled(grad: ArrayView, inv_scale: ArrayView | None) -> Float32:
-    """The gradient as a flat float32 array, times ``inv_scale`` where there is one."""
+    """Returns the gradient as a flat float32 array, times ``inv_scale`` where there is one."""
     values: Float32 = f32(grad).reshape(-1)
     return values if inv_scale is None else values * inv_scale.numpy()[0]
 

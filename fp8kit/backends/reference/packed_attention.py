@@ -30,7 +30,7 @@ class _Call:
         return as_view(np.empty((batches, self.longest[side], *view.shape[1:]), view.dtype.numpy))
 
     def unpacked(self, view: ArrayView, side: str) -> ArrayView:
-        """The padded form of tokens."""
+        """Returns the padded form of tokens."""
         tokens = np.ascontiguousarray(view.numpy()).reshape(view.shape[0], -1)
         dense = self.empty(view, side)
         rows = dense.reshape(*dense.shape[:2], tokens.shape[1])

@@ -204,7 +204,7 @@ def quantize(
 
 @cache
 def table32(fmt: Format) -> Array:
-    """The float32 value of every code, Inf where float32 ends before the format."""
+    """Returns the float32 value of every code, Inf where float32 ends before the format."""
     with np.errstate(over="ignore"):
         return codec.table(fmt).astype(np.float32)
 

@@ -46,7 +46,7 @@ class _Rounded(NamedTuple):
     def of(
         cls, quantizer: Quantizer, rng: ArrayView | None, draw: int, amax: np.float32 | None = None
     ) -> _Rounded:
-        """By its static scale, or that of an ``amax``."""
+        """Make the rounding by a quantizer's static scale, or by the scale of an ``amax``."""
         fmt = quantizer.format
         scale = np.full(2, quantizer.static_scale, np.float32)
         scale[1] = np.float32(1) / scale[0]

@@ -106,8 +106,8 @@ def _turns(
 
 
 def _places(tokens: int, starts: ArrayView) -> tuple[Array, Array]:
-    """The last sequence that starts at or before each token, and the token's place in it: beyond its end for
-    a token of none."""
+    """Returns the last sequence that starts at or before each token, and the token's place in it: beyond its
+    end for a token of none."""
     first, token = starts.numpy(), np.arange(tokens)
     batch = np.clip(np.searchsorted(first[:-1], token, side="right") - 1, 0, None)
     return batch, token - first[batch]

@@ -75,14 +75,14 @@ def _factor(factor: float, total: ArrayView | None) -> float:
 
 
 def _keys(x: Float32, rule: Routing) -> Float32:
-    """What experts are chosen by, the bias aside."""
+    """Returns what experts are chosen by, the bias aside."""
     if rule.score != "softmax":
         return _score(x, rule.score)
     return _softmax(x, np.ones(x.shape, bool)) if rule.before and not rule.dense else x
 
 
 def _largest(keys: Float32, count: int, among: Array | None = None) -> Array:
-    """Where the ``count`` largest keys of each row are, of those ``among`` which they must be."""
+    """Returns where the ``count`` largest keys of each row are, of those ``among`` which they must be."""
     order = np.where(np.isnan(keys), np.inf, -keys)  # ascending; NaN behind -Inf's Inf by its index alone
     rank = np.isnan(keys).astype(np.int8)
     if among is not None:

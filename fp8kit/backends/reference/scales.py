@@ -18,7 +18,7 @@ _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 
 def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
-    """How many tiles, down and across, cover a matrix; an empty matrix has at least one."""
+    """Returns how many tiles, down and across, cover a matrix; an empty matrix has at least one."""
     pairs = zip(shape, tile, strict=True)
     return tuple(max(1, math.ceil(n / max(t, 1))) for n, t in pairs)  # type: ignore[return-value]
 
@@ -52,7 +52,7 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
 
 
 def scales_of(amaxes: Any, fp8_max: float, power_2: bool, epsilon: float, value_for_inf: float) -> Any:
-    """What ``scale_from_amax`` makes of amaxes, float32 (n,)."""
+    """Returns what ``scale_from_amax`` makes of amaxes, float32 (n,)."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         most = np.maximum(amaxes, np.float32(epsilon))  # a NaN amax must stay NaN, so no fmax
         found = np.float32(fp8_max) / most

@@ -36,7 +36,8 @@ def _parts(size: int) -> int:
 
 
 def _wide(x: ArrayView) -> Any:
-    """The values as float32, their bits, C-contiguous: the kernels below are compiled for one dtype."""
+    """Returns the values as float32, their bits, C-contiguous: the kernels below are compiled for one
+    dtype."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.ascontiguousarray(f32(x)).view(np.uint32)
 

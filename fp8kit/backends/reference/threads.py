@@ -34,8 +34,8 @@ prange = numba.prange
 
 
 def _candidates() -> list[str]:
-    """Where TBB may be: the files of the ``tbb`` wheel, the environment's own lib folder, the loader's
-    path."""
+    """Returns where TBB may be: the files of the ``tbb`` wheel, the environment's own lib folder, the
+    loader's path."""
     found: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found = [

@@ -85,7 +85,7 @@ class KernelTest:
     * ``cases``: name -> options, and those of ``Case``.
     * ``timed``: options of the call that is timed.
     * ``bits(how, kernels, a)``: output -> its bits in a call with the arguments ``a``, on the device, of an
-      implementation that says by its ``_sums`` how it adds: ``how``. Nothing for what is not known even then.
+      implementation that says by its ``_sums`` how it adds: ``how``. Empty where the bits are not known.
     """
 
     kernel: str

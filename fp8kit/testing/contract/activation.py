@@ -89,8 +89,8 @@ def _factor(v: Array, a: Any) -> Curve:
 
 
 def _curves(a: Any) -> tuple[Curve, Curve, bool]:
-    """Of x + bias, or of its first half; what it is multiplied with, 1 where there is no second half; whether
-    there is one."""
+    """Returns the curve of x + bias, or of its first half; of what it is multiplied with, 1 without a second
+    half; and whether there is one."""
     x = wide(a.x if a.bias is None else a.x.astype(np.float32) + a.bias.astype(np.float32))
     gated = ACTIVATIONS[a.activation].gated
     left, right = np.split(x, 2, axis=1) if gated else (x, np.ones_like(x))

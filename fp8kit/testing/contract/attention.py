@@ -139,7 +139,7 @@ def call_of(a: Any, backward: bool) -> tuple[Sizes, tuple[Array, ...], tuple[Arr
 
 
 def oracle(a: Any, backward: bool) -> Oracle:
-    """Of a call's arguments; in backward the gradients are those of the call's o."""
+    """Returns the oracle of a call's arguments; in backward the gradients are those of the call's o."""
     z, layers, extras = call_of(a, backward)
     return Oracle(formats.dtype(a.q.dtype), z, a.spec, a.device.kind == "cpu", *layers, *extras)
 

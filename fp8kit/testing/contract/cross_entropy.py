@@ -43,7 +43,8 @@ def _inputs(
     ignored: int = 0,
     stray: bool = False,
 ) -> Arguments:
-    """``ignored``: every so many targets is, 0 for none; ``stray``: two are out of range."""
+    """Returns sample arguments: every ``ignored``-th target is ``IGNORE``, none with 0; with ``stray`` two
+    targets are out of range."""
 
     def targets() -> Array:
         found = s.random.integers(0, max(n, 1), m)

@@ -108,7 +108,7 @@ def _rows(values: Array, block: int | None) -> Array:
 
 
 def _amax(rows: Array) -> Array:
-    """Of each row, NaN ignored."""
+    """Returns the amax of each row, NaN ignored."""
     return np.asarray(np.max(np.where(np.isnan(rows), 0, np.abs(rows)), axis=1, initial=0))
 
 

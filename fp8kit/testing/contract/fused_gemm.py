@@ -122,8 +122,8 @@ def _product_of(a: Any, rows: int, columns: int) -> tuple[Array, Array, Array]:
 
 
 def _bounds(a: Any, x: Array, error: Array) -> tuple[Array, Array, Array, Array]:
-    """Of an activation's input with an ``error``: the largest slope and value of its curve, what these are
-    multiplied with, at most, and that one's error."""
+    """Returns, for an activation's input with an ``error``, the largest slope and value of its curve, the
+    largest value that these are multiplied with, and the error of that."""
     x = np.abs(wide(x) if a.bias is None else wide(x) + wide(a.bias)) + error
     gated = ACTIVATIONS[a.activation].gated
     (u, v), errors = np.split(x, 2, 1) if gated else (x, np.ones(())), np.broadcast_to(error, x.shape)
@@ -286,7 +286,7 @@ _SIZES = {"33x48": {"m": 33, "n": 48, "k": 32}, "300x256": {"m": 300, "n": 256, 
 
 
 def _cases(result: str, fmt: Format) -> dict[str, Options]:
-    """Of both activations' kernels; ``fmt``: the result's."""
+    """Returns the cases of both activations' kernels; ``fmt``: the result's format."""
     sizes = {name: {**size, **_BIASED, "cast": {"fmt": fmt}, result: False} for name, size in _SIZES.items()}
     return {
         **product("{kind}-{case}", {"kind": _KINDS, "case": {name: dict(s) for name, s in _SIZES.items()}}),

@@ -97,7 +97,7 @@ def _scaled_sum(
 
 
 def _nearest(value: Fraction) -> np.float32:
-    """To nearest even, once."""
+    """Returns the value rounded once, to nearest even."""
     if not value:
         return np.float32(0)
     unit = Fraction(2) ** (max(_exponent(abs(value)), -126) - 23)

@@ -107,8 +107,8 @@ def _scalar(value: Any) -> float:
 
 
 def _steps(a: Any, *moments: str) -> Iterator[tuple[str, Array, Array, float, list[Any]]]:
-    """Of each tensor: the name of what is updated, its values, the gradient, decay, and what there is of
-    ``moments``. Of none where found_inf is set."""
+    """Yields for each tensor the name of what is updated, its values, the gradient, the decay, and what there
+    is of ``moments``; nothing where found_inf is set."""
     if a.found_inf is not None and _scalar(a.found_inf):
         return
     factor = 1.0 if a.inv_scale is None else _scalar(a.inv_scale)

@@ -68,8 +68,8 @@ def packed_attention_fwd(
 
 
 def _places(a: Any, name: str) -> Iterator[tuple[int, int, int]]:
-    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient; of running sums
-    that are none what lies within."""
+    """(sequence, where it starts, where it ends) of the tokens of q, k, v, o or a gradient; of invalid
+    running sums the part within the array."""
     side = "kv" if name in ("k", "v", "dk", "dv") else "q"
     lengths, starts = getattr(a.extras, f"cu_seqlens_{side}"), getattr(a.lying, f"starts_{side}")
     tokens, longest = getattr(a, name).shape[0], getattr(a.lying, f"longest_{side}")
@@ -99,7 +99,7 @@ def _packed(a: Any, name: str, x: Array) -> Array:
 
 
 def packed_attention_fwd_oracle(a: Any) -> Results:
-    """Of the padded batches."""
+    """Returns the results of the padded batches."""
     value, slack = padded.attention_fwd_oracle(dense := _dense(a))["o"]
     lse = padded.attention_fwd_oracle(dense)["lse"]
     return {"o": (_packed(a, "o", value), _packed(a, "o", slack)), "lse": lse}
@@ -119,7 +119,7 @@ def packed_attention_bwd(s: Sampler, m: int, n: int, forward: bool = False, **op
 
 
 def packed_attention_bwd_oracle(a: Any) -> Results:
-    """Of the padded batches."""
+    """Returns the results of the padded batches."""
     found = padded.attention_bwd_oracle(_dense(a))
     for name in ("dq", "dk", "dv"):
         value, slack = found[name]

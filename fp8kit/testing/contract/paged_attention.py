@@ -90,7 +90,7 @@ def _dense(a: Any, cache: Array) -> Array:
 
 
 def paged_attention_fwd_oracle(a: Any) -> Results:
-    """Of the padded batches."""
+    """Returns the results of the padded batches."""
     dense = {"k": _dense(a, a.k_cache), "v": _dense(a, a.v_cache)}
     return padded.attention_fwd_oracle(SimpleNamespace(**vars(a), **dense))
 

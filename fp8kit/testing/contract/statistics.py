@@ -57,7 +57,7 @@ def tensor_statistics(s: Sampler, m: int, n: int, kind: str = "normal") -> Argum
 
 
 def _exponents(x: Array) -> Array:
-    """By ``frexp``, what is below float32's normal values in bin 0."""
+    """Returns the exponents by ``frexp``; values below float32's normal ones are in bin 0."""
     finite = x[np.isfinite(x)]
     place = np.frexp(finite)[1] - 1 + 127
     place = np.where(finite == 0, 256, np.maximum(place, 0))

@@ -77,7 +77,7 @@ def test_dropped_paths_are_whole_samples(transposed):
     y, x = (y.swapaxes(0, 1), x.swapaxes(0, 1)) if transposed else (y, x)
     kinds = []
     for row in np.asarray(y):
-        if not any(np.allclose(row, kind, rtol=0, atol=2.0**-10) for kind in kinds):
+        if all(np.abs(row - kind).max() > 2.0**-10 for kind in kinds):
             kinds.append(row)
     assert len(kinds) == 4  # each branch there or not
     untouched = sum(np.array_equal(a, b) for a, b in zip(y, x, strict=True))
@@ -95,7 +95,7 @@ def test_activation_parameters_reach_the_mlp():
     got = fused.apply(variables, X)[0]
     assert_close("values", np.asarray(got), np.asarray(want), "float32", 48 * 2.0 ** (-22))
     usual = modules.LayerNormMLP(48, activations=types).apply(variables, X)[0]
-    assert not np.allclose(got, usual)
+    assert np.abs(np.asarray(got) - usual).max() > 2.0**-7
     layer = modules.TransformerLayer(
         32, 48, 4, mlp_activations=types, mlp_activation_params=params, hidden_dropout=0.0
     )

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fp8kit.testing import relative_error
+from tests.support.tensors import assert_tensor_close
 
 from .twins import scope
 
@@ -29,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # the relative error of one rounding to nearest, at most
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
-# (rtol, atol) of torch.testing.assert_close, which Transformer Engine takes as ``dtype_tols``: more than one
+# (rtol, atol) that PyTorch and Transformer Engine (``dtype_tols``) have as defaults: more than one
 # step of the dtype relative to the value (2^-7 and 2^-10 in 16 bits), so that two results that were each
 # rounded once from nearly the same sum agree; in float32 an element that comes out near 0 has the error of
 # the terms of its sum, a few 2^-24 of values of about 10
@@ -210,9 +211,7 @@ def as_plain(case: Case, found: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def near(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: tuple[float, float]) -> None:
     """Each element within atol + rtol |want|."""
-    torch.testing.assert_close(
-        got.double(), want.double(), rtol=tolerance[0], atol=tolerance[1], msg=lambda said: f"{what}: {said}"
-    )
+    assert_tensor_close(what, got.double(), want.double(), tolerance[1] + tolerance[0] * want.abs())
 
 
 def host(tensor: torch.Tensor) -> Any:

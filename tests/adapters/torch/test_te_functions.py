@@ -9,6 +9,8 @@ from fp8kit_torch.te_compat import attention_utils as utils
 from fp8kit_torch.te_compat import fused_functions as jit
 
 from fp8kit.errors import ArgumentError
+from fp8kit.testing import sum_slack
+from tests.support.tensors import assert_tensor_close, largest
 
 
 def test_gelu_with_a_bias_and_its_gradients():
@@ -17,8 +19,8 @@ def test_gelu_with_a_bias_and_its_gradients():
     dy = torch.randn_like(y)
     y.backward(dy)
     db, dx = jit.bgrad_dgelu_fused(dy, x, bias)
-    torch.testing.assert_close(dx, x.grad)
-    torch.testing.assert_close(db, bias.grad)
+    assert_tensor_close("dx", dx, x.grad, sum_slack(largest(dy), 16))  # GELU's slope, of some 16 operations
+    assert_tensor_close("db", db, bias.grad, sum_slack(12 * largest(dy), 12 + 16))  # sums of 12 such
     db, dx = jit.bgrad_dgelu_fused(dy, x, None)
     assert db is None
     assert torch.equal(jit.bias_gelu_fused(x, None), torch.nn.functional.gelu(x, approximate="tanh"))
@@ -36,11 +38,11 @@ def test_dropout_with_a_bias_and_a_residual():
 def test_l2_normalisation_and_its_gradient():
     x = torch.randn(4, 8, requires_grad=True)
     y, inverse = jit.l2normalization_fwd_fused(x, 1e-6)
-    torch.testing.assert_close(y, torch.nn.functional.normalize(x, dim=-1))
+    assert_tensor_close("y", y, torch.nn.functional.normalize(x, dim=-1), sum_slack(1, 8))
     dy = torch.randn_like(y)
     y.backward(dy)
     found = jit.l2normalization_backward_fused(dy, x.detach(), inverse.detach(), 1e-6)
-    torch.testing.assert_close(found, x.grad)
+    assert_tensor_close("dx", found, x.grad, sum_slack(8 * largest(dy) * largest(inverse), 8))
 
 
 def test_lengths_and_masks_say_the_same():

@@ -9,6 +9,7 @@ import torch
 from fp8kit_torch.te_compat.cache_managers import KVCacheManager, NonPagedKVCacheManager, sequences_of
 
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
+from tests.support.tensors import assert_tensor_close, largest
 
 WIDTH, HEADS = 32, 4
 
@@ -168,7 +169,10 @@ def test_a_manager_of_ones_own(device, form, manager, fused):
         if form != "thd":  # rows behind a sequence's are of no token
             rows = [sequences_of(each, list(step.values()), form) for each in (y, want)]
             y, want = (torch.cat(each) for each in rows)
-        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+        if device == "cpu":
+            assert torch.equal(y, want)
+        else:  # a GPU may split the sums over keys otherwise, of which TF32's products round each anew
+            assert_tensor_close("y", y, want, 1e-4 * largest(want))
     assert not own._caches
     assert own.cache_manager.sequences == {"b": 5, "c": 4}
 

@@ -8,6 +8,8 @@ from fp8kit_torch import fusible as ops
 
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError
+from fp8kit.testing import sum_slack
+from tests.support.tensors import assert_tensor_close
 
 ROWS, K, N = 8, 32, 64
 
@@ -84,7 +86,8 @@ def test_products_that_ranks_share(sequence):
 
     found = of_ranks(rank)
     y = torch.cat(found) if sequence else found[0]
-    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)  # float32 sums of 64 in another order
+    size = (x.abs() @ w1.abs().t() + b1.abs()) @ w2.abs().t()
+    assert_tensor_close("y", y, want, sum_slack(size, K + N))  # a sum of sums, in another order
 
 
 def test_a_bias_that_ranks_do_not_divide():
@@ -100,10 +103,10 @@ def test_a_bounded_squared_relu():
     scales = torch.tensor([2.0], requires_grad=True)
     y = ops.ScaledTanhSReLU(tanh_clamp_scale=3.0)(x, scales)
     want = 2.0 * (3.0 * torch.tanh(torch.relu(x) / 3.0)) ** 2
-    torch.testing.assert_close(y, want)
+    assert_tensor_close("y", y, want, sum_slack(18, 8))  # of 18 at most, by 8 operations or so
     assert float(y.detach().max()) <= 18.0
     y.sum().backward()
-    torch.testing.assert_close(scales.grad, y.detach().sum(1) / 2.0)
+    assert_tensor_close("dscales", scales.grad, y.sum(1) / 2.0, sum_slack(4 * 18, 4 + 8))
     for wrong in (0.0, float("inf")):
         with pytest.raises(ArgumentError, match="tanh_clamp_scale"):
             ops.ScaledTanhSReLU(tanh_clamp_scale=wrong)

@@ -34,7 +34,7 @@ def leaf(value: Any = X) -> fk.Tensor:
 
 
 def method(name: str, make: Callable[[], Any], /, **good: Any) -> Call:
-    """A method of a fresh object; ``good`` holds functions that make the arguments."""
+    """Returns a method of a fresh object; ``good`` holds functions that make the arguments."""
 
     def run(self: Any, **given: Any) -> Any:
         return getattr(self, name)(**given)
@@ -43,17 +43,17 @@ def method(name: str, make: Callable[[], Any], /, **good: Any) -> Call:
 
 
 def plain(function: Callable[..., Any], /, **good: Any) -> Call:
-    """A function or a constructor; ``good`` as for ``method``."""
+    """Returns a function or a constructor; ``good`` as for ``method``."""
     return Call(function, lambda: {key: value() for key, value in good.items()}, state_of)
 
 
 def positional(function: Callable[..., Any], /, **good: Any) -> Call:
-    """A function that takes its arguments by position."""
+    """Returns a function that takes its arguments by position."""
     return plain(lambda **given: function(*given.values()), **good)
 
 
 def state_of(given: dict[str, Any]) -> dict[str, bytes]:
-    """The bytes of every array, tensor and module among the arguments."""
+    """Returns the bytes of every array, tensor and module among the arguments."""
     found: dict[str, bytes] = {}
     for key, value in given.items():
         for name, array in _arrays(value).items():
@@ -85,7 +85,7 @@ def _arrays(value: Any) -> dict[str, Any]:
 
 
 def module(make: Callable[..., nn.Module], call: Callable[[], tuple[Any, ...]], /, **good: Any) -> Call:
-    """A constructor, and a call of what it made."""
+    """Returns a constructor, and a call of what it made."""
 
     def run(**given: Any) -> Any:
         return make(**given)(*call())

@@ -104,7 +104,7 @@ CACHED = {
 
 @functools.cache
 def layer(kind: str) -> nn.Module:
-    """A layer whose calls change nothing in it."""
+    """Returns a layer whose calls change nothing in it."""
     if kind == "decoder":
         return nn.TransformerLayer(4, 6, 2, layer_type="decoder", device="cpu")
     return nn.MultiheadAttention(4, 2, device="cpu")
