@@ -110,9 +110,10 @@ constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / STAGE
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
-static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192 && (PROMOTE <= DEPTH || WAVES == 1), "sums do not fit");
-static_assert((WIDTH == 1 || (!PROMOTE && GROUPED && SCALES == whole)) && (WIDTH == 2 || LAYOUT == nt), "");
-static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "32, 64, or times 128");
+static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "no registers: with PROMOTE at most 256 x 128");
+static_assert(PROMOTE <= DEPTH || WAVES == 1, "PROMOTE beyond 128: BM at most 128");
+static_assert(WIDTH == 1 ? LAYOUT == nt : !PROMOTE && GROUPED && SCALES == whole, "16 bits: groups alone");
+static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "PROMOTE: 32, 64, 128 n");
 static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
 typedef RingPlace<STAGES> Place;
 
@@ -150,8 +151,7 @@ DEVICE void place_tile(const Job& job, i32 tile, i32 tall, Tile& to) {
 // a multiple of four of them, sums at a multiple of 16 terms, or of 128, where blocks of these have scales.
 constexpr i32 ROW_STEP = BY_ROWS && A_LINES ? 4 : 1, TERM_STEP = A_DOWN ? 1 : SCALES == whole ? 16 : DEPTH;
 
-// The way of one role along the blocks' list of tiles, group after group, forwards only: a group, the first
-// of the rows or terms that it takes up, and its first tile.
+// A role's way along the list of tiles, forwards only: a group, its first row or term, its first tile.
 struct Walk {
   i32 group = 0, start = 0, first = 0;
 
@@ -218,7 +218,7 @@ struct Memory {
 
 // --- the loader --------------------------------------------------------------------------------------------
 
-// A tile of ROWS rows from (row, term) on; of groups' matrices the last number says which.
+// A tile of ROWS rows from (row, term) on, of a group's matrix.
 template <bool DOWN, int ROWS, typename... More>
 DEVICE void copy_operand(u32 to, const TensorMap& map, i32 term, i32 row, More... more) {
   if constexpr (!DOWN) copy_tile(to, map, term, row, more...);
@@ -266,8 +266,7 @@ DEVICE void load(const Job& job, const Memory& memory) {
 }
 
 // Where a group's first or last term lies within a stage: once it has `landed`, three warps make the codes of
-// other groups 0, so that nothing of them is in the group's sums, not even NaN; then it is full. A thread has
-// the same 16 bytes of every 12th row, which the copy put where row and place say.
+// other groups 0, NaN too; then it is full. A thread has the same 16 bytes of every 12th row, swizzled.
 DEVICE void clear(const Memory& memory) {
   const i32 chunk = threadIdx.x % 8;
   for (Place mixed;; mixed.next()) {

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fp8kit.errors import ShapeError, UnsupportedError
-from fp8kit.errors import ShapeError
 from fp8kit.testing import sum_slack
 from tests.support.tensors import assert_tensor_close
 
