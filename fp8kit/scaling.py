@@ -237,6 +237,12 @@ def update(
     """
     if history is None or not states:
         return
+    if history.on_host:  # all answers first: a callable that raises leaves every state as it was
+        fp8_max = history.max_forward if forward else history.max_backward
+        for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
+            for view, array in zip(state.placed.arrays, updated, strict=True):
+                arrays.copy(view, arrays.as_view(array))
+        return
     device = states[0].placed.device
     if device.kind == "cpu":
         on = 0
@@ -249,12 +255,6 @@ def update(
         if known is not None:
             known()
             return
-    if history.on_host:  # all answers first: a callable that raises leaves every state as it was
-        fp8_max = history.max_forward if forward else history.max_backward
-        for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
-            for view, array in zip(state.placed.arrays, updated, strict=True):
-                arrays.copy(view, arrays.as_view(array))
-        return
     there: list[Placed] = [*map(_placed, states)]
     if len(there) > 1 and [*map(_device, there)].count(device) < len(there):
         for each in {own.device: None for own in there}:

@@ -69,7 +69,12 @@ def recorded():
             ]
     own = [
         row(own_gemms.OURS, f"{scales}: forward, 16 x 64 x 64", scales=scales, of_best=share)
-        for scales, share in ((own_gemms.TENSORS, 0.98), (own_gemms.FEW, 1.1), (own_gemms.BLOCKS, 1.2))
+        for scales, share in (
+            (own_gemms.TENSORS, 0.98),
+            (own_gemms.FEW, 1.1),
+            (own_gemms.BLOCKS, 1.2),
+            (own_gemms.EPILOGUES, 1.1),
+        )
     ]
     found = {
         "layer": layer,
@@ -104,7 +109,7 @@ def recorded():
 
 def test_verdicts_by_hand():
     found = {r["what"]: r for r in targets.evaluate(recorded())}
-    assert len(found) == 32
+    assert len(found) == 33
     first = found["native FP8 delayed layer / torch eager bf16"]
     assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
     assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(
@@ -128,7 +133,7 @@ def test_verdicts_by_hand():
         ("shapes", (8.4, 1.1)),
         ("attention", (1 / 1.2,)),
         ("model", (0.62, 50 / 62)),
-        ("own", (0.98, 1.1, 1.2)),
+        ("own", (0.98, 1.1, 1.2, 1.1)),
     ):
         got = [r["value"] for r in found.values() if r["part"] == part]
         assert got == pytest.approx(values), part

@@ -210,7 +210,7 @@ def test_a_captured_call_follows_the_sizes(hopper: None) -> None:
             arrays.synchronize(GPU)
             graph.launch(stream)
             stream.synchronize()
-            call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, 0)
+            call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, stream.ptr)
             assert_same_bits(str(other), get(out), get(want))
 
 

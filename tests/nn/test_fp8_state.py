@@ -4,11 +4,12 @@ updated."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fp8kit import nn
+from fp8kit import nn, scaling
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Function, no_grad, tensor
 from fp8kit.backends import dispatch
@@ -119,6 +120,20 @@ def test_callables_get_and_give_what_they_should(device):
     wrong = DelayedScaling(amax_history_len=2, amax_compute_algo=lambda history: history)
     with pytest.raises(RecipeError, match="amax_compute_algo"):
         update(wrong.history, [state_with([[4, 0], [1, 9]], [1, 2], device)], forward=True)
+
+
+def test_a_callable_is_asked_where_an_update_by_the_same_rule_is_known(device, monkeypatch):
+    """As it is on a GPU once a recipe without callables has updated the same state a few times."""
+    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda *given: np.float32([8, 8]))
+    state, asked = state_with([[4, 0], [1, 9]], [1, 2], device), []
+    known = SimpleNamespace(get=lambda key: lambda: asked.append(key))
+    kernels = SimpleNamespace(replays=SimpleNamespace(found=known))
+    monkeypatch.setattr(scaling.dispatch, "kernels", lambda device: kernels)
+    update(recipe.history, [state], forward=True)
+    np.testing.assert_array_equal(host(state.scale), [8, 2])
+    assert not asked
+    update(DelayedScaling(amax_history_len=2).history, [state], forward=True)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, -1e-39])
