@@ -133,7 +133,7 @@ class _Operand(NamedTuple):
         for side in ("q", "qt"):
             views += self.side(ws, side) if side in self.sides else (None, None)
         how = own.format, own.tile, own.power_2, own.epsilon, ws.stream
-        if self.sides == ("q",) and own.tile == (BLOCK, BLOCK) and self.rows % BLOCK == 0:
+        if self.groups and self.sides == ("q",) and own.tile == (BLOCK, BLOCK) and self.rows % BLOCK == 0:
             # all matrices as one, which they are where nothing is padded and no scale is of two
             whole = [None if view is None else view.rows() for view in views]
             ws.kernels.block_quantize(x.rows(), *whole, *how)

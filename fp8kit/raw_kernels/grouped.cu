@@ -54,7 +54,7 @@ struct Grouped {
 struct Group { i64 e, start, size, cover; };
 
 DEVICE Group group_at(const i32* sizes, const Grouped& p, i64 e, i64 start, i64 total) {
-  const i64 cover = p.slots ? p.slots : max64(0, min64(sizes[e], total - start));
+  const i64 cover = max64(0, min64(p.slots ? p.slots : sizes[e], total - start));
   return {e, start, max64(0, min64(sizes[e], cover)), cover};
 }
 

@@ -66,7 +66,6 @@ struct alignas(64) Job {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL  // no other chip has wgmma
 extern "C" __global__ void hopper_gemm(const __grid_constant__ Job job) { __trap(); }
 #else
-
 constexpr int DEPTH = 128, STEPS = DEPTH / 32;  // bytes of a tile's row, as the swizzle's; wgmma's along it
 constexpr int WIDTH = sizeof(LEFT), TERMS = DEPTH / WIDTH;  // bytes of a term, terms of a tile
 constexpr int MULTIPLIERS = 256;  // threads
@@ -160,7 +159,7 @@ struct Walk {
   METHOD i32 cover(const Job& job, i32& size) const {
     const i32 left = (i32)(BY_ROWS ? job.m : job.terms) - start;
     const i32 asked = group < (i32)job.groups ? max(job.sizes[group], 0) : 0;
-    const i32 found = group == (i32)job.groups ? left : job.slots ? (i32)job.slots : min(asked, left);
+    const i32 found = group == (i32)job.groups ? left : min(job.slots ? (i32)job.slots : asked, left);
     size = min(asked, found);
     return found;
   }
@@ -356,8 +355,8 @@ struct Outgoing {
   }
 };
 
-// The sums of one tile. `group`: 0 or 1, which multiplier; ACTIVE: of its waves, those that have rows. TURNS:
-// `more` says whether the other one has a tile after this, which it begins when this one has two places left.
+// The sums of one tile. `group`: 0 or 1, the multiplier; ACTIVE: of its waves, those that have rows. `more`:
+// with TURNS the other one has a tile next, which begins once this one's places are all full.
 template <int ACTIVE>
 DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const Tile& at, int group,
                      float (&total)[WAVES][BN / 2], Outgoing& outgoing, bool more) {
@@ -388,7 +387,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
       hold<ACTIVE>(total);
       if constexpr (LATE)
         if (depth == 2) outgoing.send_late(job);
-      if (TURNS && more && depth == max(depths - 2, 0)) arrive_of_threads<MULTIPLIERS>(6 - group);
+      if (TURNS && more && depth + 1 == depths) arrive_of_threads<MULTIPLIERS>(6 - group);
       products_wait<1>();  // those before these
       if (depth) release(memory, before);
       before = place.stage;
@@ -573,6 +572,7 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
 extern "C" __global__ void __in_clusters__() __launch_bounds__(384, 1)
 hopper_gemm(const __grid_constant__ Job job) {
   start_early();
+  if (!GROUPED && job.terms != CLUSTER) __trap();  // a host that planned another form
   extern __shared__ u8 dynamic[];
   const u32 base = ((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u;
   const Memory memory{PROMOTE ? opaque(base) : base};

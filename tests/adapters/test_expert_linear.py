@@ -145,6 +145,26 @@ def test_rows_of_no_group_change_nothing(recipe, slots):
             assert_same_bits(name, other[name], want)
 
 
+@pytest.mark.parametrize("dims", [(2, 1, 1), (1, 1, 2)], ids=["x in squares", "gradients in squares"])
+def test_rows_of_no_group_change_no_square(dims):
+    """Of 128 rows, where all of an operand could be cast as one: squares with rows of a group and others."""
+    names = "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"
+    recipe = fk.recipe.Float8BlockScaling(**dict(zip(names, dims, strict=True)))
+    sizes = np.array([40, 24], np.int32)
+    made = []
+    for junk in (0.0, 1e6):
+        x, g = (np.random.default_rng(i).normal(size=(128, 256)).astype(np.float32) for i in (1, 2))
+        x[64:], g[64:] = junk, junk
+        weight = np.random.default_rng(3).normal(size=(2, 256, 256)).astype(np.float32)
+        leaf = fk.tensor(x, requires_grad=True, device="cpu")
+        with fk.autocast(recipe=recipe):
+            y = fk.nn.moe.grouped_dense(leaf, weight, fk.tensor(sizes, device="cpu"))
+        y.backward(g)
+        made.append((y.numpy(), leaf.grad.numpy()))
+    for name, want, other in zip(("y", "x"), *made, strict=True):
+        assert_same_bits(name, other, want)
+
+
 @pytest.mark.parametrize("recipe", ["current", "row", "block"])
 def test_weights_that_are_cast_at_once_have_the_same_codes(recipe):
     """Those of a layout that is cast matrix by matrix, since it is transposed."""

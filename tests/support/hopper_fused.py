@@ -198,7 +198,7 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     across *= together(how)
     assert not out or described(fields[9])[1:3] == ((n, m, 1), (stride, m * stride))
     assert not sizes_at
-    assert groups == [0] * 4
+    assert groups == [0, 0, 0, together(how)]
     assert 1 <= band <= tall
     dtype = np.dtype(TYPES[how["T"]])
     parts = parts_of(act)

@@ -113,7 +113,7 @@ def _plan(
     )
     kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
     band = min(tall, band_of(clusters, at.rows, at.columns * together))
-    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, 0
+    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
     return Planned(kernel, clusters * together, maps, sizes)
 
 

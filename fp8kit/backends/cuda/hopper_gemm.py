@@ -25,7 +25,6 @@ DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
 _NO_EPILOGUE = bytes(40)  # up to a multiple of 64
 KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_ALONE = (0,) * 4  # what it says of groups, where there are none
 
 
 class Tiling(NamedTuple):
@@ -201,7 +200,7 @@ def _plan(
         result_map((m, n), out_stride, out, scales, "none", at),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
-    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, *_ALONE
+    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
     return Planned(kernel, clusters * together, maps, sizes)
 
 

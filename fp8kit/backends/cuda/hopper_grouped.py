@@ -11,9 +11,10 @@ from typing import Any
 
 from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import grouped, launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
+    CAPABILITY,
     DEPTH,
     KINDS,
     LEAST_ARCH,
@@ -134,7 +135,6 @@ def _plan_high(
     along: GroupedAlong = "terms" if layout == "tn" else "rows"
     (m, n), by_rows, multiprocessors = out_shape[-2:], along == "rows", launch.sm_count(index)
     terms = a_shape[1] if by_rows else a_shape[0]
-    want_hopper(index, *(2 * extent for extent in (a_shape[-1], b_shape[-1], n)))
     at = tiling(along, m, n, terms, groups, 0, multiprocessors)
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
     blocks = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors)
@@ -164,14 +164,15 @@ def grouped_gemm(
     bias: ArrayView | None,
     stream: int,
 ) -> None:
-    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0, for float32,
-    for rows or addresses that are not multiples of 16 bytes, and for what is empty."""
-    name = launch.type_name(out.dtype)
-    if name == "f32" or not (a.size and b.size and out.size and sizes.size):
-        raise CannotTake("hopper_grouped", "a, b, out", f"{a.shape}, {name}", "elements of 16 bits")
-    if (a.ptr | b.ptr | out.ptr) % 16:
-        raise CannotTake("hopper_grouped", "a, b, out", "addresses", "multiples of 16")
-    plan = _plan_high(out.device.index, layout, out.shape, a.shape, b.shape, sizes.size, slots, name)
+    """See ``backends.protocol``. Other devices than those of compute capability 9.0, float32, and rows or
+    addresses that are not multiples of 16 bytes are left to ``grouped.cu``."""
+    name, index = launch.type_name(out.dtype), out.device.index
+    wide = a.shape[-1] | b.shape[-1] | out.shape[-1]
+    ours = launch.capability(index) == CAPABILITY and name != "f32" and a.size and b.size and sizes.size
+    if not ours or wide % 8 or (a.ptr | b.ptr | out.ptr) % 16:
+        grouped.grouped_gemm(a, b, out, sizes, layout, slots, bias, stream)
+        return
+    plan = _plan_high(index, layout, out.shape, a.shape, b.shape, sizes.size, slots, name)
     job = packed(plan, a, b, (None, None), out, bias, sizes=sizes)
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
 
