@@ -93,7 +93,8 @@ class _Entered:
 
     def live_root(self) -> _Entered | None:
         """``root``; where that one ended before what is in it, the outermost active one that is left."""
-        if self.root is not None and self.root.ended:
+        root = self.root
+        if root is not None and root.ended:
             self.root = None
             at: _Entered | None = self
             while at is not None:
@@ -235,10 +236,10 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
             "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
     if training or found.value.calibrating:
-        key = type(state), id(recipe)
-        if key not in root.touched:
-            root.touched[key] = type(state), recipe, {}
-        root.touched[key][2][id(state)] = state
+        touched, key = root.touched, (type(state), id(recipe))  # another thread may take it and end meanwhile
+        if key not in touched:
+            touched[key] = type(state), recipe, {}
+        touched[key][2][id(state)] = state
     return found.stack[-1][0]
 
 

@@ -199,7 +199,8 @@ class Recipe(Strict):
     # Transformer Engine's attributes that follow from fields here -> those fields
     follows: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         cls._values = None
 
     def for_layer(self, kind: str, name: str) -> Recipe | None:
@@ -271,10 +272,12 @@ class Recipe(Strict):
         if known is not None:
             return known[1]
         made = copy.copy(self)
+        values = made._values  # another thread may have set a field of this one since
         made.__dict__["fixed"] = made
-        with suppress(TypeError):  # of no values, and of a callable that has no hash
-            key = type(self), *values
-            made = _FIXED.get(key) or _FIXED.put(key, made)
+        with suppress(TypeError):  # of no values, and of one that has no hash
+            key, same = (type(self), *values), (type(self), *map(id, values))
+            if not any(map(callable, values)):  # equal ones may note what they are asked, each for itself
+                made = _FIXED.get(key) or _FIXED.put(key, made)
             if len(_SAME) >= _FIXED.limit:
                 _SAME.clear()
             _SAME[same] = values, made

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import autocast, codec, formats
+from fp8kit import autocast, codec, formats, recipe_fields
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
@@ -458,6 +458,47 @@ def test_equal_recipes_are_one_in_force():
 
     own = [Own(amax_history_len=3000) for _ in range(2)]
     assert len({id(each.fixed) for each in (*own, made[0]())}) == 3
+
+
+def test_equal_callables_of_two_recipes_are_asked_each():
+    @dataclasses.dataclass(frozen=True)
+    class Algo:
+        decay: float = 0.9
+
+        def __call__(self, history):
+            return history[0]
+
+    first, second = (DelayedScaling(amax_compute_algo=Algo()) for _ in range(2))
+    assert first == second
+    assert first.fixed is not second.fixed
+    assert second.fixed.amax_compute_algo is second.amax_compute_algo
+
+
+def test_a_field_that_another_thread_sets_meanwhile_does_not_reach_equal_recipes(monkeypatch):
+    shared, real = DelayedScaling(margin=2), recipe_fields.copy.copy
+
+    def other(recipe):
+        if recipe is shared:
+            monkeypatch.setattr(recipe_fields.copy, "copy", real)
+            shared.margin = 5
+        return real(recipe)
+
+    monkeypatch.setattr(recipe_fields.copy, "copy", other)
+    assert shared.fixed.margin == 5
+    assert DelayedScaling(margin=2).fixed.margin == 2
+
+
+def test_a_programs_recipe_may_have_other_bases():
+    class Tagged:
+        def __init_subclass__(cls, tag=0, **more):
+            super().__init_subclass__(**more)
+            cls.tag = tag
+
+    class Mine(DelayedScaling, Tagged, tag=3):
+        pass
+
+    assert Mine.tag == 3
+    assert Mine().fixed is not Mine().fixed
 
 
 def test_a_recipe_with_a_callable_that_has_no_hash_counts():
