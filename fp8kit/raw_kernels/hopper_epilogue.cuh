@@ -144,7 +144,7 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
 // What `forward` and `backward` read for 16 rows by 32 columns from `column` of F on. `rows`: M. INSIDE: rows
 // and columns exist, and are aligned.
 struct Inputs { Columns<T> bias[PARTS], x[PARTS][2]; };
-constexpr bool EARLY = sizeof(T) == 2;  // float32's would not fit into the registers
+constexpr bool EARLY = sizeof(T) == 2 && RESULTS == 1;  // more would not fit into the registers
 template <bool INSIDE, Epilogue E>
 DEVICE void read_columns(const Further<E>& to, i64 rows, i64 row, i64 column, Inputs& in) {
   const i32 left = (i32)(to.features - column);

@@ -2,6 +2,7 @@
 //
 // functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
 //   fp8_gemm_cast, fp8_gemm_lines, grouped_gemm)
+// spills: 16 bytes on sm_90a
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=bare;
 //   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,64 32 0 whole,
 //   256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,
@@ -48,11 +49,10 @@
 #include "fp8.cuh"
 #include "hopper_epilogue.cuh"
 
-// Strides in elements; addend's are out's. a_scale and b_scale: of tensors (step 0) or rows (step 1), or
-// squares, a_step and b_step apart down. Lines' scales come by the maps. tall, wide: tiles, or clusters;
-// band: rows of tiles that are made together, since what they read stays in the L2 cache. Of groups: how
-// many, the rows of each where it has a fixed number (`slots`), how far a group's scales of b lie apart. m is
-// the rows of all groups, or with GROUPS terms those of one result, whose groups have `terms` together.
+// Strides in elements; addend's are out's. a_scale, b_scale: of tensors (step 0), rows (step 1), or squares,
+// a_step and b_step apart down. tall, wide: tiles, or clusters; band: rows of tiles that are made together,
+// for the L2 cache. Of groups: how many, the rows of each (`slots`, or 0), how far a group's scales of b lie
+// apart, `terms` of all (without groups: CLUSTER). m: rows of all groups, with GROUPS terms of one result.
 struct alignas(64) Job {
   TensorMap a, b, a_lines, b_lines, parts;  // the last: of the result, where it is written by parts
   const float *a_scale, *b_scale;
@@ -78,7 +78,7 @@ constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 constexpr bool A_DOWN = LAYOUT == tn, B_DOWN = LAYOUT != nt;  // terms run down the rows: boxes of 64 across
 constexpr int A_STEP = A_DOWN ? 128 : 2, B_STEP = B_DOWN ? 128 : 2;  // of a descriptor, for a wgmma's terms
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
-constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED;
+constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED && EPILOGUE != backward;
 constexpr int WAVES = TURNS ? BM / 64 : BM > 128 ? BM / 128 : 1;  // 64 rows at a time, of a multiplier
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
@@ -98,7 +98,9 @@ constexpr bool LATE = STAGED && BN > PART;
 constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define IS_none 1
 #define IS_terms 2
-#if (JOIN(IS_, GROUPS) == 1 && !PROMOTE && BM == 128 && BN == 128) || (JOIN(IS_, GROUPS) == 2 && BM == 256)
+#define IS_backward 3
+#if (JOIN(IS_, GROUPS) == 2 && BM == 256) || \
+    (JOIN(IS_, GROUPS) == 1 && !PROMOTE && BM == 128 && BN == 128 && JOIN(IS_, EPILOGUE) != 3)
 #define __in_clusters__() __cluster_dims__(2, 1, 1)
 #else
 #define __in_clusters__()  // clusters of one block would cost up to a third of the speed
@@ -121,8 +123,7 @@ DEVICE i32 first_lane(i32 x) { return GROUPED || PROMOTE ? __shfl_sync(~0u, x, 0
 
 // A tile of the result: its first row and column, how many times 128 terms it is the sum of, its group.
 // GROUPS rows: those before `top` and from `cover` on are another group's, those from `end` on are 0. terms:
-// the first is `from`; the first `before` of them are another group's, and in the last 128 those from `last`
-// on.
+// the first is `from`, the first `before` are another group's, and so those from `last` on of the last 128.
 struct Tile {
   i32 row, column, depths, group, top, end, cover, from, before, last;
 
@@ -154,8 +155,7 @@ constexpr i32 ROW_STEP = BY_ROWS && A_LINES ? 4 : 1, TERM_STEP = A_DOWN ? 1 : SC
 struct Walk {
   i32 group = 0, start = 0, first = 0;
 
-  // How many rows or terms the group takes up, and how many of them are its own. What is left behind the last
-  // group is one more, without any.
+  // Rows or terms that the group takes up, `size` its own. What is left behind the last one is one more.
   METHOD i32 cover(const Job& job, i32& size) const {
     const i32 left = (i32)(BY_ROWS ? job.m : job.terms) - start;
     const i32 asked = group < (i32)job.groups ? max(job.sizes[group], 0) : 0;

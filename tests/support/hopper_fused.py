@@ -158,7 +158,7 @@ def parts_of(act: str) -> int:
 def together(how: dict[str, str]) -> int:
     """Blocks of a cluster."""
     at = hopper_gemm.Tiling(int(how["BM"]), int(how["BN"]))
-    return hopper_gemm.blocks_together(int(how["PROMOTE"]), how["GROUPS"], at)
+    return hopper_gemm.blocks_together(int(how["PROMOTE"]), how["GROUPS"], at, how["EPILOGUE"])
 
 
 def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[Array, list[int]]:

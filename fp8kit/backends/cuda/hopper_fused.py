@@ -98,7 +98,7 @@ def _plan(
         what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
         raise CannotTake(_OUTSIDE, "epilogue", what, f"one that {SOURCE} lists")
     at = tiling(m, n, k, promote, launch.sm_count(index))
-    together = blocks_together(promote, "none", at)  # what is counted from here on are clusters
+    together = blocks_together(promote, "none", at, epilogue)  # what is counted from here on are clusters
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
     clusters = min(tall * wide, launch.sm_count(index) // together)
     lines = NONE[1]

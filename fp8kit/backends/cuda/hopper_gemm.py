@@ -56,9 +56,9 @@ _COSTS_IN_TURN, _LAST_TURN = (0.1, 0.372), 0.9  # and once what the last tile co
 _SMALL = Tiling(128, 128), Tiling(128, 64), Tiling(64, 32)
 
 
-def in_turn(promote: int, groups: str, at: Tiling) -> bool:
+def in_turn(promote: int, groups: str, at: Tiling, epilogue: str = "bare") -> bool:
     """Whether a block's two multipliers make tiles in turn: the source's TURNS."""
-    return not promote and groups == "none" and at == Tiling(128, 128)
+    return not promote and groups == "none" and at == Tiling(128, 128) and epilogue != "backward"
 
 
 def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multiprocessors: int) -> float:
@@ -109,10 +109,10 @@ def result_map(
     return tensor_map(KINDS[out], (n, m, matrices), (stride, m * stride), box, True)
 
 
-def blocks_together(promote: int, groups: str, at: Tiling) -> int:
+def blocks_together(promote: int, groups: str, at: Tiling, epilogue: str = "bare") -> int:
     """How many blocks are a cluster, which is as many tiles wide: the source's CLUSTER. A grid is a multiple
     of it."""
-    return 2 if in_turn(promote, groups, at) or (groups == "terms" and at.rows == 256) else 1
+    return 2 if in_turn(promote, groups, at, epilogue) or (groups == "terms" and at.rows == 256) else 1
 
 
 def rows_map(m: int, k: int, stride: int, at: Tiling, together: int) -> bytes:
