@@ -448,8 +448,7 @@ template <typename X> struct Columns {
       const int column = 8 * (i / EACH) + t + i % EACH;
       words[i] = 0;
       if (INSIDE && left > 0) words[i] = reinterpret_cast<const u32*>(from + 8 * (i / EACH) + t)[i % EACH];
-      if (!INSIDE && sizeof(X) == 4 && column < left) words[i] = word_of(from[column]);
-      if (!INSIDE && sizeof(X) == 2 && column < left) words[i] = word_of(from[column]);
+      if (!INSIDE && column < left) words[i] = word_of(from[column]);
       if (!INSIDE && sizeof(X) == 2 && column + 1 < left) words[i] |= word_of(from[column + 1]) << 16;
     }
   }

@@ -218,7 +218,7 @@ def packed(
     """Struct Job, with an epilogue's part. A map that describes nothing has no address."""
     described: list[Any] = []
     for view, one in zip((a, b, *scale_invs, out), plan.maps, strict=True):
-        described += [address(view) if any(one) else 0, one]
+        described += [address(view) if one != NONE[1] else 0, one]
     pointers = (address(view) for view in (*scale_invs, bias, addend, out, sizes))
     return _JOB.pack(*described, *pointers, *plan.sizes) + further
 
