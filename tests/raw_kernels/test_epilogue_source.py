@@ -28,7 +28,7 @@ CASES = (
     "fp8_gemm_act_bwd-float32-gelu-cast-33x48-fast",
     "fp8_gemm_act_bwd-float16-relu-300x256",
     "fp8_gemm_cast-bfloat16-cast-joined",
-    "fp8_gemm_cast-float32-cast-padded",
+    "fp8_gemm_cast-float32-cast-padded-17x40",
     "fp8_gemm_lines-bfloat16-300x256-split-blocks-True",
     "fp8_gemm_lines-float32-33x48-joined",
     "fp8_gemm_lines-float16-e5m2",

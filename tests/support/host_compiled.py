@@ -71,7 +71,7 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
   for (unsigned t = 128; t < 384; ++t) threads.emplace_back([&, t] {
     threadIdx = {t, 0, 0};
     const int group = t / 128 - 1;
-    Running own{scale};
+    Running own{scale, SCALES == whole && WIDTH == 1 ? job->a_scale[0] * job->b_scale[0] : 1.0f};
     Outgoing outgoing{Memory{0}.part(t / 32 - 4)};
     for (int tile = 0; tile < count; ++tile) {
       Tile at{};

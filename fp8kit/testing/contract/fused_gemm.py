@@ -311,6 +311,7 @@ _CAST = {
     ),
     "real": {"m": 48, "n": 128, "exact": False, "bias": True},
     "cast-padded": {"m": 17, "n": 33, "cast": {"pad": (15, 15)}, "bias": True},
+    "cast-padded-17x40": {"m": 17, "n": 40, "cast": {"pad": (15, 8)}, "bias": True},
     "cast-joined": {"m": 33, "n": 48, "cast": {}, "bias": True, "add": True},
 }
 _LINES = {
