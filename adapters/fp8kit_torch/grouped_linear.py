@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import layers, slowness
+from fp8kit import layers
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import current, traced_state
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.grouped import want_tokens
 from fp8kit_torch.arguments import not_compiled, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
@@ -310,7 +310,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
             x = _GradientInto.apply(x, dgrad_out)
-        if isinstance(m_splits, Tensor) and self._stay(m_splits, is_first_microbatch):
+        if isinstance(m_splits, Tensor) and self.leaves_sizes(
+            m_splits.is_cuda, traced_state() if self.is_compiling() else current(), is_first_microbatch
+        ):
             found = self._on_device(x, m_splits, is_first_microbatch)
         elif torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
@@ -322,34 +324,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         y = _Into.apply(y, out)
         return (y, *biases) if self.return_bias else y
 
-    def _stay(self, sizes: Tensor, is_first_microbatch: bool | None) -> bool:
-        """Whether sizes are left on the device: as ``use_grouped_tensor`` says; else where they are on a GPU
-        and nothing wants to know them."""
-        if self.sizes_on_device is not None or not sizes.is_cuda:
-            return bool(self.sizes_on_device)
-        state = traced_state() if torch.compiler.is_compiling() else current()
-        off = state is None or not state.enabled
-        own = None if off else state.recipe.for_layer(self.layer_name, self.name or "")
-        why = self._wants_sizes(is_first_microbatch)
-        if why is None and own is not None and own.history is not None:
-            why = "delayed scaling"
-        if why is not None and not torch.compiler.is_compiling():
-            slowness.say(
-                f"GroupedLinear: {why} wants to know m_splits on the host",
-                "each call waits for the GPU",
-                "choose a recipe whose scales follow from the data, and leave that option off",
-            )
-        return why is None
-
-    def _wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
-        """The option that ``_on_device`` does not carry out, where one is on."""
-        asked = {
-            "is_first_microbatch": is_first_microbatch is not None,
-            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
-            "delay_wgrad_compute": self.delay_wgrad_compute,
-            "quantized_model_init": self._held is not None,
-        }
-        return next((name for name, value in asked.items() if value), None)
+    def wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+        if self._held is not None:
+            return "quantized_model_init"
+        return super().wants_sizes(is_first_microbatch)
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
@@ -357,9 +335,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError(
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
-        if (name := self._wants_sizes(is_first_microbatch)) is not None:
-            wanted = "it off, where m_splits stay on the device"
-            raise UnsupportedError("GroupedLinear", name, "on", wanted)
+        self.want_sizes_unread(is_first_microbatch)
         biases = self.group_biases() if self.use_bias else None
         weight, read = self._whole("weight")
         inputs = {"x": x, "weight": weight}

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit import slowness
 from fp8kit.arguments import choice, integer, listed, shown, without_unknown
+from fp8kit.autocast import AutocastState
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers.base import Init, Layer, child_name, picked
 from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
@@ -24,13 +26,15 @@ _ACTIVATIONS = tuple(name for name, row in ALL.items() if not row.learned)  # of
 
 
 class GroupedLinearBase(FP8Layer):
-    """Weights and biases of groups, numbered; sizes of groups on the host."""
+    """Weights and biases of groups, numbered; sizes of groups on the host, or left on the device."""
 
     layer_name = "GroupedLinear"
     operation = grouped_linear
     in_features: int
     out_features: int
     num_gemms: int
+    # whether numbers of rows in an array stay on the device; None: where they are on a GPU
+    sizes_on_device: bool | None = None
 
     def add_groups(self, a: SimpleNamespace) -> None:
         """Make the parameters that the constructor's arguments ``a`` say."""
@@ -62,6 +66,38 @@ class GroupedLinearBase(FP8Layer):
             if x.shape[0]:
                 found += [(FORWARD_SLOTS * i, x), (FORWARD_SLOTS * i + 1, inputs[f"{i}_weight0"])]
         return found
+
+    def wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+        """Returns the option that is on and that only a call with sizes on the host carries out, None where
+        there is none."""
+        return None if is_first_microbatch is None else "is_first_microbatch"
+
+    def leaves_sizes(
+        self, on_gpu: bool, state: AutocastState | None, is_first_microbatch: bool | None
+    ) -> bool:
+        """Whether sizes in an array, which lies ``on_gpu`` or not, are left on the device: as
+        ``sizes_on_device`` says; else where they are on a GPU and nothing wants to know them. ``state``: the
+        autocast in force."""
+        if self.sizes_on_device is not None or not on_gpu:
+            return bool(self.sizes_on_device)
+        off = state is None or not (state.enabled or state.calibrating)
+        own = None if off else state.recipe.for_layer(self.layer_name, self.name or "")  # type: ignore[union-attr]
+        why = self.wants_sizes(is_first_microbatch)
+        if why is None and own is not None and own.history is not None:
+            why = "delayed scaling"
+        if why is not None and not self.is_compiling():
+            slowness.say(
+                f"GroupedLinear: {why} wants to know m_splits on the host",
+                "each call waits for the GPU",
+                "choose a recipe whose scales follow from the data, and leave that option off",
+            )
+        return why is None
+
+    def want_sizes_unread(self, is_first_microbatch: bool | None) -> None:
+        """UnsupportedError for an option that is on and wants to know the sizes, which stay on the device."""
+        if (name := self.wants_sizes(is_first_microbatch)) is not None:
+            wanted = "it off, where m_splits stay on the device"
+            raise UnsupportedError("GroupedLinear", name, "on", wanted)
 
     def multiply(self, x: Any, sizes: Sequence[int], is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are known. ShapeError where x's rows are not theirs."""

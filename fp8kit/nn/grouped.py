@@ -7,21 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import layers
-from fp8kit.arrays import ArrayView
+from fp8kit import arrays, layers
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, tensor
+from fp8kit.autograd.tensors import unchanged
+from fp8kit.errors import FormatError, ShapeError, on_behalf_of
+from fp8kit.formats import int32
 from fp8kit.layers.base import Init
 from fp8kit.layers.grouped import host_sizes, want_tokens
+from fp8kit.nn import side_by_side
 from fp8kit.nn.fp8 import Fp8Module
 from fp8kit.nn.layer import NativeLayer
+from fp8kit.nn.module import as_tensor
+from fp8kit.nn.moe import expert_product
 
 
 class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
     """y_i = x_i W_i^T + b_i for ``num_gemms`` groups of rows.
 
     ``num_gemms`` N, ``in_features`` K, ``out_features`` M; the others as ``Linear``'s. Parameters ``weight0``
-    (M, K), ``bias0`` (M,), ``weight1``, .... Under ``autocast`` the three GEMMs of each group run in FP8,
-    each with scales of its own; a group without rows runs none, and its scales do not age.
+    (M, K), ``bias0`` (M,), ``weight1``, ..., which lie side by side in memory where they can, so that all
+    weights are one array. Under ``autocast`` the three GEMMs of each group run in FP8, each with scales of
+    its own; a group without rows runs none, and its scales do not age.
+
+    ``use_grouped_tensor``: whether numbers of rows in an array stay on the device, and all groups are one
+    product (``forward``); None: where they are on a GPU.
     """
 
     def __init__(
@@ -35,39 +46,135 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         params_dtype: Any = None,
         device: Any = None,
         name: str | None = None,
+        use_grouped_tensor: bool | None = None,
     ) -> None:
         super().__init__()
         self.add_groups(self.checked(locals()))
+        self.sizes_on_device = use_grouped_tensor
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            for i, parameter in enumerate(side_by_side.put(self._members(kind))):
+                setattr(self, f"{kind}{i}", parameter)
+
+    def _members(self, kind: str) -> list[Any]:
+        return [getattr(self, f"{kind}{i}") for i in range(self.num_gemms)]
 
     def row_groups(self, x: Any, sizes: Sequence[int]) -> list[ArrayView]:
         rows = (x.view if isinstance(x, Tensor) else x).rows()
         starts = np.cumsum([0, *sizes]).tolist()
         return [rows.slice(0, start, size) for start, size in zip(starts, sizes, strict=False)]
 
-    def forward(self, inp: Any, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Any, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         """``inp``: h (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
         ``is_first_microbatch``: as ``Linear``'s.
 
+        ``m_splits`` may be an array of integers (N,). One on a GPU is not looked at (``use_grouped_tensor``),
+        so that nothing waits and ``fp8kit.graph`` can hold the call: the groups are multiplied by one kernel
+        that reads the sizes; rows behind the last group's give 0, and count in no scale. Recipes are then
+        those whose scales follow from the data (per tensor, the weights each by itself, the input as a whole;
+        per row; by blocks of 128), and weights are cast at each call. Others are read on the host, and so is
+        one on a GPU with delayed scaling and with ``is_first_microbatch``, unless ``use_grouped_tensor`` is
+        True.
+
         Returns h (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
-        those of ``m_splits``.
+        those of ``m_splits``; UnsupportedError for what is not carried out with sizes on the device.
         """
         x = self.as_input("inp", inp, self.in_features)
-        sizes = _numbers("GroupedLinear", "m_splits", m_splits)
         self.check_options(is_first_microbatch)
-        return self.multiply(x, sizes, is_first_microbatch)
+        given = _given("GroupedLinear", "m_splits", m_splits)
+        if isinstance(given, ArrayView):
+            on_gpu = given.device.kind != "cpu"
+            if self.leaves_sizes(on_gpu, current(), is_first_microbatch):
+                return self._on_device(x, given, is_first_microbatch)
+        return self.multiply(x, host_sizes("GroupedLinear", _on_host(given)), is_first_microbatch)
+
+    def _on_device(self, x: Tensor, sizes: ArrayView, is_first_microbatch: bool | None) -> Any:
+        """``forward`` with sizes that are not looked at."""
+        sizes = _device_sizes("GroupedLinear", "m_splits", sizes, self.num_gemms, x.device)
+        self.want_sizes_unread(is_first_microbatch)
+        weights = self._members("weight")
+        weight, own = side_by_side.as_one("GroupedLinear", weights)
+        inputs = {"x": x, "group_sizes": Tensor(sizes), "weight": weight}
+        biases = self._members("bias") if self.use_bias else None
+        if biases is not None and not self.return_bias:
+            inputs["bias"], _ = side_by_side.as_one("GroupedLinear", biases)
+        with on_behalf_of("GroupedLinear"):
+            y = expert_product("GroupedLinear", inputs, "oi", 0, self.name or "")
+        if own and x.requires_grad and y.requires_grad:  # backward reads the weights' own memory
+            checks = [unchanged("GroupedLinear", f"weight{i}", p, self) for i, p in enumerate(weights)]
+
+            def look(gradient: ArrayView) -> None:
+                for check in checks:
+                    check()
+
+            y.register_hook(look)
+        return (y, biases) if self.return_bias else y
 
 
 class GroupedMLP(layers.GroupedMLP, NativeLayer):
-    __doc__ = layers.GroupedMLP.__doc__
+    __doc__ = f"""{layers.GroupedMLP.__doc__}
+    * ``use_grouped_tensor``: both parts', see ``GroupedLinear``.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        bias: bool = True,
+        activation: str = "swiglu",
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        params_dtype: Any = None,
+        device: Any = None,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        NativeLayer.__init__(self)
+        self.add_parts(locals(), "use_grouped_tensor")
 
     def token_rows(self, x: Any, m_splits: Any, tokens_per_expert: Any) -> Tensor:
-        sizes = _numbers("GroupedMLP", "m_splits", m_splits)
-        counts = _numbers("GroupedMLP", "tokens_per_expert", tokens_per_expert)
-        want_tokens(counts, sizes)
-        own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
-        return tensor(np.concatenate(own).astype(np.float32), device=x.device)
+        named = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
+        given = {name: _given("GroupedMLP", name, values) for name, values in named.items()}
+        there = [values for values in given.values() if isinstance(values, ArrayView)]
+        if not any(values.device.kind != "cpu" or self.fc1.sizes_on_device for values in there):
+            sizes, counts = (host_sizes("GroupedMLP", _on_host(v), name) for name, v in given.items())
+            want_tokens(counts, sizes)
+            own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
+            return tensor(np.concatenate(own).astype(np.float32), device=x.device)
+        native = arrays.provider(x.device).native
+        size, count = (
+            native(_device_sizes("GroupedMLP", name, values, self.num_gemms, x.device))
+            for name, values in given.items()
+        )
+        ends = size.cumsum()
+        starts = ends - size
+        ones = native(arrays.zeros((x.view.rows().shape[0],), int32, x.device)) + 1
+        rows = (ones.cumsum() - 1)[:, None]  # 0, 1, ..., made on the device
+        found = (rows >= starts) & (rows < starts + count) & (rows < ends)
+        return Tensor(arrays.as_view(found.any(1).astype(np.float32)))
 
 
-def _numbers(operation: str, name: str, values: Any) -> list[int]:
-    """Numbers of rows, of a list, an array or a tensor, which is read on the host."""
-    return host_sizes(operation, values.numpy() if isinstance(values, Tensor) else values, name)
+def _given(operation: str, name: str, values: Any) -> Any:
+    """Numbers of rows as a view, or, of a list and NumPy's, as they are."""
+    if isinstance(values, list | tuple | np.ndarray) or np.isscalar(values) or values is None:
+        return values
+    return as_tensor(operation, name, values).view
+
+
+def _on_host(values: Any) -> Any:
+    """Numbers of rows as ``host_sizes`` takes them."""
+    return values.numpy() if isinstance(values, ArrayView) else values
+
+
+def _device_sizes(operation: str, name: str, sizes: Any, groups: int, device: Device) -> ArrayView:
+    """Numbers of rows as operations take them: int32 on ``device``, a view unread."""
+    if not isinstance(sizes, ArrayView):
+        sizes = arrays.as_view(np.array(host_sizes(operation, sizes, name), np.int32))
+    if sizes.shape != (groups,):
+        raise ShapeError(operation, name, f"shape {sizes.shape}", f"({groups},)")
+    if sizes.dtype.numpy.kind not in "iu":
+        raise FormatError(operation, name, sizes.dtype.name, "integers")
+    sizes = arrays.to(arrays.contiguous(sizes), device)
+    if sizes.dtype is int32:
+        return sizes
+    return arrays.as_view(arrays.provider(device).native(sizes).astype(np.int32))

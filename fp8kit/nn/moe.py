@@ -157,9 +157,7 @@ def grouped_dense(
     tensor (each kernel has its own), per row, by blocks of 128. Sums are in float32. Differentiable in x,
     kernel and bias. Returns h (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
     """
-    op, state, fp8 = "grouped_dense", current(), None
-    if inspection.inspector is not None:
-        inspection.inspector.unseen(name or "GroupedLinear")
+    op = "grouped_dense"
     choice(op, "layout", layout, ("io", "oi"))
     slots = integer(op, "slots", slots, 0, 2**31 - 1)
     if not (name is None or isinstance(name, str)):
@@ -169,19 +167,28 @@ def grouped_dense(
     inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)
     if bias is not None:
         inputs["bias"] = as_tensor(op, "bias", bias)
-    shape = weight.shape
-    if len(shape) != 3:
-        raise ShapeError(op, "kernel", f"shape {shape}", "(experts, in, out), or as layout says")
+    if len(weight.shape) != 3:
+        raise ShapeError(op, "kernel", f"shape {weight.shape}", "(experts, in, out), or as layout says")
+    with on_behalf_of(op, **EXPERT_ARGUMENTS):
+        return expert_product(op, inputs, layout, slots, name or "")
+
+
+def expert_product(op: str, inputs: dict[str, Any], layout: str, slots: int, name: str) -> Tensor:
+    """y of the operation ``expert_linear`` under the autocast in force. ``inputs``: Tensors by its names;
+    ``name``: by which recipes know the layer, a "GroupedLinear"; ``op``: what errors call it.
+    UnsupportedError while calibrating, and of the operation's for recipes that it does not carry out."""
+    state, fp8 = current(), None
+    inspection.unseen(name or "GroupedLinear")
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(op, "calibrating", True, "False: experts have no state of scales")
     if state is not None and state.enabled:
-        own = state.recipe.for_layer("GroupedLinear", name or "")
+        own = state.recipe.for_layer("GroupedLinear", name)
         fp8 = None if own is None else own.quantization
-    sides = shape[1:] if layout == "io" else shape[:0:-1]
-    inspection.unseen(name or op)
-    with on_behalf_of(op, **EXPERT_ARGUMENTS):
-        spec = spec_object("ExpertLinearSpec", shape[0], *sides, layout, fp8, slots)
-        return apply(expert_linear, spec, inputs)["y"]
+    experts, *sides = inputs["weight"].shape
+    if layout == "oi":
+        sides.reverse()
+    spec = spec_object("ExpertLinearSpec", experts, *sides, layout, fp8, slots)
+    return apply(expert_linear, spec, inputs)["y"]
 
 
 def scaled_swiglu(inp: Any, probs: Any) -> Tensor:
