@@ -25,7 +25,7 @@ from fp8kit_torch.bound import TorchOp, addresses, bind, want_no_transform
 from fp8kit_torch.distributed_weights import arrived
 from fp8kit_torch.finite import Look
 from fp8kit_torch.library import trace
-from fp8kit_torch.main_grad import MainGrads
+from fp8kit_torch.main_grad import MainGrads, StackedMainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
 from fp8kit_torch.torch_compat import applier, calls_backward, held_alone
@@ -96,7 +96,10 @@ def prepare(
 
 
 def run(
-    op: TorchOp, tensors: list[Tensor], state: StateBinding = NO_STATE, main: MainGrads | None = None
+    op: TorchOp,
+    tensors: list[Tensor],
+    state: StateBinding = NO_STATE,
+    main: MainGrads | StackedMainGrads | None = None,
 ) -> dict[str, Tensor]:
     """The outputs by name of a call that was prepared. ``state``: of delayed scaling; ``main``: the
     parameters whose gradients go into their ``main_grad``."""
@@ -125,7 +128,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[TorchOp, StateBinding, MainGrads | None],
+        call: tuple[TorchOp, StateBinding, MainGrads | StackedMainGrads | None],
         outputs: list[Tensor],
         held: list[Tensor],
         *tensors: Tensor,
@@ -163,8 +166,7 @@ class _Node(torch.autograd.Function):
             raise
         for i, name in enumerate(op.needs) if into else ():
             if name in into:
-                meta = op.inputs[name]
-                made[i] = main.placeholder(name, meta.shape, dtype_of(meta.dtype))
+                made[i] = main.placeholder(name, into[name], dtype_of(op.inputs[name].dtype))
         return None, None, None, *map([*made, None].__getitem__, op.wanted)
 
 

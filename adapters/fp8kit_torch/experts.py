@@ -18,9 +18,10 @@ from fp8kit.ops.permute import expert_rows, permute, unpermute
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.autocast import recipe_parts
-from fp8kit_torch.call import apply
+from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
+from fp8kit_torch.main_grad import StackedMainGrads
 from fp8kit_torch.specs import expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -34,11 +35,13 @@ def expert_product(
     layout: str = "oi",
     said: str = "",
     slots: int = 0,
+    main: StackedMainGrads | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
-    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. UnsupportedError for
-    recipes that ``expert_linear`` does not carry out, and while calibrating."""
+    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``; ``main``: where the
+    weight's gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out,
+    and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
@@ -48,7 +51,7 @@ def expert_product(
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
     if state is None or not state.enabled:
-        spec = spec_for("ExpertLinearSpec", *fields, None, slots)
+        spec = spec_for("ExpertLinearSpec", *fields, None, slots, main is not None)
     elif torch.compiler.is_compiling():
         spec = expert_text(fields, recipe_parts(state.recipe), layer, slots)
     else:
@@ -57,9 +60,14 @@ def expert_product(
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
         with on_behalf_of(said):
-            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization, slots)
+            fp8 = None if own is None else own.quantization
+            spec = spec_object("ExpertLinearSpec", *fields, fp8, slots, main is not None)
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
-    return apply(expert_linear, spec, inputs)["y"]
+    if main is None:
+        return apply(expert_linear, spec, inputs)["y"]
+    main.made_by(spec, weight.dtype)
+    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return run(*prepare(expert_linear, spec, there), main=main)["y"]
 
 
 _NO_HISTORY = (

@@ -19,7 +19,7 @@ from fp8kit_torch.arguments import not_compiled, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.main_grad import MainGrads, MemberGrad
+from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
@@ -198,6 +198,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         one = self.single_grouped_weight
         return ["weight"] if one else [f"weight{i}" for i in range(self.num_gemms)]
 
+    def main_parameters(self) -> list[Any]:
+        """The parameters whose gradient is the weights'."""
+        return [own_parameters(self)["weight"]] if self.single_grouped_weight else self._members("weight")
+
     def main_grad_weights(self) -> dict[str, Any]:
         if not self.single_grouped_weight:
             return super().main_grad_weights()
@@ -336,28 +340,42 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
         self.want_sizes_unread(is_first_microbatch)
+        if self.is_compiling() and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
+            return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
+        fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
-        weight, read = self._whole("weight")
+        weight, read = self._whole("weight", fused)
         inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
         inputs = self.autocast_inputs(inputs)
+        read = read if inputs["weight"] is weight and x.requires_grad else []  # else backward reads no weight
+        if fused:
+            main = StackedMainGrads(self._main_grads(is_first_microbatch, inputs["x"].dtype), self.num_gemms)
+            inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer)
-        if inputs["weight"] is weight and read and x.requires_grad:  # else backward reads no weight
+        y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer, main=main)
+        if read:
             want_unchanged(y, read)
         return (y, biases) if self.return_bias else y
 
-    def _whole(self, name: str) -> tuple[Tensor, list[Any]]:
+    def _whole(self, name: str, alone: bool = False) -> tuple[Tensor, list[Any]]:
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
-        and of one parameter, none."""
+        and of one parameter, none. ``alone``: without a gradient. Gradients of weights wait where
+        ``delay_wgrad_compute`` says it."""
+        waits = name == "weight" and self.delay_wgrad_compute and torch.is_grad_enabled()
+        held = self.waiting.held if waits and not alone else _same
         if name in self._grouped_names():
             one: Any = own_parameters(self)[name]
-            return one.view_as(one), []
+            return one.detach() if alone else held(one).view_as(one), []
         members = self._members(name)
         whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
-        return (torch.stack(members), []) if whole is None else (as_one(whole, *members), members)
+        if alone:
+            return (torch.stack(members).detach(), []) if whole is None else (whole, members)
+        given = [*map(held, members)]
+        return (torch.stack(given), []) if whole is None else (as_one(whole, *given), members)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:
@@ -384,6 +402,17 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
     if not is_like or buffer.requires_grad or buffer.dtype is not x.dtype:
         said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
+
+
+def _same(weight: Tensor) -> Tensor:
+    return weight
+
+
+# option -> ``_on_device`` where torch.compile breaks, or says why it cannot
+_LEFT_TO_EAGER = {
+    option: torch.compiler.disable(GroupedLinear._on_device, reason=str(not_compiled(option)))
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute")
+}
 
 
 # behind the shared layer's text: what this frontend has further

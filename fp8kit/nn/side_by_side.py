@@ -1,4 +1,4 @@
-"""Parameters of one module that lie side by side in memory, so that all of them are one array without a copy."""
+"""Parameters of one module that lie side by side in memory, so that all are one array without a copy."""
 
 from __future__ import annotations
 

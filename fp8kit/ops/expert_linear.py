@@ -30,7 +30,8 @@ _TILES = ("tensor", "row", "block_1x128", "block_128x128")
 class ExpertLinearSpec:
     """``experts`` E, ``in_features`` K, ``out_features`` N; ``layout``: the weight is "oi", (E, N, K), or
     "io", (E, K, N). ``fp8``: None for high precision. ``slots``: 0, groups lie one after the other; else
-    group e begins at row e * slots."""
+    group e begins at row e * slots. ``wide_wgrad``: the weight's gradient is float32 where it is a product of
+    codes, for a caller that adds it to what it has; in high precision it is of the weight's dtype."""
 
     experts: int
     in_features: int
@@ -38,6 +39,7 @@ class ExpertLinearSpec:
     layout: str = "oi"
     fp8: Quantization | None = None
     slots: int = 0
+    wide_wgrad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("experts", "in_features", "out_features"):
@@ -52,6 +54,11 @@ class ExpertLinearSpec:
         """(E, N, K) or (E, K, N)."""
         sides = self.out_features, self.in_features
         return (self.experts, *(sides if self.layout == "oi" else sides[::-1]))
+
+    def wgrad_dtype(self, dtype: DType) -> DType:
+        """The dtype of the gradient of a weight of ``dtype``."""
+        coded = self.fp8 is not None and self.fp8.wgrad.compute == "quantized"
+        return float32 if self.wide_wgrad and coded else dtype
 
 
 def _check_supported(name: str, gemm: Gemm) -> None:
@@ -237,7 +244,8 @@ class ExpertLinear(Operation):
             raise ShapeError(self.name, "x", f"{row_count(x)} rows", wanted)
         want(self.name, "group_sizes", metas, (spec.experts,), int32)
         weight = want(self.name, "weight", metas, spec.weight_shape, x.dtype)
-        grads = {name: meta for name, meta in (("x", x), ("weight", weight)) if name in needs}
+        wgrad = Meta(weight.shape, spec.wgrad_dtype(weight.dtype))
+        grads = {name: meta for name, meta in (("x", x), ("weight", wgrad)) if name in needs}
         if metas.get("bias") is not None:
             bias = want(self.name, "bias", metas, (spec.experts, spec.out_features), x.dtype)
             grads |= {"bias": bias} if "bias" in needs else {}

@@ -3,6 +3,7 @@ give, groups without rows, rows of no group, gradients."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import fp8kit_jax as fj
@@ -21,7 +22,7 @@ import fp8kit as fk
 from fp8kit import codec
 from fp8kit.arrays import Device
 from fp8kit.autograd import apply
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, AutogradError, FormatError, ShapeError, UnsupportedError
 from fp8kit.ops.expert_linear import ExpertLinearSpec, expert_linear
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams
@@ -199,6 +200,92 @@ def test_torch_modules_with_sizes_on_the_device(recipe, compiled):
         made[name] = torch.stack([getattr(layer, f"{name}{e}").grad for e in range(E)]).numpy()
     for name, want in native(RECIPES[recipe]).items():
         assert_same_bits(name, made[name], want)
+
+
+def native_module(dtype="float32", **options):
+    layer = fk.nn.GroupedLinear(E, K, N, params_dtype=dtype, device="cpu", use_grouped_tensor=True, **options)
+    with fk.no_grad():
+        for e in range(E):
+            getattr(layer, f"weight{e}").copy_(W[e])
+            if layer.use_bias:
+                getattr(layer, f"bias{e}").copy_(B[e])
+    return layer
+
+
+@pytest.mark.parametrize("lying", ["side by side", "apart"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_native_modules_with_sizes_on_the_device(recipe, lying):
+    """The bits of the function, also where a parameter was replaced, of either type of integers."""
+    layer = native_module()
+    if lying == "apart":
+        layer.weight1 = fk.nn.Parameter(fk.tensor(W[1].copy(), device="cpu").view)
+    x, sizes = fk.tensor(X, requires_grad=True, device="cpu"), fk.tensor(SIZES.astype(np.int64), device="cpu")
+    with fk.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+        y = layer(x, sizes)
+    y.backward(G)
+    made = {"y": y.numpy(), "x": x.grad.numpy()}
+    for name in ("weight", "bias"):
+        made[name] = np.stack([getattr(layer, f"{name}{e}").grad.numpy() for e in range(E)])
+    for name, want in native(RECIPES[recipe]).items():
+        assert_same_bits(name, made[name], want)
+
+
+def test_weights_of_native_modules_lie_side_by_side():
+    """Weights are one array without a copy, in the order of checkpoints; what changes one between the passes
+    is found out."""
+    layer = native_module(bias=False)
+    addresses = [getattr(layer, f"weight{e}").view.ptr for e in range(E)]
+    assert np.diff(addresses).tolist() == [layer.weight0.view.nbytes] * (E - 1)
+    names = [f"{kind}{e}" for e in range(2) for kind in ("weight", "bias")]
+    assert [name for name, _ in fk.nn.GroupedLinear(2, K, N).named_parameters()] == names
+    x, sizes = fk.tensor(X, requires_grad=True, device="cpu"), fk.tensor(SIZES, device="cpu")
+    y = layer(x, sizes)
+    with fk.no_grad():
+        layer.weight2.zero_()
+    with pytest.raises(AutogradError, match="weight2: got a value changed in place"):
+        y.backward(G)
+    assert x.grad is None
+    y = layer(X, sizes)  # whose backward reads no weight
+    with fk.no_grad():
+        layer.weight2.zero_()
+    y.backward(G)
+    layer.zero_grad()
+    layer.weight0.requires_grad = False
+    frozen = layer(x, sizes)
+    frozen.backward(G)
+    assert layer.weight0.grad is None
+    assert layer.weight2.grad.numpy().any()
+    again = copy.deepcopy(layer)
+    assert_same_bits("deepcopy", again(X, sizes).numpy(), frozen.numpy())
+    saved = fk.nn.GroupedLinear(E, K, N, bias=False, device="cpu", use_grouped_tensor=True)
+    saved.load_state_dict(layer.state_dict())
+    assert_same_bits("loaded", saved(X, sizes).numpy(), frozen.numpy())
+
+
+def test_what_native_modules_read_on_the_host():
+    """Sizes in an array on the CPU, unless it is asked for otherwise; what refuses them on the device."""
+    layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")
+    other = fk.nn.GroupedLinear(E, K, N, device="cpu")
+    other.load_state_dict(layer.state_dict())
+    with pytest.raises(ShapeError, match="m_splits: .*sum to 40"):  # those sum to 33
+        other(X, sizes)
+    own = layer(X, sizes).numpy()
+    slack = sum_slack(np.abs(X[:33]) @ np.abs(W).max(0).T + 1, K + 1)
+    assert_close("y", own[:33], other(X[:33], sizes).numpy().astype(np.float64), "float32", slack)
+    with fk.no_grad():
+        y, biases = native_module(return_bias=True)(X, sizes)
+    assert len(biases) == E
+    assert_close("y", (own - y.numpy())[:7], np.tile(B[0], (7, 1)), "float32", slack[:7])
+    with pytest.raises(UnsupportedError, match="GroupedLinear: is_first_microbatch"):
+        layer(X, sizes, True)
+    with pytest.raises(UnsupportedError, match="delayed scaling"), fk.autocast(recipe=DelayedScaling()):
+        layer(X, sizes)
+    with pytest.raises(ShapeError, match=r"GroupedLinear: m_splits: got shape \(3,\)"):
+        layer(X, fk.tensor(SIZES[1:], device="cpu"))
+    with pytest.raises(FormatError, match="GroupedLinear: m_splits: got float32"):
+        layer(X, fk.tensor(SIZES.astype(np.float32), device="cpu"))
+    with pytest.raises(UnsupportedError, match="calibrating"), fk.autocast(enabled=False, calibrating=True):
+        layer(X, sizes)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8kit as fk
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
@@ -168,11 +168,15 @@ def test_padding_on_the_device_and_compiled():
         assert_same_bits("compiled", call(x, *given).detach().numpy(), want.detach().numpy())
 
 
+@pytest.mark.parametrize("recipe", ["plain", "current", "block"])
+@pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("later", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-def test_arguments_of_both_parts(later):
-    """Transformer Engine's, which both products take."""
-    layer = ft.GroupedMLP(E, H, F, device="cpu", save_original_input=True, **{later: True})
-    plain = ft.GroupedMLP(E, H, F, device="cpu")
+def test_arguments_of_both_parts(later, place, recipe):
+    """Transformer Engine's, which both products take, with sizes on the host and on the device."""
+    sizes = {"host": SIZES, "device": torch.tensor(SIZES)}[place]
+    kind = {"use_grouped_tensor": place == "device"}
+    layer = ft.GroupedMLP(E, H, F, device="cpu", save_original_input=True, **kind, **{later: True})
+    plain = ft.GroupedMLP(E, H, F, device="cpu", **kind)
     plain.load_state_dict(layer.state_dict())
     for part in (layer.fc1, layer.fc2):
         assert getattr(part, later) is part.save_original_input is True
@@ -180,30 +184,41 @@ def test_arguments_of_both_parts(later):
             weight.main_grad = torch.zeros_like(weight)
     x = torch.from_numpy(X.copy()).requires_grad_()
     out, dx = torch.empty(M, H), torch.empty(M, H)
-    y = layer(x, SIZES, out=out, dgrad_out=dx)
+    rule = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
+    with ft.autocast(**rule):
+        y = layer(x, sizes, out=out, dgrad_out=dx)
     assert y.data_ptr() == out.data_ptr()
     y.backward(torch.from_numpy(G))
     assert_same_bits("dx", dx.numpy(), x.grad.numpy())
+    assert layer.fc1.weight0.grad is None
     if later == "delay_wgrad_compute":
         assert layer.need_backward_dw()
-        assert layer.fc1.weight0.grad is None
         layer.backward_dw()
-    want = plain(torch.from_numpy(X), SIZES)
+    else:
+        assert layer.fc1.bias0.grad is not None
+    with ft.autocast(**rule):
+        want = plain(torch.from_numpy(X), sizes)
     want.backward(torch.from_numpy(G))
     assert_same_bits("y", out.detach().numpy(), want.detach().numpy())
-    for name in ("fc1.weight0", "fc2.weight2"):
+    for name in ("fc1.weight0", "fc1.weight1", "fc2.weight2"):
         weight = layer.get_parameter(name)
         made = weight.grad if later == "delay_wgrad_compute" else weight.main_grad
         assert_same_bits(name, made.numpy(), plain.get_parameter(name).grad.numpy())
 
 
-def test_sizes_on_the_device_and_arguments_that_want_to_know_them():
-    layer = ft.GroupedMLP(E, H, F, device="cpu", delay_wgrad_compute=True, use_grouped_tensor=True)
-    assert layer.fc1.sizes_on_device is layer.fc2.sizes_on_device is True
-    with pytest.raises(UnsupportedError, match="delay_wgrad_compute"):
-        layer(torch.from_numpy(X), torch.tensor(SIZES))
-    with pytest.raises(ArgumentError, match="GroupedMLP: delay_wgrad_compute"):
-        ft.GroupedMLP(E, H, F, device="cpu", delay_wgrad_compute=3)
+def test_padding_in_the_native_module_on_the_device():
+    """``tokens_per_expert`` in an array whose numbers are not looked at, of either type of integers."""
+    own, _ = layers()
+    stays = fk.nn.GroupedMLP(E, H, F, device="cpu", use_grouped_tensor=True)
+    stays.load_state_dict({name: p.numpy() for name, p in own.named_parameters()})
+    masked = stays(X, np.array(SIZES), TOKENS.astype(np.float32)).numpy()
+    for counts in (COUNTS, np.array(COUNTS), fk.tensor(np.array(COUNTS, np.int32), device="cpu")):
+        sizes = fk.tensor(np.array(SIZES), device="cpu")
+        made = stays(X, sizes, tokens_per_expert=counts).numpy()
+        assert_same_bits("y", made, stays(X, sizes, TOKENS.astype(np.float32)).numpy())
+    assert_close("list", masked, made.astype(np.float64), "float32", sum_slack(F * np.abs(made).max(), 2 * F))
+    with pytest.raises(ShapeError, match="tokens_per_expert"):
+        stays(X, sizes, tokens_per_expert=fk.tensor(np.array(COUNTS[1:]), device="cpu"))
 
 
 def as_given(kind, x):
@@ -232,6 +247,10 @@ def test_refusals():
             kind(2, 8, 4, device="cpu")(as_given(kind, x), [1, 2], as_given(kind, x[:, 0]), None, [1, 0])
     with pytest.raises(ArgumentError, match="num_gemms"):
         ft.GroupedMLP(0, 8, 4)
+    with pytest.raises(ArgumentError, match="GroupedMLP: delay_wgrad_compute"):
+        ft.GroupedMLP(E, H, F, device="cpu", delay_wgrad_compute=3)
+    with pytest.raises(ArgumentError, match="use_grouped_tensor"):
+        fk.nn.GroupedMLP(E, H, F, device="cpu", use_grouped_tensor=3)
 
 
 @pytest.mark.parametrize("place", ["compiled", pytest.param("captured", marks=pytest.mark.gpu)])

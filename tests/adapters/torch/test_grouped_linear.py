@@ -187,6 +187,88 @@ def test_main_grad(place, recipe):
             assert not weight.grad.any()
 
 
+# groups whose scales are the same with sizes on the host and on the device
+ALIKE = {"plain": (3, 0, 5), "current": (0, 32, 0), "block": (128, 0, 256)}
+
+
+@pytest.mark.parametrize("way", ["fused", "delayed", "one parameter", "torch.autocast", "apart", "frozen"])
+@pytest.mark.parametrize("recipe", ALIKE)
+def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
+    """Into ``main_grad``, from memory that held other gradients before, or to ``backward_dw``."""
+    sizes, dtype = ALIKE[recipe], torch.float32 if way == "torch.autocast" else torch.bfloat16
+    option = {"delay_wgrad_compute" if way == "delayed" else "fuse_wgrad_accumulation": True}
+    option["single_grouped_weight"] = way == "one parameter"
+    host, device = (
+        GroupedLinear(3, K, N, params_dtype=dtype, device=place, use_grouped_tensor=on, **option)
+        for on in (False, True)
+    )
+    device.load_state_dict(host.state_dict())
+    if way == "apart":  # one parameter has memory of its own again
+        device.weight1.data = device.weight1.data.clone()
+    names = ["weight"] if way == "one parameter" else [f"weight{i}" for i in range(3)]
+    for module in (host, device):
+        if way == "frozen":
+            module.weight1.requires_grad_(False)
+        for name in names:
+            weight = module.get_parameter(name)
+            weight.main_grad = torch.full_like(weight, 3.0, dtype=torch.float32)
+            weight.grad_added_to_main_grad = False
+    size = torch.zeros(3, N, K, dtype=torch.float64)
+    for step in range(2):
+        x, g = (torch.randn(sum(sizes), n, device=place).to(dtype) for n in (K, N))
+        parts = zip(g.cpu().double().split(sizes), x.cpu().double().split(sizes), strict=True)
+        size += torch.stack([own.abs().T @ rows.abs() for own, rows in parts])
+        for module in (host, device):
+            given = torch.tensor(sizes, device=place) if module is device else sizes
+            rule = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
+            own = torch.autocast(torch.device(place).type, torch.bfloat16, enabled=way == "torch.autocast")
+            with own, autocast(**rule):
+                y = module(x, given)
+            y.backward(g.to(y.dtype))
+        if way == "delayed":
+            assert device.need_backward_dw()
+            assert device.weight0.grad is None or step
+            host.backward_dw()
+            device.backward_dw()
+    # sums in float32 of products of other shapes; what is rounded to bfloat16 before it is added
+    slack = 2 * sum_slack(size.numpy() + 3, max(sizes) + 2)
+    if way == "delayed" or recipe == "plain":
+        slack += 2.0**-7 * size.numpy()
+    for i, name in enumerate(names):
+        want, made = host.get_parameter(name), device.get_parameter(name)
+        own = ... if way == "one parameter" else i
+        if way == "delayed":
+            assert_tensor_close(name, made.grad.float(), want.grad.double(), slack[own])
+            continue
+        assert_tensor_close(name, made.main_grad, want.main_grad.double(), slack[own])
+        assert (made.main_grad != 3).any() == (made.requires_grad and bool(size[own].any()))
+        assert made.grad_added_to_main_grad is made.requires_grad
+        assert made.grad is None or not made.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_compiled_with_sizes_on_the_device_gradients_are_left_to_eager_code(place, option):
+    sizes, x = torch.tensor(SPLITS, device=place), torch.randn(sum(SPLITS), K, device=place)
+    module = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=True, **{option: True})
+    fused = option == "fuse_wgrad_accumulation"
+    if fused:
+        with pytest.raises(ArgumentError, match=r"weight0\.main_grad: got no such tensor"):
+            module(x, sizes)
+    for i in range(len(SPLITS)):
+        module.get_parameter(f"weight{i}").main_grad = torch.zeros(N, K, device=place)
+    with pytest.raises(Exception, match=f"{option} is not supported within"):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(x, sizes)
+    torch._dynamo.reset()
+    torch.compile(module, backend="aot_eager")(x, sizes).sum().backward()
+    module.backward_dw()
+    plain = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=True)
+    plain.load_state_dict(module.state_dict())
+    plain(x, sizes).sum().backward()
+    made = module.weight0.main_grad if fused else module.weight0.grad
+    assert_same_bits(option, bits(made), bits(plain.weight0.grad))
+
+
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_weights_in_fp8(place, recipe):
     plain, _ = pair(place)
