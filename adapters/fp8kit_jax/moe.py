@@ -3,14 +3,18 @@ Nothing waits for the device, and every function works inside ``jax.jit``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fp8kit.arguments import flag, integer
-from fp8kit.errors import FormatError, ShapeError, on_behalf_of
+from fp8kit.arguments import flag, integer, shown
+from fp8kit.backends.activation import ALL
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, on_behalf_of
 from fp8kit.ops import router as ops
+from fp8kit.ops.activation import ActivationSpec
+from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.permute import (
     ExpertRowsSpec,
     PermuteSpec,
@@ -22,6 +26,7 @@ from fp8kit.ops.permute import (
 )
 from fp8kit.ops.permute import unpermute as unpermute_operation
 from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation, want_row_probs
+from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows
 from fp8kit_jax.rules import apply
 
@@ -130,6 +135,54 @@ def scaled_swiglu(inp: Any, probs: Any) -> Any:
     spec = ScaledActivationSpec("swiglu", want_row_probs(op, inp.shape, probs.shape))
     with on_behalf_of(op, x="inp"):
         return apply(scaled_activation, spec, {"x": inp, "probs": probs.reshape(-1)})["y"]
+
+
+def expert_activation(
+    operation: str,
+    x: Any,
+    activations: Sequence[str],
+    params: Mapping[str, float] | None,
+    group_sizes: Any,
+    probs: Any,
+    tokens_per_expert: Any,
+) -> Any:
+    """What lies between the products of a layer of experts, ``operation``: the activation of x h (rows, a F),
+    its a parts one after the other, rounded, times the rows' ``probs``, (rows,); without, times 1 in rows of
+    tokens and 0 in those of padding, where ``tokens_per_expert`` says which these are. Returns h (rows, F).
+    ShapeError, FormatError, ArgumentError for what does not fit."""
+    name, numbers = expert_kind(operation, activations, params)
+    if tokens_per_expert is not None:
+        if probs is not None:
+            wanted = "None with probs, which are 0 in rows of padding"
+            raise ArgumentError(operation, "tokens_per_expert", shown(tokens_per_expert), wanted)
+        probs = _token_rows(operation, x, group_sizes, tokens_per_expert)
+    if probs is None:
+        return apply(activation_operation, ActivationSpec(name, x.shape[-1], numbers), {"x": x})["y"]
+    probs, spec = as_array(operation, "probs", probs), ScaledActivationSpec(name, x.shape[-1], numbers)
+    with on_behalf_of(operation):
+        return apply(scaled_activation, spec, {"x": x, "probs": probs})["y"]
+
+
+def expert_kind(
+    operation: str, activations: Sequence[str], params: Mapping[str, float] | None
+) -> tuple[str, tuple[float, ...]]:
+    """fp8kit's name of an activation of experts, and its numbers. FormatError for one that there is not,
+    ArgumentError for one whose numbers are learned."""
+    name, numbers = activation_of(operation, activations, params)
+    if ALL[name].learned:
+        raise ArgumentError(operation, "activations", shown(activations), "those without learned numbers")
+    return name, numbers
+
+
+def _token_rows(operation: str, x: Any, group_sizes: Any, tokens_per_expert: Any) -> Any:
+    """(rows of x,), of x's dtype: 1 for the first rows of each group, as many as are tokens, else 0."""
+    sizes = as_array(operation, "group_sizes", group_sizes)
+    counts = as_array(operation, "tokens_per_expert", tokens_per_expert)
+    if counts.shape != sizes.shape:
+        raise ShapeError(operation, "tokens_per_expert", f"shape {counts.shape}", f"{sizes.shape}")
+    ends, rows = jnp.cumsum(sizes), jnp.arange(x.shape[0])
+    group = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, sizes.size - 1)
+    return (rows - (ends - sizes)[group] < counts[group]).astype(x.dtype)
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, num_tokens: int | None = None) -> Any:

@@ -64,8 +64,8 @@ def _nothing(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 class StackedMainGrads:
     """``MainGrads`` of parameters that an operation takes as one input "weight" (N, ...): it makes their
-    gradient anew, which is then added to each ``main_grad``, or put there. ``each``: the parameters', named by
-    their place, "0_weight0" ...; ``count``: N."""
+    gradient anew, which is then added to each ``main_grad``, or put there. ``each``: the parameters', named
+    by their place, "0_weight0" ...; ``count``: N."""
 
     def __init__(self, each: MainGrads, count: int) -> None:
         self.each, self.count, self.dtype = each, count, each.dtype

@@ -267,7 +267,7 @@ def test_what_native_modules_read_on_the_host():
     layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")
     other = fk.nn.GroupedLinear(E, K, N, device="cpu")
     other.load_state_dict(layer.state_dict())
-    with pytest.raises(ShapeError, match="m_splits: .*sum to 40"):  # those sum to 33
+    with pytest.raises(ShapeError, match=r"m_splits: .*sum to 40"):  # those sum to 33
         other(X, sizes)
     own = layer(X, sizes).numpy()
     slack = sum_slack(np.abs(X[:33]) @ np.abs(W).max(0).T + 1, K + 1)

@@ -11,12 +11,14 @@ from fp8kit_jax.flax.common import extend_logical_axis_rules
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
 from fp8kit_jax.flax.dot_general import make_dot_general_cls
 from fp8kit_jax.flax.grouped import GroupedDense
+from fp8kit_jax.flax.moe import GroupedMLP
 from fp8kit_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
     "DenseGeneral",
     "DotProductAttention",
     "GroupedDense",
+    "GroupedMLP",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",

@@ -29,6 +29,7 @@ from fp8kit_jax.nnx.dense import (
     update_fp8,
 )
 from fp8kit_jax.nnx.grouped import GroupedDense
+from fp8kit_jax.nnx.moe import GroupedMLP
 from fp8kit_jax.nnx.transformer import TransformerLayer
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "DotProductAttention",
     "Fp8Meta",
     "GroupedDense",
+    "GroupedMLP",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
