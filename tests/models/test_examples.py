@@ -269,6 +269,16 @@ def test_torch_moe_gpt(printed):
     assert len(re.findall("experts take from", text)) == 2
 
 
+@pytest.mark.programs
+def test_flax_moe(printed):
+    text = printed("flax_moe", "40")
+    first, last = numbers(r"error ([\d.]+) to", text), numbers(r"error [\d.]+ to ([\d.]+)", text)
+    assert len(first) == len(last) == 2
+    assert max(last) < 0.9  # 1 is that of an answer of zeros
+    assert abs(last[0] - last[1]) < 0.05
+    assert max(numbers(r"to ([\d.]+) of the tokens", text)) < 0.25  # of experts that are used alike 0.125
+
+
 def test_several_ranks(printed, monkeypatch):
     """Of one process here; of several: tests/commands/test_launch.py."""
     monkeypatch.setattr(collectives, "EVERYONE", [])
