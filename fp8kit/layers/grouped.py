@@ -80,9 +80,9 @@ class GroupedLinearBase(FP8Layer):
         autocast in force."""
         if self.sizes_on_device is not None or not on_gpu:
             return bool(self.sizes_on_device)
-        off = state is None or not (state.enabled or state.calibrating)
-        own = None if off else state.recipe.for_layer(self.layer_name, self.name or "")  # type: ignore[union-attr]
-        why = self.wants_sizes(is_first_microbatch)
+        why, own = self.wants_sizes(is_first_microbatch), None
+        if state is not None and (state.enabled or state.calibrating):
+            own = state.recipe.for_layer(self.layer_name, self.name or "")
         if why is None and own is not None and own.history is not None:
             why = "delayed scaling"
         if why is not None and not self.is_compiling():

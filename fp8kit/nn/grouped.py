@@ -166,10 +166,12 @@ def _on_host(values: Any) -> Any:
     return values.numpy() if isinstance(values, ArrayView) else values
 
 
-def _device_sizes(operation: str, name: str, sizes: Any, groups: int, device: Device) -> ArrayView:
+def _device_sizes(operation: str, name: str, values: Any, groups: int, device: Device) -> ArrayView:
     """Numbers of rows as operations take them: int32 on ``device``, a view unread."""
-    if not isinstance(sizes, ArrayView):
-        sizes = arrays.as_view(np.array(host_sizes(operation, sizes, name), np.int32))
+    if isinstance(values, ArrayView):
+        sizes = values
+    else:
+        sizes = arrays.as_view(np.array(host_sizes(operation, values, name), np.int32))
     if sizes.shape != (groups,):
         raise ShapeError(operation, name, f"shape {sizes.shape}", f"({groups},)")
     if sizes.dtype.numpy.kind not in "iu":
