@@ -54,7 +54,8 @@ def dispatch_rows(
 ) -> tuple[int, int, int]:
     """(experts, rows, align) of the map of ``routing``, a mask or indices for the tokens of x; with an
     ``align_size`` as many rows as it can need. ShapeError, ArgumentError for what they may not be."""
-    op, is_mask = "token_dispatch", getattr(routing.dtype, "name", routing.dtype) != "int32"
+    op, kind = "token_dispatch", routing.dtype
+    is_mask = getattr(kind, "name", str(kind).rpartition(".")[2]) != "int32"  # torch's dtypes have no name
     if len(routing.shape) != 2:
         raise ShapeError(op, "routing_map", f"shape {tuple(routing.shape)}", "(tokens, experts or topk)")
     if len(x.shape) != 2:

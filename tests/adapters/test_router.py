@@ -14,6 +14,7 @@ import torch
 from fp8kit_torch import router as te_router
 
 import fp8kit as fk
+from fp8kit import formats
 from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedError
 from fp8kit.nn import moe
 from fp8kit.testing import assert_same_bits
@@ -44,6 +45,12 @@ GRID = [
 ]
 
 
+def largest(x, k):
+    """(values, places) of the k largest, of equals the first ones."""
+    values, places = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], places[..., :k]
+
+
 def plain(logits, score, pre, groups, topk, factor, bias):
     """(probs, map) by torch in the dtype of logits."""
     if score == "softmax":
@@ -54,10 +61,10 @@ def plain(logits, score, pre, groups, topk, factor, bias):
     if groups is not None:
         count, kept = groups
         parts = keys.unflatten(-1, (count, -1))
-        totals = parts.topk(topk // kept, -1).values.sum(-1)
-        out = torch.ones_like(totals, dtype=torch.bool).scatter_(-1, totals.topk(kept, -1).indices, False)
+        totals = largest(parts, topk // kept)[0].sum(-1)
+        out = torch.ones_like(totals, dtype=torch.bool).scatter_(-1, largest(totals, kept)[1], False)
         keys = parts.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
-    at = keys.topk(topk, -1).indices
+    at = largest(keys, topk)[1]
     own = s.gather(-1, at)
     if score == "softmax":
         own = own if pre else own.softmax(-1)
@@ -68,18 +75,22 @@ def plain(logits, score, pre, groups, topk, factor, bias):
     return torch.zeros_like(logits).scatter(-1, at, own), chosen
 
 
-def in_torch(options):
+def as_torch(values):
+    return torch.from_numpy(values.astype(np.float32)).to(getattr(torch, values.dtype.name))
+
+
+def in_torch(options, logits=LOGITS):
     score, pre, groups, topk, factor, bias = options
-    x = torch.from_numpy(LOGITS.copy()).requires_grad_()
+    x = as_torch(logits).requires_grad_()
     own = torch.from_numpy(BIAS) if bias else None
     probs, chosen = te_router.fused_topk_with_score_function(
         x, topk, pre, *(groups or (None, None)), factor, score, own
     )
-    probs.backward(torch.from_numpy(G))
-    return probs.detach().numpy(), chosen.numpy(), x.grad.numpy()
+    probs.backward(as_torch(G.astype(logits.dtype)))
+    return probs.detach().float().numpy(), chosen.numpy(), x.grad.float().numpy()
 
 
-def in_jax(options):
+def in_jax(options, logits=LOGITS):
     score, pre, groups, topk, factor, bias = options
 
     @jax.jit
@@ -92,38 +103,45 @@ def in_jax(options):
         probs, pull, chosen = jax.vjp(call, x, has_aux=True)
         return probs, chosen, pull(g)[0]
 
-    return [np.asarray(value) for value in step(LOGITS, BIAS if bias else None, G)]
+    given = logits, BIAS if bias else None, jnp.asarray(G.astype(logits.dtype))
+    return [np.asarray(value) for value in step(*given)]
 
 
-def native(options):
+def native(options, logits=LOGITS):
     score, pre, groups, topk, factor, bias = options
-    x = fk.tensor(LOGITS, requires_grad=True, device="cpu")
+    x = fk.tensor(logits, requires_grad=True, device="cpu")
     probs, chosen = moe.fused_topk_with_score_function(
         x, topk, pre, *(groups or (None, None)), factor, score, BIAS if bias else None
     )
-    probs.backward(G)
+    probs.backward(G.astype(logits.dtype))
     return probs.numpy(), chosen.numpy() != 0, x.grad.numpy()
 
 
+# of float32; of 16 bits, whose probabilities are of their dtype; with many equal ones
+KINDS = {name: LOGITS.astype(formats.dtype(name).numpy) for name in ("float32", "bfloat16", "float16")}
+KINDS["equals"] = np.round(LOGITS)
+
+
 @combinations(
-    {"options": {"-".join(map(str, options)): options for options in GRID}},
-    usual=["-".join(map(str, options)) for options in GRID[::5]],
+    {"options": {"-".join(map(str, options)): options for options in GRID}, "kind": [*KINDS]},
+    usual=[f"{'-'.join(map(str, options))}-{kind}" for kind in KINDS for options in GRID[::5]],
 )
-def test_grid(options):
+def test_grid(options, kind):
     score, pre, groups, topk, factor, bias = options
-    x = torch.from_numpy(LOGITS).double().requires_grad_()
+    logits = KINDS[kind]
+    x = torch.from_numpy(logits.astype(np.float64)).requires_grad_()
     own = torch.from_numpy(BIAS).double() if bias else None
     want, where = plain(x, score, pre, groups, topk, factor, own)
-    want.backward(torch.from_numpy(G).double())
-    got = in_torch(options)
+    want.backward(torch.from_numpy(G.astype(logits.dtype).astype(np.float64)))
+    got = in_torch(options, logits)
     assert_same_bits("map", got[1], where.numpy())
     # a sum over E experts, exp and the quotient; gradients are differences of such terms of size |G| factor
-    slack = 2 * U * (E + 32) * (factor or 1)
-    assert_close("probs", got[0], want.detach().numpy(), "float32", slack)
-    assert_close("dlogits", got[2], x.grad.numpy(), "float32", 8 * slack * np.abs(G).max())
-    for name, made in (("jax", in_jax(options)), ("native", native(options))):
-        for part, a, b in zip(("probs", "map", "dlogits"), made, got, strict=True):
-            assert_same_bits(f"{name} {part}", a, b)
+    slack, name = 2 * U * (E + 32) * (factor or 1), logits.dtype.name
+    assert_close("probs", got[0], want.detach().numpy(), name, slack)
+    assert_close("dlogits", got[2], x.grad.numpy(), name, 8 * slack * np.abs(G).max())
+    for frontend in (in_jax, native):
+        for part, a, b in zip(("probs", "map", "dlogits"), frontend(options, logits), got, strict=True):
+            assert_same_bits(f"{frontend.__name__} {part}", a.astype(b.dtype), b)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
