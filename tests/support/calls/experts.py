@@ -39,6 +39,7 @@ CALLS: dict[str, Call] = {
         in_features=always(4),
         out_features=always(6),
         return_bias=always(False),
+        use_grouped_tensor=always(False),
         **MADE,
     ),
     "nn.GroupedLinear.forward": positional(
@@ -55,6 +56,7 @@ CALLS: dict[str, Call] = {
         ffn_hidden_size=always(6),
         activation=always("swiglu"),
         output_layer_init_method=always(None),
+        use_grouped_tensor=always(False),
         **MADE,
     ),
     "nn.GroupedMLP.forward": positional(
