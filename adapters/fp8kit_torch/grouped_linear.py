@@ -365,16 +365,16 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
         and of one parameter, none. ``alone``: without a gradient. Gradients of weights wait where
         ``delay_wgrad_compute`` says it."""
-        waits = name == "weight" and self.delay_wgrad_compute and torch.is_grad_enabled()
-        held = self.waiting.held if waits and not alone else _same
+        waits = name == "weight" and self.delay_wgrad_compute and not alone and torch.is_grad_enabled()
         if name in self._grouped_names():
             one: Any = own_parameters(self)[name]
-            return one.detach() if alone else held(one).view_as(one), []
+            given = self.waiting.held(one) if waits else one
+            return given.detach() if alone else given.view_as(one), []
         members = self._members(name)
         whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
         if alone:
             return (torch.stack(members).detach(), []) if whole is None else (whole, members)
-        given = [*map(held, members)]
+        given = [*map(self.waiting.held, members)] if waits else members
         return (torch.stack(given), []) if whole is None else (as_one(whole, *given), members)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
@@ -402,10 +402,6 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
     if not is_like or buffer.requires_grad or buffer.dtype is not x.dtype:
         said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
-
-
-def _same(weight: Tensor) -> Tensor:
-    return weight
 
 
 # option -> ``_on_device`` where torch.compile breaks, or says why it cannot
