@@ -3,7 +3,8 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,18 @@ from fp8kit import inspection
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.ops.activation import activation
 from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import expert_rows, permute, unpermute
+from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.call import apply
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
+from fp8kit_torch.side_by_side import want_unchanged
 from fp8kit_torch.specs import expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -34,11 +38,15 @@ def expert_product(
     layout: str = "oi",
     said: str = "",
     slots: int = 0,
+    read: Sequence[Tensor] = (),
+    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor]] | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
-    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. UnsupportedError for
-    recipes that ``expert_linear`` does not carry out, and while calibrating."""
+    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
+    that ``weight`` consists of where they are, which may not change until backward has read them;
+    ``cached``: what gives the weight in FP8, where micro-batches share it. UnsupportedError for recipes that
+    ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
@@ -47,6 +55,8 @@ def expert_product(
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
+    inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
+    fp8 = None
     if state is None or not state.enabled:
         spec = spec_for("ExpertLinearSpec", *fields, None, slots)
     elif torch.compiler.is_compiling():
@@ -56,10 +66,29 @@ def expert_product(
         said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
+        fp8 = None if own is None else own.quantization
+        once = cached is not None and fp8 is not None
+        spec = _spec(said, fields, fp8, slots, once)
+        if cached is not None and fp8 is not None:
+            inputs |= cached(weight, fp8)
+    y = apply(expert_linear, spec, inputs)["y"]
+    if read and x.requires_grad and (fp8 is None or fp8.dgrad.compute == "high_precision"):
+        want_unchanged(y, read)
+    return y
+
+
+def _spec(said: str, fields: tuple[Any, ...], fp8: Quantization | None, slots: int, cached: bool) -> Any:
+    """``ExpertLinearSpec``, by the identity of ``fp8``, whose hash takes longer than a call's look-ups."""
+    key = fields, id(fp8), slots, cached
+    found = _specs.get(key)
+    if found is None:
         with on_behalf_of(said):
-            spec = spec_object("ExpertLinearSpec", *fields, None if own is None else own.quantization, slots)
-    inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
-    return apply(expert_linear, spec, inputs)["y"]
+            spec = spec_object("ExpertLinearSpec", *fields, fp8, slots, cached)
+        found = _specs.put(key, (spec, fp8))  # fp8 is held: its identity counts
+    return found[0]
+
+
+_specs: LRU[Any, tuple[Any, Quantization | None]] = LRU(SHAPES, name="torch: experts")
 
 
 _NO_HISTORY = (

@@ -3,7 +3,10 @@ two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +17,29 @@ from fp8kit import layers, slowness
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.layers.base import spec_object
+from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
+from fp8kit.ops.expert_linear import expert_weight_cast
+from fp8kit.quantization import Quantization
+from fp8kit_torch import recompute
 from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad
 from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.offloading import staying
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.side_by_side import Stacks, as_one, want_unchanged
+from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, own_parameters
+
+_AS_ONE = "experts"  # of the keys of weights that are cast as one
 
 
 class _Into(torch.autograd.Function):
@@ -160,6 +172,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         whole = own_parameters(self).get(name) if name in self._grouped_names() else None
         if whole is not None:
             return members_of(whole)
+        if not torch.compiler.is_compiling():
+            with suppress(KeyError):  # something else stands for one
+                return list(_all_of(name, self.num_gemms)(self.__dict__[PARAMETERS]))
         names = [f"{name}{i}" for i in range(self.num_gemms)]
         return list(self.parameters_by(zip(names, names, strict=True)).values())
 
@@ -310,10 +325,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
             x = _GradientInto.apply(x, dgrad_out)
-        if isinstance(m_splits, Tensor) and self._stay(m_splits, is_first_microbatch):
-            found = self._on_device(x, m_splits, is_first_microbatch)
-        elif torch.compiler.is_compiling() and is_first_microbatch is not None:
+        if torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
+        if isinstance(m_splits, Tensor) and self._stay(m_splits):
+            found = self._on_device(x, m_splits, is_first_microbatch)
         else:
             found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
         if out is None:
@@ -322,7 +337,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         y = _Into.apply(y, out)
         return (y, *biases) if self.return_bias else y
 
-    def _stay(self, sizes: Tensor, is_first_microbatch: bool | None) -> bool:
+    def _stay(self, sizes: Tensor) -> bool:
         """Whether sizes are left on the device: as ``use_grouped_tensor`` says; else where they are on a GPU
         and nothing wants to know them."""
         if self.sizes_on_device is not None or not sizes.is_cuda:
@@ -330,7 +345,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         state = traced_state() if torch.compiler.is_compiling() else current()
         off = state is None or not state.enabled
         own = None if off else state.recipe.for_layer(self.layer_name, self.name or "")
-        why = self._wants_sizes(is_first_microbatch)
+        why = self._wants_sizes()
         if why is None and own is not None and own.history is not None:
             why = "delayed scaling"
         if why is not None and not torch.compiler.is_compiling():
@@ -341,10 +356,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             )
         return why is None
 
-    def _wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+    def _wants_sizes(self) -> str | None:
         """The option that ``_on_device`` does not carry out, where one is on."""
         asked = {
-            "is_first_microbatch": is_first_microbatch is not None,
             "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
             "delay_wgrad_compute": self.delay_wgrad_compute,
             "quantized_model_init": self._held is not None,
@@ -357,7 +371,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError(
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
-        if (name := self._wants_sizes(is_first_microbatch)) is not None:
+        if (name := self._wants_sizes()) is not None:
             wanted = "it off, where m_splits stay on the device"
             raise UnsupportedError("GroupedLinear", name, "on", wanted)
         biases = self.group_biases() if self.use_bias else None
@@ -368,10 +382,32 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         inputs = self.autocast_inputs(inputs)
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer)
-        if inputs["weight"] is weight and read and x.requires_grad:  # else backward reads no weight
-            want_unchanged(y, read)
+        own = read if inputs["weight"] is weight else ()
+        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
+        cached = None if first is None else partial(self._cast_once, first)
+        given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
+        y = expert_product(*given, read=own, cached=cached)
         return (y, biases) if self.return_bias else y
+
+    def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+        """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
+        recipe; else the first one's."""
+        key = _AS_ONE, self.cache_key(fp8)
+        held = self._weights
+        if held is None or held.key != key or (first and not recompute.later()):
+            spec = spec_object("ExpertLinearSpec", *weight.shape[:1], *weight.shape[:0:-1], "oi", fp8)
+            with torch.inference_mode(False), torch.no_grad():
+                made = run(*prepare(expert_weight_cast, spec, {"weight": weight.detach()}))
+            self._weights = held = WeightCache(key, made)
+        return staying(held.arrays)
+
+    def cast_weights(
+        self, fp8: Quantization, bias: str, inputs: Mapping[str, Any], binding: Any
+    ) -> dict[str, Any]:
+        if self._weights is None or self._weights.key[:1] != (_AS_ONE,):
+            return super().cast_weights(fp8, bias, inputs, binding)
+        self._weights = None
+        return self._cast_once(True, self.autocast_inputs({"x": self._whole("weight")[0]})["x"], fp8)
 
     def _whole(self, name: str) -> tuple[Tensor, list[Any]]:
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
@@ -389,6 +425,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+
+@lru_cache(maxsize=64)
+def _all_of(name: str, count: int) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes so many groups' parameters from a mapping, all at once."""
+    names = [f"{name}{i}" for i in range(count)]
+    return itemgetter(*names) if count > 1 else lambda own: (own[names[0]],)
 
 
 def _separate(whole: Tensor) -> list[Tensor]:
@@ -412,8 +455,9 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
 
 # behind the shared layer's text: what this frontend has further
 _FURTHER = """
-    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
-      both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients of both.
+    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``,
+      ``single_grouped_weight``: both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients
+      of both.
     """
 _INTO = """
         ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
@@ -440,10 +484,11 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         use_grouped_tensor: bool | None = None,
+        single_grouped_weight: bool = False,
     ) -> None:
         TorchLayer.__init__(self)
         further = "fuse_wgrad_accumulation delay_wgrad_compute save_original_input use_grouped_tensor"
-        self.add_parts(locals(), further)
+        self.add_parts(locals(), f"{further} single_grouped_weight")
 
     @without_unknown
     def forward(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arguments import choice, integer
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, Cast, Rule, block_shapes
 from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, float32, int32, uint8
@@ -220,7 +220,10 @@ class _Operand(NamedTuple):
 def _found(ws: WorkingSet, name: str) -> ArrayView:
     """Returns an operand's codes or scales: what forward saves, a temporary, a cached weight's, or a weight's
     cast."""
-    return next(views[name] for views in (ws.saved, ws.scratch, ws.inputs, ws.outputs) if name in views)
+    for views in (ws.saved, ws.scratch, ws.inputs):
+        if name in views:
+            return views[name]
+    return ws.outputs[name]
 
 
 class _Gemm(NamedTuple):
@@ -275,8 +278,8 @@ class _Casts(NamedTuple):
 
 
 def _amaxes(operands: list[_Operand]) -> dict[str, tuple[int, int]]:
-    """Returns where in a pass's row of amaxes those of x, of the weight's matrices and of the gradient lie, of
-    operands that have one scale each: (start, count)."""
+    """Returns where in a pass's row of amaxes those of x, of the weight's matrices and of the gradient lie,
+    where these have one scale each: (start, count)."""
     counts = {own.of: max(own.groups, 1) for own in operands if own.per_tensor}
     starts = accumulate(counts.values(), initial=0)
     return {of: (start, count) for (of, count), start in zip(counts.items(), starts, strict=False)}
