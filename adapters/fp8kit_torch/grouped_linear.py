@@ -395,19 +395,21 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         key = _AS_ONE, self.cache_key(fp8)
         held = self._weights
         if held is None or held.key != key or (first and not recompute.later()):
-            spec = spec_object("ExpertLinearSpec", *weight.shape[:1], *weight.shape[:0:-1], "oi", fp8)
-            with torch.inference_mode(False), torch.no_grad():
-                made = run(*prepare(expert_weight_cast, spec, {"weight": weight.detach()}))
-            self._weights = held = WeightCache(key, made)
+            self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
         return staying(held.arrays)
+
+    def _cast_as_one(self, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+        spec = spec_object("ExpertLinearSpec", self.num_gemms, self.in_features, self.out_features, "oi", fp8)
+        with torch.inference_mode(False), torch.no_grad():
+            return run(*prepare(expert_weight_cast, spec, {"weight": weight.detach()}))
 
     def cast_weights(
         self, fp8: Quantization, bias: str, inputs: Mapping[str, Any], binding: Any
     ) -> dict[str, Any]:
         if self._weights is None or self._weights.key[:1] != (_AS_ONE,):
             return super().cast_weights(fp8, bias, inputs, binding)
-        self._weights = None
-        return self._cast_once(True, self.autocast_inputs({"x": self._whole("weight")[0]})["x"], fp8)
+        weight, _ = self._whole("weight")
+        return self._cast_as_one(self.autocast_inputs({"x": weight})["x"], fp8)
 
     def _whole(self, name: str) -> tuple[Tensor, list[Any]]:
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
