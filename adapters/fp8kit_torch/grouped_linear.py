@@ -309,9 +309,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
         multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
         scale. Recipes are then those whose scales follow from the data (per tensor, the weights each by
-        itself, the input as a whole; per row; by blocks of 128), and weights are cast at each call. Other
-        tensors are read on the host, and so is one on a GPU with delayed scaling and with options that want
-        to know the sizes, unless ``use_grouped_tensor`` is True.
+        itself, the input as a whole; per row; by blocks of 128). Other tensors are read on the host, and so
+        is one on a GPU with delayed scaling and with options that want to know the sizes, unless
+        ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
