@@ -8,7 +8,7 @@ import copy
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import graph_capture, graphs, grouped_linear
+from fp8kit_torch import checks, graph_capture, graphs, grouped_linear
 
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
 
@@ -113,6 +113,24 @@ def test_not_within_a_compiled_function():
     x, sizes, _ = batch(layer, 0)
     with ft.autocast(recipe=RECIPES["current"]), pytest.raises(Exception, match="is_first_microbatch"):
         call(x, sizes, is_first_microbatch=True)
+
+
+@pytest.mark.parametrize("first", [None, True, False])
+def test_nothing_reads_the_sizes(place, first, monkeypatch):
+    """No value goes from the device to the host: a CUDA graph can hold a step."""
+    layer = module(place, ft.GroupedMLP)
+    monkeypatch.setitem(checks.CALLED, "m_splits", lambda *given: None)  # which reads those on a CPU
+    trained(layer, RECIPES["current"], [first])
+    layer.zero_grad()
+
+    def read(*given):
+        raise AssertionError("a value was read")
+
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "numpy", "__int__", "__index__", "__bool__", "__float__"):
+            patch.setattr(torch.Tensor, name, read)
+        made = trained(layer, RECIPES["current"], [first])
+    assert all(t.isfinite().all() for t in made)
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["cast at each call", "cast once"])
