@@ -273,24 +273,30 @@ def measure(size: Size, mode: Mode, setting: Setting) -> list[Row]:
 
 
 def _expert_steps(size: Size, device: str) -> dict[str, Callable[[], Step]]:
-    """Forward and backward of experts, SwiGLU between two grouped products: (into, 2 out) and (out, into)."""
+    """Forward and backward of experts, SwiGLU between two grouped products: (into, 2 out) and (out, into).
+    Where a layer's weights are one parameter, as torch's are here, autograd has as few to go through."""
     e, m, out, into = size
     sizes = uneven(size)
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     on_device = torch.tensor(sizes, dtype=torch.int32, device=device)
     x, g = torch.randn(m, into, **made).requires_grad_(), torch.randn(m, into, **made)
 
-    def module(splits: Any, recipe: Any) -> Callable[[], Step]:
+    def module(
+        splits: Any, recipe: Any, single: bool = False, first: bool | None = None, graphed: bool = False
+    ) -> Callable[[], Step]:
         def make() -> Step:
-            own = te.GroupedMLP(e, into, out, bias=False, params_dtype=torch.bfloat16, device=device)
-            for part in (own.fc1, own.fc2):
-                part.sizes_on_device = isinstance(splits, torch.Tensor)
+            how = {"use_grouped_tensor": isinstance(splits, torch.Tensor), "single_grouped_weight": single}
+            own = te.GroupedMLP(e, into, out, bias=False, params_dtype=torch.bfloat16, device=device, **how)
+            if graphed:
+                sample = x.detach().clone().requires_grad_(), splits.clone()
+                te.make_graphed_callables(own, sample, enabled=True, recipe=recipe)
+            named = {} if first is None else {"is_first_microbatch": first}
 
             def step() -> None:
                 own.zero_grad(set_to_none=True)
                 x.grad = None
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
-                    y = own(x, splits)
+                    y = own(x, splits, **named)
                 y.backward(g)
 
             return step
@@ -312,13 +318,17 @@ def _expert_steps(size: Size, device: str) -> dict[str, Callable[[], Step]]:
 
         return step
 
-    return {
-        "torch bf16, _grouped_mm": plain,
-        "FP8 current, sizes on the device": module(on_device, Float8CurrentScaling()),
-        "FP8 current, one after another": module(sizes, Float8CurrentScaling()),
-        "FP8 block, sizes on the device": module(on_device, Float8BlockScaling()),
-        "FP8 block, one after another": module(sizes, Float8BlockScaling()),
-    }
+    made_by = {"torch bf16, _grouped_mm": plain}
+    for kind, recipe in (("current", Float8CurrentScaling()), ("block", Float8BlockScaling())):
+        made_by |= {
+            f"FP8 {kind}, sizes on the device": module(on_device, recipe),
+            f"FP8 {kind}, one parameter a layer": module(on_device, recipe, single=True),
+            f"FP8 {kind}, one parameter, later micro-batch": module(on_device, recipe, True, False),
+            f"FP8 {kind}, one after another": module(sizes, recipe),
+        }
+        if device == "cuda":
+            made_by[f"FP8 {kind}, graphed callables"] = module(on_device, recipe, graphed=True)
+    return made_by
 
 
 def measure_layer(size: Size, setting: Setting) -> list[Row]:

@@ -3,7 +3,8 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from fp8kit import inspection
 from fp8kit.autocast import current, traced_state
 from fp8kit.errors import ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
+from fp8kit.lru import LRU, SHAPES
 from fp8kit.ops.activation import activation
 from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import expert_rows, permute, unpermute
+from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.autocast import recipe_parts
@@ -22,6 +25,7 @@ from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
 from fp8kit_torch.main_grad import StackedMainGrads
+from fp8kit_torch.side_by_side import want_unchanged
 from fp8kit_torch.specs import expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -35,13 +39,17 @@ def expert_product(
     layout: str = "oi",
     said: str = "",
     slots: int = 0,
+    read: Sequence[Tensor] = (),
+    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor]] | None = None,
     main: StackedMainGrads | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
-    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``; ``main``: where the
-    weight's gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out,
-    and while calibrating."""
+    it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
+    that ``weight`` consists of where they are, which may not change until backward has read them;
+    ``cached``: what gives the weight in FP8, where micro-batches share it; ``main``: where the weight's
+    gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while
+    calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():
@@ -50,8 +58,10 @@ def expert_product(
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
+    inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
+    fp8 = None
     if state is None or not state.enabled:
-        spec = spec_for("ExpertLinearSpec", *fields, None, slots, main is not None)
+        spec = spec_for("ExpertLinearSpec", *fields, None, slots)
     elif torch.compiler.is_compiling():
         spec = expert_text(fields, recipe_parts(state.recipe), layer, slots)
     else:
@@ -59,15 +69,36 @@ def expert_product(
         said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
-        with on_behalf_of(said):
-            fp8 = None if own is None else own.quantization
-            spec = spec_object("ExpertLinearSpec", *fields, fp8, slots, main is not None)
-    inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
+        fp8 = None if own is None else own.quantization
+        once = cached is not None and fp8 is not None
+        spec = _spec(said, fields, fp8, slots, once, main is not None)
+        if cached is not None and fp8 is not None:
+            inputs |= cached(weight, fp8)
     if main is None:
-        return apply(expert_linear, spec, inputs)["y"]
-    main.made_by(spec, weight.dtype)
-    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return run(*prepare(expert_linear, spec, there), main=main)["y"]
+        y = apply(expert_linear, spec, inputs)["y"]
+    else:
+        main.made_by(spec, weight.dtype)
+        there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        y = run(*prepare(expert_linear, spec, there), main=main)["y"]
+    if read and x.requires_grad and (fp8 is None or fp8.dgrad.compute == "high_precision"):
+        want_unchanged(y, read)
+    return y
+
+
+def _spec(
+    said: str, fields: tuple[Any, ...], fp8: Quantization | None, slots: int, cached: bool, wide: bool
+) -> Any:
+    """``ExpertLinearSpec``, by the identity of ``fp8``, whose hash takes longer than a call's look-ups."""
+    key = fields, id(fp8), slots, cached, wide
+    found = _specs.get(key)
+    if found is None:
+        with on_behalf_of(said):
+            spec = spec_object("ExpertLinearSpec", *fields, fp8, slots, cached, wide)
+        found = _specs.put(key, (spec, fp8))  # fp8 is held: its identity counts
+    return found[0]
+
+
+_specs: LRU[Any, tuple[Any, Quantization | None]] = LRU(SHAPES, name="torch: experts")
 
 
 _NO_HISTORY = (

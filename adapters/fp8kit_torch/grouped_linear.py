@@ -3,7 +3,10 @@ two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +15,31 @@ from torch import Tensor
 
 from fp8kit import layers
 from fp8kit.arguments import without_unknown
-from fp8kit.autocast import current, traced_state
+from fp8kit.autocast import AutocastState, current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.layers.base import spec_object
+from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
+from fp8kit.ops.expert_linear import expert_weight_cast
+from fp8kit.quantization import Quantization
+from fp8kit_torch import recompute
 from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.offloading import staying
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.side_by_side import Stacks, as_one, want_unchanged
+from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, own_parameters
+
+_AS_ONE = "experts"  # of the keys of weights that are cast as one
 
 
 class _Into(torch.autograd.Function):
@@ -160,6 +172,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         whole = own_parameters(self).get(name) if name in self._grouped_names() else None
         if whole is not None:
             return members_of(whole)
+        if not torch.compiler.is_compiling():
+            with suppress(KeyError):  # something else stands for one
+                return list(_all_of(name, self.num_gemms)(self.__dict__[PARAMETERS]))
         names = [f"{name}{i}" for i in range(self.num_gemms)]
         return list(self.parameters_by(zip(names, names, strict=True)).values())
 
@@ -298,9 +313,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
         multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
         scale. Recipes are then those whose scales follow from the data (per tensor, the weights each by
-        itself, the input as a whole; per row; by blocks of 128), and weights are cast at each call. Other
-        tensors are read on the host, and so is one on a GPU with delayed scaling and with options that want
-        to know the sizes, unless ``use_grouped_tensor`` is True.
+        itself, the input as a whole; per row; by blocks of 128). Other tensors are read on the host, and so
+        is one on a GPU with delayed scaling and with options that want to know the sizes, unless
+        ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``.
@@ -314,12 +329,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
             x = _GradientInto.apply(x, dgrad_out)
-        if isinstance(m_splits, Tensor) and self.leaves_sizes(
-            m_splits.is_cuda, traced_state() if self.is_compiling() else current(), is_first_microbatch
-        ):
-            found = self._on_device(x, m_splits, is_first_microbatch)
-        elif torch.compiler.is_compiling() and is_first_microbatch is not None:
+        if torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
+        if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda, is_first_microbatch):
+            found = self._on_device(x, m_splits, is_first_microbatch)
         else:
             found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
         if out is None:
@@ -328,10 +341,11 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         y = _Into.apply(y, out)
         return (y, *biases) if self.return_bias else y
 
+    def autocast_in_force(self) -> AutocastState | None:
+        return traced_state() if torch.compiler.is_compiling() else current()
+
     def wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
-        if self._held is not None:
-            return "quantized_model_init"
-        return super().wants_sizes(is_first_microbatch)
+        return "quantized_model_init" if self._held is not None else None
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
@@ -339,8 +353,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError(
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
-        self.want_sizes_unread(is_first_microbatch)
-        if self.is_compiling() and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+        if (name := self.wants_sizes(is_first_microbatch)) is not None:
+            raise self.unread_sizes(name)
+        if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
@@ -350,16 +365,39 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
         inputs = self.autocast_inputs(inputs)
-        read = read if inputs["weight"] is weight and x.requires_grad else []  # else backward reads no weight
+        read = read if inputs["weight"] is weight else []
         if fused:
             main = StackedMainGrads(self._main_grads(is_first_microbatch, inputs["x"].dtype), self.num_gemms)
             inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        y = expert_product(inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer, main=main)
-        if read:
-            want_unchanged(y, read)
+        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
+        cached = None if first is None else partial(self._cast_once, first)
+        given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
+        y = expert_product(*given, read=read, cached=cached, main=main)
         return (y, biases) if self.return_bias else y
+
+    def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+        """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
+        recipe; else the first one's."""
+        key = _AS_ONE, self.cache_key(fp8)
+        held = self._weights
+        if held is None or held.key != key or (first and not recompute.later()):
+            self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
+        return staying(held.arrays)
+
+    def _cast_as_one(self, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+        spec = spec_object("ExpertLinearSpec", self.num_gemms, self.in_features, self.out_features, "oi", fp8)
+        with torch.inference_mode(False), torch.no_grad():
+            return run(*prepare(expert_weight_cast, spec, {"weight": weight.detach()}))
+
+    def cast_weights(
+        self, fp8: Quantization, bias: str, inputs: Mapping[str, Any], binding: Any
+    ) -> dict[str, Any]:
+        if self._weights is None or self._weights.key[:1] != (_AS_ONE,):
+            return super().cast_weights(fp8, bias, inputs, binding)
+        weight, _ = self._whole("weight", True)
+        return self._cast_as_one(self.autocast_inputs({"x": weight})["x"], fp8)
 
     def _whole(self, name: str, alone: bool = False) -> tuple[Tensor, list[Any]]:
         """The weights or biases as one tensor (N, ...), and those that it reads where they are; of a copy,
@@ -383,6 +421,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+
+@lru_cache(maxsize=64)
+def _all_of(name: str, count: int) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes so many groups' parameters from a mapping, all at once."""
+    names = [f"{name}{i}" for i in range(count)]
+    return itemgetter(*names) if count > 1 else lambda own: (own[names[0]],)
 
 
 def _separate(whole: Tensor) -> list[Tensor]:
@@ -413,8 +458,9 @@ _LEFT_TO_EAGER = {
 
 # behind the shared layer's text: what this frontend has further
 _FURTHER = """
-    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``:
-      both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients of both.
+    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``,
+      ``single_grouped_weight``: both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients
+      of both.
     """
 _INTO = """
         ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
@@ -441,10 +487,11 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         use_grouped_tensor: bool | None = None,
+        single_grouped_weight: bool = False,
     ) -> None:
         TorchLayer.__init__(self)
         further = "fuse_wgrad_accumulation delay_wgrad_compute save_original_input use_grouped_tensor"
-        self.add_parts(locals(), further)
+        self.add_parts(locals(), f"{further} single_grouped_weight")
 
     @without_unknown
     def forward(

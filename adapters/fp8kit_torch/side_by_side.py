@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from fp8kit.errors import AutogradError
 from fp8kit_torch.once import once
-from fp8kit_torch.torch_compat import applier, storage_of, version
+from fp8kit_torch.torch_compat import alike, applier, calls_backward, storage_of, version
 
 # bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
 _ALIGNED = 256
@@ -28,13 +28,29 @@ _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _kind = attrgetter("shape", "dtype", "device")
 
 
-class _Stack(NamedTuple):
-    """Memory that was made here, weakly, where in it which parts begin, and the shape, dtype and device of
-    each."""
+class _Stack:
+    """Memory that was made here, weakly, where in it ``members`` begin, and the shape, dtype and device of
+    all of them."""
 
-    memory: StorageWeakRef
-    pointers: list[int]
-    kinds: list[Any]
+    RENEWALS = 8  # of ``_quick``, which a step in another mode of torch, or a frozen parameter, makes say no
+
+    def __init__(self, memory: StorageWeakRef, members: Sequence[Tensor]) -> None:
+        self.memory, self.kind = memory, _kind(members[0])
+        self._pointers = [*map(_address, members)]
+        self._quick: Any = lambda *others: False
+        self._left = self.RENEWALS
+
+    def holds(self, members: Sequence[Any]) -> bool:
+        """Whether these are parameters that lie there as they were put."""
+        if not self._quick(*members):
+            if {*map(type, members)} != {Parameter} or [*map(_kind, members)] != [self.kind] * len(members):
+                return False
+            if not all(map(_is_contiguous, members)):
+                return False
+            if self._left:
+                self._left -= 1
+                self._quick = alike(members)
+        return [*map(_address, members)] == self._pointers
 
 
 class Stacks:
@@ -55,15 +71,15 @@ class Stacks:
         """Bring parameters into one memory, where they are plain ones, alike, each another one with memory of
         its own, on the CPU or a GPU and of whole multiples of 256 bytes; others stay where they are."""
         first = members[0]
-        alike = _kind(first) if type(first) is Parameter else None
-        if alike is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
+        kind = _kind(first) if type(first) is Parameter else None
+        if kind is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
             return
         if first.device.type not in ("cpu", "cuda") or torch.is_inference_mode_enabled():
             return
         if any(
             type(p) is not Parameter
             or type(p.data) is not Tensor
-            or _kind(p) != alike
+            or _kind(p) != kind
             or not p.is_contiguous()
             or p.is_inference()
             or p.untyped_storage().nbytes() != p.nbytes  # a part of somebody's memory stays there
@@ -77,21 +93,18 @@ class Stacks:
             for part, parameter in zip(whole.unbind(0), members, strict=True):
                 part.copy_(parameter)
                 parameter.data = torch.from_dlpack(part)
-        memory, pointers = StorageWeakRef(whole.untyped_storage()), [*map(_address, members)]
-        self._known[name] = _Stack(memory, pointers, [alike] * len(members))
+        self._known[name] = _Stack(StorageWeakRef(whole.untyped_storage()), members)
 
     def find(self, name: str, members: Sequence[Any]) -> Tensor | None:
         """Parameters as one tensor (N, ...) over their own memory, without a gradient; None where they are
         not, or no longer, side by side."""
         known = self._known.get(name)
-        if known is None or {*map(type, members)} != {Parameter}:
-            return None
-        if [*map(_address, members)] != known.pointers or [*map(_kind, members)] != known.kinds:
+        if known is None or not known.holds(members):
             return None
         memory = storage_of(known.memory)
-        if memory is None or not all(map(_is_contiguous, members)):
+        if memory is None:
             return None
-        shape, dtype, device = known.kinds[0]
+        shape, dtype, device = known.kind
         whole = torch.empty(0, dtype=dtype, device=device)
         return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
 
@@ -106,12 +119,15 @@ class _AsOne(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
-        return None, *[g if w else None for g, w in zip(grad.unbind(0), wanted, strict=True)]
+        wanted, parts = ctx.needs_input_grad[1:], grad.unbind(0)
+        if not all(wanted):
+            parts = tuple(g if w else None for g, w in zip(parts, wanted, strict=True))
+        return None, *parts
 
 
 # (what ``Stacks.find`` gave, parameters) -> the former, as a function of the latter
 as_one = applier(_AsOne)
+calls_backward(_AsOne)
 
 
 def want_unchanged(y: Tensor, members: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -331,6 +331,21 @@ def held_alone(tensors: list[torch.Tensor]) -> bool:
 
 
 (_ALONE,) = map(_holders, [torch.empty(1)])
+
+
+_TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says in one call whether as many tensors have the class, dtype, device, shape, strides
+    and ``requires_grad`` that these have now, each those of its place, outside of modes in which torch is not
+    now; one that says no where torch has not the class."""
+    if _TensorGuards is None:
+        return lambda *others: False
+    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    made = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    found: Callable[..., bool] = made.check
+    return found
 
 
 # Lists of tensors in few kernels.

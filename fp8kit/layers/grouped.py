@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import slowness
 from fp8kit.arguments import choice, integer, listed, shown, without_unknown
-from fp8kit.autocast import AutocastState
+from fp8kit.autocast import AutocastState, current
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers.base import Init, Layer, child_name, picked
@@ -72,15 +72,16 @@ class GroupedLinearBase(FP8Layer):
         there is none."""
         return None if is_first_microbatch is None else "is_first_microbatch"
 
-    def leaves_sizes(
-        self, on_gpu: bool, state: AutocastState | None, is_first_microbatch: bool | None
-    ) -> bool:
+    def autocast_in_force(self) -> AutocastState | None:
+        """Returns the autocast that a call finds."""
+        return current()
+
+    def leaves_sizes(self, on_gpu: bool, is_first_microbatch: bool | None) -> bool:
         """Whether sizes in an array, which lies ``on_gpu`` or not, are left on the device: as
-        ``sizes_on_device`` says; else where they are on a GPU and nothing wants to know them. ``state``: the
-        autocast in force."""
+        ``sizes_on_device`` says; else where they are on a GPU and nothing wants to know them."""
         if self.sizes_on_device is not None or not on_gpu:
             return bool(self.sizes_on_device)
-        why, own = self.wants_sizes(is_first_microbatch), None
+        why, own, state = self.wants_sizes(is_first_microbatch), None, self.autocast_in_force()
         if state is not None and (state.enabled or state.calibrating):
             own = state.recipe.for_layer(self.layer_name, self.name or "")
         if why is None and own is not None and own.history is not None:
@@ -93,11 +94,10 @@ class GroupedLinearBase(FP8Layer):
             )
         return why is None
 
-    def want_sizes_unread(self, is_first_microbatch: bool | None) -> None:
-        """UnsupportedError for an option that is on and wants to know the sizes, which stay on the device."""
-        if (name := self.wants_sizes(is_first_microbatch)) is not None:
-            wanted = "it off, where m_splits stay on the device"
-            raise UnsupportedError("GroupedLinear", name, "on", wanted)
+    def unread_sizes(self, option: str) -> UnsupportedError:
+        """Returns the refusal of an option that wants to know the sizes, where they stay on the device."""
+        wanted = "it off, where m_splits stay on the device"
+        return UnsupportedError("GroupedLinear", option, "on", wanted)
 
     def multiply(self, x: Any, sizes: Sequence[int], is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are known. ShapeError where x's rows are not theirs."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from fp8kit import arrays, layers
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, tensor
 from fp8kit.autograd.tensors import unchanged
 from fp8kit.errors import FormatError, ShapeError, on_behalf_of
@@ -81,16 +80,16 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         x = self.as_input("inp", inp, self.in_features)
         self.check_options(is_first_microbatch)
         given = _given("GroupedLinear", "m_splits", m_splits)
-        if isinstance(given, ArrayView):
-            on_gpu = given.device.kind != "cpu"
-            if self.leaves_sizes(on_gpu, current(), is_first_microbatch):
-                return self._on_device(x, given, is_first_microbatch)
+        on_gpu = isinstance(given, ArrayView) and given.device.kind != "cpu"
+        if isinstance(given, ArrayView) and self.leaves_sizes(on_gpu, is_first_microbatch):
+            return self._on_device(x, given, is_first_microbatch)
         return self.multiply(x, host_sizes("GroupedLinear", _on_host(given)), is_first_microbatch)
 
     def _on_device(self, x: Tensor, sizes: ArrayView, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
         sizes = _device_sizes("GroupedLinear", "m_splits", sizes, self.num_gemms, x.device)
-        self.want_sizes_unread(is_first_microbatch)
+        if (option := self.wants_sizes(is_first_microbatch)) is not None:
+            raise self.unread_sizes(option)
         weights = self._members("weight")
         weight, own = side_by_side.as_one("GroupedLinear", weights)
         inputs = {"x": x, "group_sizes": Tensor(sizes), "weight": weight}
@@ -98,8 +97,8 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = side_by_side.as_one("GroupedLinear", biases)
         with on_behalf_of("GroupedLinear"):
-            y = expert_product("GroupedLinear", inputs, "oi", 0, self.name or "")
-        if own and x.requires_grad and y.requires_grad:  # backward reads the weights' own memory
+            y, reads = expert_product("GroupedLinear", inputs, "oi", 0, self.name or "")
+        if own and reads and x.requires_grad and y.requires_grad:  # backward reads the weights' own memory
             checks = [unchanged("GroupedLinear", f"weight{i}", p, self) for i, p in enumerate(weights)]
 
             def look(gradient: ArrayView) -> None:

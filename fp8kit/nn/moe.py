@@ -170,11 +170,14 @@ def grouped_dense(
     if len(weight.shape) != 3:
         raise ShapeError(op, "kernel", f"shape {weight.shape}", "(experts, in, out), or as layout says")
     with on_behalf_of(op, **EXPERT_ARGUMENTS):
-        return expert_product(op, inputs, layout, slots, name or "")
+        return expert_product(op, inputs, layout, slots, name or "")[0]
 
 
-def expert_product(op: str, inputs: dict[str, Any], layout: str, slots: int, name: str) -> Tensor:
-    """y of the operation ``expert_linear`` under the autocast in force. ``inputs``: Tensors by its names;
+def expert_product(
+    op: str, inputs: dict[str, Any], layout: str, slots: int, name: str
+) -> tuple[Tensor, bool]:
+    """y of the operation ``expert_linear`` under the autocast in force, and whether x's gradient is made of
+    the weight itself, as it is then, and not of codes. ``inputs``: Tensors by the operation's names;
     ``name``: by which recipes know the layer, a "GroupedLinear"; ``op``: what errors call it.
     UnsupportedError while calibrating, and of the operation's for recipes that it does not carry out."""
     state, fp8 = current(), None
@@ -188,7 +191,8 @@ def expert_product(op: str, inputs: dict[str, Any], layout: str, slots: int, nam
     if layout == "oi":
         sides.reverse()
     spec = spec_object("ExpertLinearSpec", experts, *sides, layout, fp8, slots)
-    return apply(expert_linear, spec, inputs)["y"]
+    reads = fp8 is None or fp8.dgrad.compute == "high_precision"
+    return apply(expert_linear, spec, inputs)["y"], reads
 
 
 def scaled_swiglu(inp: Any, probs: Any) -> Tensor:

@@ -6,6 +6,7 @@ operation               what it computes                                        
 linear, weight_cast     y = x W^T + b; the FP8 weight alone                          linear.py, product.py
 grouped_linear          groups of rows, each times a weight of its own               grouped_linear.py
 expert_linear           likewise, the groups' sizes on the device                    expert_linear.py
+expert_weight_cast      its FP8 weight alone                                         expert_linear.py
 norm                    LayerNorm, RMSNorm, L2 normalisation                         norm.py
 norm_linear             y = norm(x) W^T + b, the residual stream going through       norm_linear.py
 norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise; smoothed     norm_mlp.py, smooth.py

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arguments import choice, integer
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import BLOCK, Cast, Rule, block_shapes
 from fp8kit.errors import ShapeError, UnsupportedError
-from fp8kit.formats import E4M3, E5M2, DType, float32, int32, uint8
+from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, float32, int32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.ops.product_quantized import pad
 from fp8kit.quantization import Gemm, Quantization, Quantizer
@@ -30,8 +31,9 @@ _TILES = ("tensor", "row", "block_1x128", "block_128x128")
 class ExpertLinearSpec:
     """``experts`` E, ``in_features`` K, ``out_features`` N; ``layout``: the weight is "oi", (E, N, K), or
     "io", (E, K, N). ``fp8``: None for high precision. ``slots``: 0, groups lie one after the other; else
-    group e begins at row e * slots. ``wide_wgrad``: the weight's gradient is float32 where it is a product of
-    codes, for a caller that adds it to what it has; in high precision it is of the weight's dtype."""
+    group e begins at row e * slots. ``weight_cached``: the FP8 weight is an input (``expert_weight_cast``'s
+    outputs). ``wide_wgrad``: the weight's gradient is float32 where it is a product of codes, for a caller
+    that adds it to what it has; in high precision it is of the weight's dtype."""
 
     experts: int
     in_features: int
@@ -39,6 +41,7 @@ class ExpertLinearSpec:
     layout: str = "oi"
     fp8: Quantization | None = None
     slots: int = 0
+    weight_cached: bool = False
     wide_wgrad: bool = False
 
     def __post_init__(self) -> None:
@@ -90,48 +93,72 @@ def _check_supported(name: str, gemm: Gemm) -> None:
 class _Operand(NamedTuple):
     """An array that GEMMs multiply: the (``groups``) matrices (rows, columns) that it is, 0 for one that is
     no stack of them, the rule of its cast, and the ``sides`` that are wanted: "q", as it lies, and "qt", its
-    transpose, so that rows run along the contraction."""
+    transpose, so that rows run along the contraction. ``of``: "x", "w" or "g". ``late``: the sides that
+    backward multiplies."""
 
     name: str
+    of: str
     groups: int
     rows: int
     columns: int
     rule: Quantizer
     sides: tuple[str, ...]
+    late: tuple[str, ...]
 
-    def metas(self, dtype: DType) -> dict[str, Meta]:
-        """Codes and scale_inv of each side, and temporaries; ``dtype``: the array's."""
+    @property
+    def per_tensor(self) -> bool:
+        """Whether each matrix has one scale."""
+        return self.rule.granularity == "tensor"
+
+    def names(self, side: str) -> tuple[str, str]:
+        """Names of one side's codes and scale_inv. Scales of tensors are both sides'."""
+        codes = f"{self.name}_{side}"
+        return codes, f"{self.name if self.per_tensor else codes}_inv"
+
+    def codes(self, sides: Container[str] = ("q", "qt")) -> dict[str, Meta]:
+        """Codes and scale_inv of those of its sides."""
         made: dict[str, Meta] = {}
         stack, count, kind = (self.groups,) * bool(self.groups), max(self.groups, 1), self.rule.granularity
-        if kind == "tensor":
-            made |= {f"{self.name}_{part}": Meta((count,), float32) for part in ("amax", "scale", "inv")}
         for side in self.sides:
+            if side not in sides:
+                continue
             size = (self.rows, self.columns) if side == "q" else (self.columns, self.rows)
-            codes: Shape = (pad(size[0]), pad(size[1]))
-            name = f"{self.name}_{side}"
+            codes, scales = (pad(size[0]), pad(size[1])), (count,)
             if kind == "row":
-                scales = Meta((count * codes[0],), float32)
-                made |= {f"{name}_{part}": scales for part in ("amax", "scale", "inv")}
-                made[f"{name}_padded"] = Meta((count, *codes), dtype)
+                scales = (count * codes[0],)
             elif kind != "tensor":
                 codes, grid = block_shapes(*size, self.rule.tile)
-                made[f"{name}_inv"] = Meta((*stack, *grid), float32)
-            made[name] = Meta((*stack, *codes), uint8)
+                scales = (*stack, *grid)
+            name, inverse = self.names(side)
+            made |= {name: Meta((*stack, *codes), uint8), inverse: Meta(scales, float32)}
+        return made
+
+    def temporaries(self, dtype: DType) -> dict[str, Meta]:
+        """What a cast finds in scratch; ``dtype``: the array's."""
+        made: dict[str, Meta] = {}
+        if self.per_tensor:
+            made[f"{self.name}_scale"] = Meta((max(self.groups, 1),), float32)
+        for side in self.sides if self.rule.granularity == "row" else ():
+            name, inverse = self.names(side)
+            codes, scales = self.codes((side,))[name].shape, self.codes((side,))[inverse]
+            made |= {f"{name}_amax": scales, f"{name}_scale": scales}
+            made[f"{name}_padded"] = Meta((max(self.groups, 1), *codes[-2:]), dtype)
         return made
 
     def side(self, ws: WorkingSet, side: str) -> tuple[ArrayView, ArrayView]:
-        """Codes and scale_inv of one side."""
-        of = self.name if self.rule.granularity == "tensor" else f"{self.name}_{side}"
-        return ws.scratch[f"{self.name}_{side}"], ws.scratch[f"{of}_inv"]
+        """Codes and scale_inv of one side, wherever they are."""
+        codes, inverse = self.names(side)
+        return _found(ws, codes), _found(ws, inverse)
 
-    def cast(self, ws: WorkingSet, x: ArrayView, slots: int) -> None:
-        """Write the codes and scales of x, every side. Rows of no group change no scale of another row."""
+    def cast(self, ws: WorkingSet, x: ArrayView, amax: ArrayView | None, slots: int) -> None:
+        """Write the codes and scales of x, every side. Rows of no group change no scale of another row.
+        ``amax``: of each matrix, where each has one scale."""
         x = x.reshape(max(self.groups, 1), self.rows, self.columns)
         if self.rule.granularity == "row":
             for side in self.sides:
                 self._cast_rows(ws, x, side, slots)
-        elif self.rule.granularity == "tensor":
-            self._cast_tensors(ws, x, slots)
+        elif amax is not None:
+            self._cast_tensors(ws, x, amax)
         else:
             self._cast_blocks(ws, x, slots)
 
@@ -151,27 +178,25 @@ class _Operand(NamedTuple):
         else:
             ws.kernels.block_quantize_groups(x.rows(), *views, ws.inputs["group_sizes"], slots, *how)
 
-    def _cast_tensors(self, ws: WorkingSet, x: ArrayView, slots: int) -> None:
-        """Cast each matrix by a scale of its own, both sides at once. Backward takes the amaxes that forward
-        has saved (``_amaxes``)."""
-        own, k, stream = self.rule, ws.kernels, ws.stream
-        amax, scale, inverse = (ws.scratch[f"{self.name}_{part}"] for part in ("amax", "scale", "inv"))
-        q, q_t = (ws.scratch.get(f"{self.name}_{side}") for side in ("q", "qt"))
-        kind, _, operand = self.name.rpartition("_")
-        saved = ws.saved.get(f"{operand}_amax")
+    def measure(self, ws: WorkingSet, x: ArrayView, amax: ArrayView, slots: int) -> None:
+        """Max-accumulate the amax of each matrix."""
         whole, tile = x.reshape(-1, self.columns), (max(self.rows, 1), max(self.columns, 1))
-        amax = amax if saved is None else saved
-        if saved is None or kind == "fprop":
-            arrays.provider(x.device).fill_zero(amax, stream)
-            if self.groups:
-                k.amax(whole, amax, tile, stream)
-            else:
-                k.group_amax(whole, amax, ws.inputs["group_sizes"], tile, slots, stream)
+        if self.groups:
+            ws.kernels.amax(whole, amax, tile, ws.stream)
+        else:
+            ws.kernels.group_amax(whole, amax, ws.inputs["group_sizes"], tile, slots, ws.stream)
+
+    def _cast_tensors(self, ws: WorkingSet, x: ArrayView, amax: ArrayView) -> None:
+        """Cast each matrix by a scale of its own, both sides at once."""
+        own, k, stream = self.rule, ws.kernels, ws.stream
+        q, q_t = (_found(ws, self.names(side)[0]) if side in self.sides else None for side in ("q", "qt"))
+        inverse, whole = _found(ws, f"{self.name}_inv"), x.reshape(-1, self.columns)
         dense = pad(self.rows) == self.rows and pad(self.columns) == self.columns
         if not self.groups:
             to = Cast(own.format, q, q_t, None, inverse, amax, Rule(own.power_2, own.epsilon))
             k.quantize_transpose(whole, to, None, None, stream)
         elif q is not None and q_t is None and dense:
+            scale, tile = ws.scratch[f"{self.name}_scale"], (max(self.rows, 1), max(self.columns, 1))
             k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
             how = own.format, tile, True, 0, 0, None, stream
             k.quantize(whole, q.reshape(*whole.shape), scale, inverse, None, *how)
@@ -181,9 +206,8 @@ class _Operand(NamedTuple):
     def _cast_rows(self, ws: WorkingSet, x: ArrayView, side: str, slots: int) -> None:
         """Cast the rows of matrices, or of their transposes, each row by its own scale."""
         own, k, stream, name = self.rule, ws.kernels, ws.stream, f"{self.name}_{side}"
-        padded, amax, scale, codes, inverse = (
-            ws.scratch[f"{name}{part}"] for part in ("_padded", "_amax", "_scale", "", "_inv")
-        )
+        padded, amax, scale = (ws.scratch[f"{name}_{part}"] for part in ("padded", "amax", "scale"))
+        codes, inverse = self.side(ws, side)
         for zeros in (padded, amax):
             arrays.provider(x.device).fill_zero(zeros, stream)
         lying = x if side == "q" else x.transpose(0, 2, 1)
@@ -200,19 +224,13 @@ class _Operand(NamedTuple):
         k.quantize(matrix, q, scale, inverse, None, own.format, tile, True, 0, 0, None, stream)
 
 
-def _amaxes(spec: ExpertLinearSpec, grads: Container[str]) -> dict[str, Meta]:
-    """Returns the amaxes that forward saves: of x and of the matrices of w, where backward casts these by
-    scales of tensors too."""
-    gemms = {} if spec.fp8 is None else spec.fp8.gemms
-    made: dict[str, Meta] = {}
-    for operand, count, backward, wanted in (("x", 1, "wgrad", "weight"), ("w", spec.experts, "dgrad", "x")):
-        if not gemms or wanted not in grads:
-            continue
-        first, second = gemms["fprop"], gemms[backward]
-        rules = first.a if operand == "x" else first.b, second.b
-        if first.compute == second.compute == "quantized" and {r.granularity for r in rules} == {"tensor"}:
-            made[f"{operand}_amax"] = Meta((count,), float32)
-    return made
+def _found(ws: WorkingSet, name: str) -> ArrayView:
+    """Returns an operand's codes or scales: what forward saves, a temporary, a cached weight's, or a weight's
+    cast."""
+    for views in (ws.saved, ws.scratch, ws.inputs):
+        if name in views:
+            return views[name]
+    return ws.outputs[name]
 
 
 class _Gemm(NamedTuple):
@@ -224,13 +242,102 @@ class _Gemm(NamedTuple):
     fast: bool
 
 
+class _Casts(NamedTuple):
+    """What a call casts: ``gemms`` on codes, and their ``operands`` by name."""
+
+    gemms: dict[str, _Gemm]
+    operands: dict[str, _Operand]
+
+    def of(self, forward: bool, weight: bool = True) -> list[_Operand]:
+        """Returns the operands that a pass casts: forward x and the ``weight``, backward the gradient."""
+        return [
+            own for own in self.operands.values() if (own.of != "g") is forward and (weight or own.of != "w")
+        ]
+
+    def saved(self, weight: bool = True) -> dict[str, Meta]:
+        """Returns what backward reads of x, and of the ``weight``."""
+        made: dict[str, Meta] = {}
+        for own in self.of(True, weight):
+            made |= own.codes(own.late)
+        return made
+
+    def weight(self, sides: Container[str] = ("q", "qt"), late: bool = False) -> dict[str, Meta]:
+        """Returns the codes and scales of the weight; ``late``: those that backward reads."""
+        made: dict[str, Meta] = {}
+        for own in self.operands.values():
+            made |= own.codes(own.late if late else sides) if own.of == "w" else {}
+        return made
+
+    def run(
+        self, ws: WorkingSet, given: Mapping[str, ArrayView], operands: list[_Operand], slots: int
+    ) -> None:
+        """Cast ``operands``, each matrix's amax taken once."""
+        amaxes = _amaxes(operands)
+        if amaxes:
+            arrays.provider(ws.scratch["amaxes"].device).fill_zero(ws.scratch["amaxes"], ws.stream)
+        measured: set[str] = set()
+        for own in operands:
+            amax = ws.scratch["amaxes"].slice(0, *amaxes[own.of]) if own.per_tensor else None
+            if amax is not None and own.of not in measured:
+                own.measure(ws, given[own.of], amax, slots)
+                measured.add(own.of)
+            own.cast(ws, given[own.of], amax, slots)
+
+
+def _amaxes(operands: list[_Operand]) -> dict[str, tuple[int, int]]:
+    """Returns where in a pass's row of amaxes those of x, of the weight's matrices and of the gradient lie,
+    where these have one scale each: (start, count)."""
+    counts = {own.of: max(own.groups, 1) for own in operands if own.per_tensor}
+    starts = accumulate(counts.values(), initial=0)
+    return {of: (start, count) for (of, count), start in zip(counts.items(), starts, strict=False)}
+
+
+def _scratch(operands: list[_Operand], dtype: DType, elsewhere: Container[str] = ()) -> dict[str, Meta]:
+    """Returns a pass's temporaries: codes and scales that are not ``elsewhere``, and what casts need."""
+    made: dict[str, Meta] = {}
+    for own in operands:
+        made |= own.codes() | own.temporaries(dtype)
+    count = sum(count for _, count in _amaxes(operands).values())
+    made |= {"amaxes": Meta((count,), float32)} if count else {}
+    return {name: meta for name, meta in made.items() if name not in elsewhere}
+
+
+def _casts(spec: ExpertLinearSpec, rows: int, grads: Container[str]) -> _Casts:
+    """Returns what a call of ``rows`` rows casts, where ``grads`` are wanted."""
+    oi = spec.layout == "oi"
+    shapes = {"x": (0, rows, spec.in_features), "g": (0, rows, spec.out_features), "w": spec.weight_shape}
+    # GEMM -> its operands and their sides, in the order of its rules
+    wanted = {"fprop": (("x", "q"), ("w", "q" if oi else "qt"))}
+    if "x" in grads:
+        wanted["dgrad"] = ("g", "q"), ("w", "qt" if oi else "q")
+    if "weight" in grads:
+        wanted["wgrad"] = ("g", "qt"), ("x", "qt")
+    found = _Casts({}, {})
+    for gemm, sides in wanted.items():
+        own = None if spec.fp8 is None else spec.fp8.gemms[gemm]
+        if own is None or own.compute == "high_precision":
+            continue
+        names = []
+        for (of, side), rule in zip(sides, (own.a, own.b), strict=True):
+            known = found.operands.get(of)
+            name = of if known is None or known.rule == rule else f"{gemm}_{of}"
+            before = found.operands.get(name) or _Operand(name, of, *shapes[of], rule, (), ())
+            late = before.late if gemm == "fprop" else (*before.late, side)
+            found.operands[name] = before._replace(sides=(*before.sides, side), late=late)
+            names.append((name, side))
+        a, b = names if oi or gemm != "wgrad" else names[::-1]
+        found.gemms[gemm] = _Gemm(a, b, own.how is True)
+    return found
+
+
 class ExpertLinear(Operation):
     """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too, and
     which count in no scale of x's and of y's gradient.
 
-    Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None.
-    Output: y h (..., N). Gradients of x, weight and bias. x and the weight are kept as they are, and backward
-    casts them along its own contractions, by the amaxes that forward took.
+    Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None;
+    with a cached weight ``expert_weight_cast``'s outputs. Output: y h (..., N). Gradients of x, weight and
+    bias. x and the weight are cast for backward too, in the same pass, and are kept as they are only where
+    its GEMM is in high precision.
     """
 
     name = "expert_linear"
@@ -249,86 +356,60 @@ class ExpertLinear(Operation):
         if metas.get("bias") is not None:
             bias = want(self.name, "bias", metas, (spec.experts, spec.out_features), x.dtype)
             grads |= {"bias": bias} if "bias" in needs else {}
-        kept: tuple[str, ...] = (
-            ("group_sizes", "weight") if "x" in grads else ("group_sizes",) if grads else ()
-        )
-        kept += ("x",) if "weight" in grads else ()
+        casts, cached = _casts(spec, row_count(x), grads), spec.weight_cached
+        if cached:
+            for name, meta in casts.weight().items():
+                want(self.name, name, metas, meta.shape, meta.dtype)
+        kept: tuple[str, ...] = ("group_sizes",) if grads else ()
+        kept += ("weight",) if "x" in grads and "dgrad" not in casts.gemms else ()
+        kept += ("x",) if "weight" in grads and "wgrad" not in casts.gemms else ()
+        kept += tuple(casts.weight(late=True)) if cached else ()
         y = Meta((*x.shape[:-1], spec.out_features), x.dtype)
-        return Signature({"y": y}, _amaxes(spec, grads), kept, grads)
+        return Signature({"y": y}, casts.saved(not cached), kept, grads)
 
     def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, x = self.infer(spec, metas, needs), want(self.name, "x", metas)
-        m, oi = row_count(x), spec.layout == "oi"
-        shapes = {"x": (0, m, spec.in_features), "g": (0, m, spec.out_features), "w": spec.weight_shape}
-        # GEMM -> its operands and their sides, in the order of its rules
-        wanted = {"fprop": (("x", "q"), ("w", "q" if oi else "qt"))}
-        if "x" in signature.grads:
-            wanted["dgrad"] = ("g", "q"), ("w", "qt" if oi else "q")
-        if "weight" in signature.grads:
-            wanted["wgrad"] = ("g", "qt"), ("x", "qt")
-        gemms: dict[str, _Gemm] = {}
-        operands: dict[str, _Operand] = {}
-        for name, sides in wanted.items():
-            own = None if spec.fp8 is None else spec.fp8.gemms[name]
-            if own is None or own.compute == "high_precision":
-                continue
-            names = []
-            for (operand, side), rule in zip(sides, (own.a, own.b), strict=True):
-                known = f"{'fprop' if name == 'fprop' else 'backward'}_{operand}"
-                if known in operands and operands[known].rule != rule:
-                    known = f"{name}_{operand}"
-                before = operands[known].sides if known in operands else ()
-                operands[known] = _Operand(known, *shapes[operand], rule, (*before, side))
-                names.append((known, side))
-            a, b = names if oi or name != "wgrad" else names[::-1]
-            gemms[name] = _Gemm(a, b, own.how is True)
-        buffers: dict[bool, dict[str, Meta]] = {True: {}, False: {}}
-        for made in operands.values():
-            buffers[made.name.startswith("fprop")] |= made.metas(x.dtype)
+        m = row_count(x)
+        casts = _casts(spec, m, signature.grads)
+        forward = _scratch(casts.of(True, not spec.weight_cached), x.dtype, signature.saved)
+        backward = _scratch(casts.of(False), x.dtype)
         if "bias" in signature.grads:
             numbers = Meta((m,), float32)
-            buffers[False] |= {"zeros": numbers, "ones": numbers, "inverse": numbers}
-            buffers[False] |= {"column": Meta((m, 1), x.dtype)}
-        return Plan(spec, signature, kernels, buffers[True], buffers[False], (gemms, operands))
+            backward |= {"zeros": numbers, "ones": numbers, "inverse": numbers}
+            backward |= {"column": Meta((m, 1), x.dtype)}
+        return Plan(spec, signature, kernels, forward, backward, casts)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
-        i, layout = ws.inputs, "nt" if plan.spec.layout == "oi" else "nn"
-        x, weight, bias = i["x"].rows(), i["weight"], i.get("bias")
-        self._cast(plan, ws, {"x": x, "w": weight}, True)
-        self._multiply(plan, ws, "fprop", x, weight, ws.outputs["y"].rows(), layout, bias)
+        i, spec, casts = ws.inputs, plan.spec, plan.extra
+        x, weight, layout = i["x"].rows(), i["weight"], "nt" if spec.layout == "oi" else "nn"
+        casts.run(ws, {"x": x, "w": weight}, casts.of(True, not spec.weight_cached), spec.slots)
+        self._multiply(plan, ws, "fprop", x, weight, ws.outputs["y"].rows(), layout, i.get("bias"))
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         g, oi, inputs, outputs = cotangents["y"].rows(), plan.spec.layout == "oi", ws.inputs, ws.outputs
-        given = {"g": g}
-        given |= {"w": inputs["weight"]} if "x" in outputs else {}
-        given |= {"x": inputs["x"].rows()} if "weight" in outputs else {}
-        self._cast(plan, ws, given, False)
+        plan.extra.run(ws, {"g": g}, plan.extra.of(False), plan.spec.slots)
         if "x" in outputs:
-            self._multiply(plan, ws, "dgrad", g, given["w"], outputs["x"].rows(), "nn" if oi else "nt")
+            weight, layout = inputs.get("weight"), "nn" if oi else "nt"
+            self._multiply(plan, ws, "dgrad", g, weight, outputs["x"].rows(), layout)
         if "weight" in outputs:
-            pair = (g, given["x"]) if oi else (given["x"], g)
+            x = inputs["x"].rows() if "x" in inputs else None
+            pair = (g, x) if oi else (x, g)
             self._multiply(plan, ws, "wgrad", *pair, outputs["weight"], "tn")
         if "bias" in outputs:
             self._bias_gradient(plan, ws, g, outputs["bias"])
-
-    def _cast(self, plan: Plan, ws: WorkingSet, given: Mapping[str, ArrayView], forward: bool) -> None:
-        """Cast what a pass multiplies, by operand."""
-        for operand in plan.extra[1].values():
-            if operand.name.startswith("fprop") is forward:
-                operand.cast(ws, given[operand.name[-1]], plan.spec.slots)
 
     def _multiply(
         self,
         plan: Plan,
         ws: WorkingSet,
         name: str,
-        a: ArrayView,
-        b: ArrayView,
+        a: Any,
+        b: Any,
         out: ArrayView,
         layout: str,
         bias: ArrayView | None = None,
     ) -> None:
-        """The GEMM ``name``; ``a`` and ``b`` are read in high precision only."""
+        """The GEMM ``name``; ``a`` and ``b`` are read in high precision only, and may be None in FP8."""
         (gemms, operands), slots, sizes = plan.extra, plan.spec.slots, ws.inputs["group_sizes"]
         if name not in gemms:
             ws.kernels.grouped_gemm(a, b, out, sizes, layout, slots, bias, ws.stream)
@@ -352,4 +433,34 @@ class ExpertLinear(Operation):
         k.grouped_gemm(s["column"], g, sums, sizes, "tn", plan.spec.slots, None, ws.stream)
 
 
+class ExpertWeightCast(Operation):
+    """The FP8 weight of ``expert_linear``, as it lies and transposed: what calls with ``weight_cached`` take.
+
+    Input: weight, see ``ExpertLinearSpec``. Outputs: w_q, w_qt uint8 and their scales, float32 (w_inv per
+    tensor, else w_q_inv and w_qt_inv); "dgrad_w" ... where the gradient of x has a rule of its own. Not
+    differentiable.
+    """
+
+    name = "expert_weight_cast"
+    parameters = ("weight",)
+
+    def outputs(self, spec: ExpertLinearSpec) -> tuple[str, ...]:
+        return tuple(_casts(spec, 0, ("x",)).weight())
+
+    def infer(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs) -> Signature:
+        want(self.name, "weight", metas, spec.weight_shape, *HIGH_PRECISION)
+        return Signature(_casts(spec, 0, ("x",)).weight())
+
+    def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
+        signature, dtype = self.infer(spec, metas, needs), want(self.name, "weight", metas).dtype
+        casts = _casts(spec, 0, ("x",))
+        own = [operand for operand in casts.of(True) if operand.of == "w"]
+        return Plan(spec, signature, kernels, _scratch(own, dtype, signature.outputs), {}, (casts, own))
+
+    def forward(self, plan: Plan, ws: WorkingSet) -> None:
+        casts, own = plan.extra
+        casts.run(ws, {"w": ws.inputs["weight"]}, own, 0)
+
+
 expert_linear = ExpertLinear()
+expert_weight_cast = ExpertWeightCast()

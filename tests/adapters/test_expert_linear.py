@@ -246,9 +246,12 @@ def test_weights_of_native_modules_lie_side_by_side():
         y.backward(G)
     assert x.grad is None
     y = layer(X, sizes)  # whose backward reads no weight
+    with fk.autocast(recipe=RECIPES["current"]):
+        coded = layer(x, sizes)  # nor this one's, but for codes
     with fk.no_grad():
         layer.weight2.zero_()
     y.backward(G)
+    coded.backward(G)
     layer.zero_grad()
     layer.weight0.requires_grad = False
     frozen = layer(x, sizes)
@@ -486,8 +489,6 @@ def test_no_rows_and_refusals():
         layer(x, torch.tensor([4]))
     with pytest.raises(UnsupportedError, match="delayed scaling"), ft.autocast(recipe=DelayedScaling()):
         layer(x, torch.tensor([4, 0]))
-    with pytest.raises(UnsupportedError, match="is_first_microbatch"):
-        layer(x, torch.tensor([4, 0]), True)
 
 
 @pytest.mark.gpu

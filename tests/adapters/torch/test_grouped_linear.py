@@ -191,7 +191,10 @@ def test_main_grad(place, recipe):
 ALIKE = {"plain": (3, 0, 5), "current": (0, 32, 0), "block": (128, 0, 256)}
 
 
-@pytest.mark.parametrize("way", ["fused", "delayed", "one parameter", "torch.autocast", "apart", "frozen"])
+WAYS = ["fused", "delayed", "micro-batches", "one parameter", "torch.autocast", "apart", "frozen"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ALIKE)
 def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
     """Into ``main_grad``, from memory that held other gradients before, or to ``backward_dw``."""
@@ -223,7 +226,7 @@ def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
             rule = {"enabled": recipe != "plain", "recipe": RECIPES[recipe]}
             own = torch.autocast(torch.device(place).type, torch.bfloat16, enabled=way == "torch.autocast")
             with own, autocast(**rule):
-                y = module(x, given)
+                y = module(x, given, step == 0 if way == "micro-batches" else None)
             y.backward(g.to(y.dtype))
         if way == "delayed":
             assert device.need_backward_dw()

@@ -11,8 +11,9 @@ from collections import Counter
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import checks
 
-from tests.support.host_calls import counted
+from tests.support.host_calls import counted, opcodes
 
 from .twins import RECIPES
 
@@ -74,53 +75,75 @@ def test_steps_leave_no_garbage(recipe):
     assert {kind: after[kind] - before[kind] for kind in kinds} == dict.fromkeys(kinds, 0)
 
 
-# recipe -> casts and products of two grouped products, with sizes on the device: weights of all experts by
-# one launch, x and its gradient by one each
+# recipe -> what two grouped products with sizes on the device launch for their weights, all experts' at once,
+# in both directions; for x and for y's gradient; and the products
 EXPERTS = {
-    "current": {
-        "amax": 2,
-        "group_amax": 4,
-        "scale_from_amax": 2,
-        "quantize": 2,
-        "quantize_transpose": 6,
-        "quantize_stack": 2,
-        "grouped_fp8_gemm": 6,
-    },
-    "block": {
-        "block_quantize": 4,
-        "block_quantize_groups": 4,
-        "block_quantize_stack": 2,
-        "grouped_fp8_gemm": 6,
-    },
+    "current": (
+        {"amax": 2, "quantize_stack": 2},
+        {"group_amax": 4, "quantize_transpose": 4},
+        {"grouped_fp8_gemm": 6},
+    ),
+    "block": ({"block_quantize_stack": 2}, {"block_quantize_groups": 4}, {"grouped_fp8_gemm": 6}),
 }
-# calls, of two layers; a dozen of them look at the parameters here, and at a size that lies on the CPU
-MOST_AN_EXPERT = 24
+# calls of such a step, for any number of experts
+MOST_EXPERTS = {"current": 1144, "block": 908}
+
+
+ACTIVATION = {"act_fwd": 1, "act_bwd": 1}
+
+
+def step_of_experts(experts, recipe, first=None, **options):
+    made = {"bias": False, "params_dtype": torch.bfloat16, "device": "cpu", "use_grouped_tensor": True}
+    layer = ft.GroupedMLP(experts, 128, 64, **made, **options)
+    x, g = torch.randn(2, 128, 128, dtype=torch.bfloat16)
+    x.requires_grad_()
+    sizes, parameters = torch.full((experts,), 128 // experts, dtype=torch.int32), [*layer.parameters()]
+
+    def step():
+        for parameter in parameters:
+            parameter.grad = None
+        with ft.autocast(recipe=RECIPES[recipe]):
+            y = layer(x, sizes, is_first_microbatch=first)
+        y.backward(g)
+
+    return step
+
+
+@pytest.fixture
+def sizes_unread(monkeypatch):
+    """Sizes on the CPU are looked at when they are checked; those on a GPU are not."""
+    monkeypatch.setitem(checks.CALLED, "m_splits", lambda *asked: None)
 
 
 @pytest.mark.parametrize("recipe", EXPERTS)
-def test_kernels_of_a_step_are_as_many_for_more_experts(recipe, monkeypatch):
+def test_a_step_of_more_experts_takes_the_host_as_long(recipe, monkeypatch, sizes_unread):
+    """As many kernels, and as many instructions, but for what torch's autograd does in C++."""
     taken = []
+    weights, rows, products = EXPERTS[recipe]
     for experts in (4, 64):
-        layer = ft.GroupedMLP(experts, 128, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
-        layer.fc1.sizes_on_device = layer.fc2.sizes_on_device = True
-        x, g = torch.randn(2, 128, 128, dtype=torch.bfloat16)
-        x.requires_grad_()
-        sizes = torch.full((experts,), 128 // experts, dtype=torch.int32)
+        step = step_of_experts(experts, recipe)
+        with monkeypatch.context() as patch:
+            _, calls, launched = counted(step, patch)
+        assert Counter(launched) == weights | rows | products | ACTIVATION
+        assert calls <= MOST_EXPERTS[recipe]
+        with monkeypatch.context() as patch:
+            taken.append(opcodes(step, patch))
+    assert taken[0] == taken[1]
 
-        def step(layer=layer, x=x, g=g, sizes=sizes):
-            for parameter in layer.parameters():
-                parameter.grad = None
-            with ft.autocast(recipe=RECIPES[recipe]):
-                y = layer(x, sizes)
-            y.backward(g)
 
-        _, calls, launched = counted(step, monkeypatch)
-        monkeypatch.undo()
-        counts = Counter(launched)
-        assert {name: counts[name] for name in EXPERTS[recipe]} == EXPERTS[recipe]
-        assert len(launched) == sum(EXPERTS[recipe].values()) + 2  # and the activation, both ways
-        taken.append(calls)
-    assert taken[1] - taken[0] <= 60 * MOST_AN_EXPERT
+@pytest.mark.parametrize("recipe", EXPERTS)
+def test_experts_of_a_later_micro_batch_cast_no_weight(recipe, monkeypatch, sizes_unread):
+    _, _, launched = counted(step_of_experts(4, recipe, first=False), monkeypatch)
+    _, rows, products = EXPERTS[recipe]
+    assert Counter(launched) == rows | products | ACTIVATION
+
+
+def test_experts_of_one_parameter_take_the_host_no_longer(monkeypatch, sizes_unread):
+    one, several = (
+        opcodes(step_of_experts(64, "current", single_grouped_weight=single), monkeypatch)
+        for single in (True, False)
+    )
+    assert one <= several
 
 
 def test_calls_of_a_layer_at_another_length(monkeypatch):

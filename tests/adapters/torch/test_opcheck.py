@@ -44,7 +44,7 @@ from fp8kit.ops.softmax import MseSpec, SoftmaxSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
 from fp8kit.quantization import Quantizer
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.spec import Operation
 from tests.support.combinations import combinations
 
@@ -146,6 +146,12 @@ def _operands(device):
                 "bias": r(3, 24),
             },
             "x weight bias",
+            (),
+        ),
+        "expert_weight_cast": (
+            ExpertLinearSpec(3, 16, 24, "oi", Float8CurrentScaling().quantization),
+            {"weight": r(3, 24, 16)},
+            "",
             (),
         ),
         "router": (RouterSpec(8, 2), {"logits": r(6, 8)}, "logits", ()),
