@@ -399,8 +399,6 @@ def test_no_rows_and_refusals():
         layer(x, torch.tensor([4]))
     with pytest.raises(UnsupportedError, match="delayed scaling"), ft.autocast(recipe=DelayedScaling()):
         layer(x, torch.tensor([4, 0]))
-    with pytest.raises(UnsupportedError, match="is_first_microbatch"):
-        layer(x, torch.tensor([4, 0]), True)
 
 
 @pytest.mark.gpu
