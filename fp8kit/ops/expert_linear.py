@@ -6,14 +6,14 @@ captured into a CUDA graph, and works inside ``jax.jit``. Weights of all groups 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arguments import choice, integer
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import BLOCK, Cast, Rule, block_shapes
 from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, float32, int32, uint8
@@ -115,15 +115,14 @@ class _Operand(NamedTuple):
         codes = f"{self.name}_{side}"
         return codes, f"{self.name if self.per_tensor else codes}_inv"
 
-    def codes(self, sides: Container[str] = ("q", "qt")) -> dict[str, Meta]:
-        """Codes and scale_inv of those of its sides."""
+    def codes(self, sides: Sequence[str]) -> dict[str, Meta]:
+        """Codes and scale_inv of some of its sides."""
         made: dict[str, Meta] = {}
         stack, count, kind = (self.groups,) * bool(self.groups), max(self.groups, 1), self.rule.granularity
-        for side in self.sides:
-            if side not in sides:
-                continue
+        for side in sides:
             size = (self.rows, self.columns) if side == "q" else (self.columns, self.rows)
-            codes, scales = (pad(size[0]), pad(size[1])), (count,)
+            codes: Shape = (pad(size[0]), pad(size[1]))
+            scales: Shape = (count,)
             if kind == "row":
                 scales = (count * codes[0],)
             elif kind != "tensor":
@@ -261,11 +260,11 @@ class _Casts(NamedTuple):
             made |= own.codes(own.late)
         return made
 
-    def weight(self, sides: Container[str] = ("q", "qt"), late: bool = False) -> dict[str, Meta]:
+    def weight(self, late: bool = False) -> dict[str, Meta]:
         """Returns the codes and scales of the weight; ``late``: those that backward reads."""
         made: dict[str, Meta] = {}
         for own in self.operands.values():
-            made |= own.codes(own.late if late else sides) if own.of == "w" else {}
+            made |= own.codes(own.late if late else own.sides) if own.of == "w" else {}
         return made
 
     def run(
@@ -296,7 +295,7 @@ def _scratch(operands: list[_Operand], dtype: DType, elsewhere: Container[str] =
     """Returns a pass's temporaries: codes and scales that are not ``elsewhere``, and what casts need."""
     made: dict[str, Meta] = {}
     for own in operands:
-        made |= own.codes() | own.temporaries(dtype)
+        made |= own.codes(own.sides) | own.temporaries(dtype)
     count = sum(count for _, count in _amaxes(operands).values())
     made |= {"amaxes": Meta((count,), float32)} if count else {}
     return {name: meta for name, meta in made.items() if name not in elsewhere}
@@ -358,7 +357,7 @@ class ExpertLinear(Operation):
             grads |= {"bias": bias} if "bias" in needs else {}
         casts, cached = _casts(spec, row_count(x), grads), spec.weight_cached
         if cached:
-            for name, meta in casts.weight().items():
+            for name, meta in _casts(spec, 0, ("x",)).weight().items():  # both sides are given
                 want(self.name, name, metas, meta.shape, meta.dtype)
         kept: tuple[str, ...] = ("group_sizes",) if grads else ()
         kept += ("weight",) if "x" in grads and "dgrad" not in casts.gemms else ()
@@ -393,8 +392,8 @@ class ExpertLinear(Operation):
             self._multiply(plan, ws, "dgrad", g, weight, outputs["x"].rows(), layout)
         if "weight" in outputs:
             x = inputs["x"].rows() if "x" in inputs else None
-            pair = (g, x) if oi else (x, g)
-            self._multiply(plan, ws, "wgrad", *pair, outputs["weight"], "tn")
+            a, b = (g, x) if oi else (x, g)
+            self._multiply(plan, ws, "wgrad", a, b, outputs["weight"], "tn")
         if "bias" in outputs:
             self._bias_gradient(plan, ws, g, outputs["bias"])
 

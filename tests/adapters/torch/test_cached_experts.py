@@ -92,6 +92,26 @@ def test_later_micro_batches_read_the_first_ones_weights(place):
     assert not torch.equal(by_groups[0], host)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wants", ["nothing", "weights", "x"])
+def test_shared_casts_where_less_is_differentiated(place, recipe, wants):
+    made = []
+    for firsts in ([None, None], [True, False]):
+        layer = module(place)
+        layer.requires_grad_(wants == "weights")
+        for seed, first in enumerate(firsts):
+            x, sizes, g = batch(layer, seed)
+            x.requires_grad_(wants == "x")
+            with ft.autocast(recipe=RECIPES[recipe]):
+                y = layer(x, sizes, is_first_microbatch=first)
+            if y.requires_grad:
+                y.backward(g)
+            made += [t.detach() for t in (y, x.grad) if t is not None]
+        made += [p.grad for p in layer.parameters() if p.grad is not None]
+    half = len(made) // 2
+    same(made[:half], made[half:])
+
+
 def test_a_checkpoint_casts_them_once(place, monkeypatch):
     layer, casts = module(place), []
     cast = grouped_linear.expert_weight_cast

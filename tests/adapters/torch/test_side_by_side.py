@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from fp8kit_torch import GroupedLinear, GroupedMLP, autocast, quantized_model_init, side_by_side
+from fp8kit_torch import GroupedLinear, GroupedMLP, autocast, quantized_model_init, side_by_side, torch_compat
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -189,10 +189,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["plain", "current"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_no_longer_lies_so_is_copied(change, recipe):
+@combinations(
+    {"recipe": ["plain", "current"], "change": list(CHANGES), "look": {"at once": True, "one by one": False}}
+)
+def test_what_no_longer_lies_so_is_copied(change, recipe, look, monkeypatch):
+    if not look:  # as with a torch that cannot check all in one call
+        monkeypatch.setattr(torch_compat, "_TensorGuards", None)
     layer = module("cpu")
+    for _ in range(2):
+        assert joined(layer) is not None
     CHANGES[change](layer)
     assert joined(layer) is None
     want = [w.detach().clone() for w in named(layer, "weight")]
@@ -205,6 +210,25 @@ def test_what_no_longer_lies_so_is_copied(change, recipe):
     got, wanted = (step(each, RECIPES[recipe]) for each in (layer, other))
     got = {name.replace("parametrizations.weight1.original", "weight1"): t for name, t in got.items()}
     assert_same(got, wanted)
+
+
+def test_they_are_found_in_every_mode():
+    layer = module("cpu")
+    stack = layer._stacks._known["weight"]
+    for _ in range(2 * stack.RENEWALS):  # more often than the quick look is made anew
+        for scope in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+            with scope:
+                assert joined(layer).data_ptr() == layer.weight0.data_ptr()
+        layer.weight1.requires_grad_(not layer.weight1.requires_grad)
+        assert joined(layer) is not None
+    assert not stack._left
+
+
+def test_a_look_at_all_is_one_call(monkeypatch):
+    layer = module("cpu")
+    assert joined(layer) is not None
+    monkeypatch.setattr(side_by_side, "_kind", None)  # of the look at one after the other
+    assert joined(layer) is not None
 
 
 def test_memory_is_gone_with_the_parameters():
