@@ -244,7 +244,8 @@ def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
             assert_tensor_close(name, made.grad.float(), want.grad.double(), slack[own])
             continue
         assert_tensor_close(name, made.main_grad, want.main_grad.double(), slack[own])
-        assert (made.main_grad != 3).any() == (made.requires_grad and bool(size[own].any()))
+        if way != "micro-batches":  # whose first one overwrites
+            assert (made.main_grad != 3).any() == (made.requires_grad and bool(size[own].any()))
         assert made.grad_added_to_main_grad is made.requires_grad
         assert made.grad is None or not made.grad.any()
 
