@@ -331,7 +331,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             x = _GradientInto.apply(x, dgrad_out)
         if torch.compiler.is_compiling() and is_first_microbatch is not None:
             raise not_compiled("is_first_microbatch of GroupedLinear")
-        if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda, is_first_microbatch):
+        if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda):
             found = self._on_device(x, m_splits, is_first_microbatch)
         else:
             found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
@@ -344,7 +344,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     def autocast_in_force(self) -> AutocastState | None:
         return traced_state() if torch.compiler.is_compiling() else current()
 
-    def wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+    def wants_sizes(self) -> str | None:
         return "quantized_model_init" if self._held is not None else None
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
@@ -353,7 +353,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError(
                 "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
             )
-        if (name := self.wants_sizes(is_first_microbatch)) is not None:
+        if (name := self.wants_sizes()) is not None:
             raise self.unread_sizes(name)
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"

@@ -67,21 +67,21 @@ class GroupedLinearBase(FP8Layer):
                 found += [(FORWARD_SLOTS * i, x), (FORWARD_SLOTS * i + 1, inputs[f"{i}_weight0"])]
         return found
 
-    def wants_sizes(self, is_first_microbatch: bool | None) -> str | None:
+    def wants_sizes(self) -> str | None:
         """Returns the option that is on and that only a call with sizes on the host carries out, None where
         there is none."""
-        return None if is_first_microbatch is None else "is_first_microbatch"
+        return None
 
     def autocast_in_force(self) -> AutocastState | None:
         """Returns the autocast that a call finds."""
         return current()
 
-    def leaves_sizes(self, on_gpu: bool, is_first_microbatch: bool | None) -> bool:
+    def leaves_sizes(self, on_gpu: bool) -> bool:
         """Whether sizes in an array, which lies ``on_gpu`` or not, are left on the device: as
         ``sizes_on_device`` says; else where they are on a GPU and nothing wants to know them."""
         if self.sizes_on_device is not None or not on_gpu:
             return bool(self.sizes_on_device)
-        why, own, state = self.wants_sizes(is_first_microbatch), None, self.autocast_in_force()
+        why, own, state = self.wants_sizes(), None, self.autocast_in_force()
         if state is not None and (state.enabled or state.calibrating):
             own = state.recipe.for_layer(self.layer_name, self.name or "")
         if why is None and own is not None and own.history is not None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fp8kit import arrays, layers
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.autograd import Tensor, tensor
+from fp8kit.autograd import Tensor, apply, no_grad, tensor
 from fp8kit.autograd.tensors import unchanged
 from fp8kit.errors import FormatError, ShapeError, on_behalf_of
 from fp8kit.formats import int32
-from fp8kit.layers.base import Init
+from fp8kit.layers.base import Init, spec_object
+from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import host_sizes, want_tokens
 from fp8kit.nn import side_by_side
 from fp8kit.nn.fp8 import Fp8Module
 from fp8kit.nn.layer import NativeLayer
 from fp8kit.nn.module import as_tensor
 from fp8kit.nn.moe import expert_product
+from fp8kit.ops.expert_linear import expert_weight_cast
+from fp8kit.quantization import Quantization
 
 
 class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
@@ -70,9 +74,8 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         so that nothing waits and ``fp8kit.graph`` can hold the call: the groups are multiplied by one kernel
         that reads the sizes; rows behind the last group's give 0, and count in no scale. Recipes are then
         those whose scales follow from the data (per tensor, the weights each by itself, the input as a whole;
-        per row; by blocks of 128), and weights are cast at each call. Others are read on the host, and so is
-        one on a GPU with delayed scaling and with ``is_first_microbatch``, unless ``use_grouped_tensor`` is
-        True.
+        per row; by blocks of 128). Others are read on the host, and so is one on a GPU with delayed scaling,
+        unless ``use_grouped_tensor`` is True.
 
         Returns h (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``; UnsupportedError for what is not carried out with sizes on the device.
@@ -81,23 +84,23 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         self.check_options(is_first_microbatch)
         given = _given("GroupedLinear", "m_splits", m_splits)
         on_gpu = isinstance(given, ArrayView) and given.device.kind != "cpu"
-        if isinstance(given, ArrayView) and self.leaves_sizes(on_gpu, is_first_microbatch):
+        if isinstance(given, ArrayView) and self.leaves_sizes(on_gpu):
             return self._on_device(x, given, is_first_microbatch)
         return self.multiply(x, host_sizes("GroupedLinear", _on_host(given)), is_first_microbatch)
 
     def _on_device(self, x: Tensor, sizes: ArrayView, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
         sizes = _device_sizes("GroupedLinear", "m_splits", sizes, self.num_gemms, x.device)
-        if (option := self.wants_sizes(is_first_microbatch)) is not None:
-            raise self.unread_sizes(option)
         weights = self._members("weight")
         weight, own = side_by_side.as_one("GroupedLinear", weights)
         inputs = {"x": x, "group_sizes": Tensor(sizes), "weight": weight}
         biases = self._members("bias") if self.use_bias else None
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = side_by_side.as_one("GroupedLinear", biases)
+        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
+        cached = None if first is None else partial(self._cast_once, first, weight)
         with on_behalf_of("GroupedLinear"):
-            y, reads = expert_product("GroupedLinear", inputs, "oi", 0, self.name or "")
+            y, reads = expert_product("GroupedLinear", inputs, "oi", 0, self.name or "", cached)
         if own and reads and x.requires_grad and y.requires_grad:  # backward reads the weights' own memory
             checks = [unchanged("GroupedLinear", f"weight{i}", p, self) for i, p in enumerate(weights)]
 
@@ -107,6 +110,18 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
 
             y.register_hook(look)
         return (y, biases) if self.return_bias else y
+
+    def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, ArrayView]:
+        """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
+        recipe; else the first one's."""
+        key, held = ("as one", fp8), self._weights
+        if held is None or held.key != key or (first and not self.recomputation.later()):
+            sizes = self.num_gemms, self.in_features, self.out_features
+            spec = spec_object("ExpertLinearSpec", *sizes, "oi", fp8)
+            with no_grad():
+                made = apply(expert_weight_cast, spec, {"weight": weight})
+            self._weights = held = WeightCache(key, {name: part.view for name, part in made.items()})
+        return held.arrays
 
 
 class GroupedMLP(layers.GroupedMLP, NativeLayer):

@@ -6,6 +6,7 @@ Names and rules are Transformer Engine's; the kernels and operations are those o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from fp8kit.ops import router as ops
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear
 from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
+from fp8kit.quantization import Quantization
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
@@ -174,11 +176,17 @@ def grouped_dense(
 
 
 def expert_product(
-    op: str, inputs: dict[str, Any], layout: str, slots: int, name: str
+    op: str,
+    inputs: dict[str, Any],
+    layout: str,
+    slots: int,
+    name: str,
+    cached: Callable[[Quantization], Mapping[str, Any]] | None = None,
 ) -> tuple[Tensor, bool]:
     """y of the operation ``expert_linear`` under the autocast in force, and whether x's gradient is made of
     the weight itself, as it is then, and not of codes. ``inputs``: Tensors by the operation's names;
-    ``name``: by which recipes know the layer, a "GroupedLinear"; ``op``: what errors call it.
+    ``name``: by which recipes know the layer, a "GroupedLinear"; ``op``: what errors call it; ``cached``:
+    what gives the weight in FP8, where micro-batches share it.
     UnsupportedError while calibrating, and of the operation's for recipes that it does not carry out."""
     state, fp8 = current(), None
     inspection.unseen(name or "GroupedLinear")
@@ -190,7 +198,10 @@ def expert_product(
     experts, *sides = inputs["weight"].shape
     if layout == "oi":
         sides.reverse()
-    spec = spec_object("ExpertLinearSpec", experts, *sides, layout, fp8, slots)
+    once = cached is not None and fp8 is not None
+    spec = spec_object("ExpertLinearSpec", experts, *sides, layout, fp8, slots, once)
+    if cached is not None and fp8 is not None:
+        inputs |= cached(fp8)
     reads = fp8 is None or fp8.dgrad.compute == "high_precision"
     return apply(expert_linear, spec, inputs)["y"], reads
 

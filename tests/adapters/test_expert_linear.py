@@ -265,6 +265,35 @@ def test_weights_of_native_modules_lie_side_by_side():
     assert_same_bits("loaded", saved(X, sizes).numpy(), frozen.numpy())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_micro_batches_of_a_native_module_share_the_cast_weights(recipe):
+    """The bits of calls that cast anew; later ones take the first one's codes, whatever the weights are by
+    then, until another first one, other values or another recipe come."""
+    layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")
+
+    def step(first):
+        x = fk.tensor(X, requires_grad=True, device="cpu")
+        layer.zero_grad()
+        y = layer(x, sizes, first)
+        y.backward(G)
+        return [y.numpy(), x.grad.numpy(), layer.weight2.grad.numpy()]
+
+    with fk.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+        want = step(None)
+        first, later = step(True), step(False)
+        with fk.no_grad():
+            layer.weight2.zero_()
+        stale, anew = step(False), step(True)
+    held = want if recipe != "plain" else anew  # in high precision the weights are read as they are
+    for made, other in ((first, want), (later, want), (stale, held)):
+        for name, got, true in zip(("y", "x", "weight2"), made, other, strict=True):
+            assert_same_bits(name, got, true)
+    assert (anew[0] != want[0]).any()
+    with fk.autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
+        other, cast = step(False), step(None)
+    assert_same_bits("another recipe", other[0], cast[0])
+
+
 def test_what_native_modules_read_on_the_host():
     """Sizes in an array on the CPU, unless it is asked for otherwise; what refuses them on the device."""
     layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")
@@ -279,8 +308,6 @@ def test_what_native_modules_read_on_the_host():
         y, biases = native_module(return_bias=True)(X, sizes)
     assert len(biases) == E
     assert_close("y", (own - y.numpy())[:7], np.tile(B[0], (7, 1)), "float32", slack[:7])
-    with pytest.raises(UnsupportedError, match="GroupedLinear: is_first_microbatch"):
-        layer(X, sizes, True)
     with pytest.raises(UnsupportedError, match="delayed scaling"), fk.autocast(recipe=DelayedScaling()):
         layer(X, sizes)
     with pytest.raises(ShapeError, match=r"GroupedLinear: m_splits: got shape \(3,\)"):
