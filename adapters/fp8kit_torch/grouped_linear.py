@@ -459,8 +459,8 @@ _LEFT_TO_EAGER = {
 # behind the shared layer's text: what this frontend has further
 _FURTHER = """
     * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``,
-      ``single_grouped_weight``: both parts', see ``GroupedLinear``; ``backward_dw`` hands over the gradients
-      of both.
+      ``single_grouped_weight``, ``single_grouped_bias``: both parts', see ``GroupedLinear``; ``backward_dw``
+      hands over the gradients of both.
     """
 _INTO = """
         ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
@@ -488,10 +488,11 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         save_original_input: bool = False,
         use_grouped_tensor: bool | None = None,
         single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
     ) -> None:
         TorchLayer.__init__(self)
         further = "fuse_wgrad_accumulation delay_wgrad_compute save_original_input use_grouped_tensor"
-        self.add_parts(locals(), f"{further} single_grouped_weight")
+        self.add_parts(locals(), f"{further} single_grouped_weight single_grouped_bias")
 
     @without_unknown
     def forward(

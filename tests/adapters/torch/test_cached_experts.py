@@ -16,6 +16,7 @@ from .replayed import Again
 
 E, K, N, ROWS = 4, 48, 64, 40
 RECIPES = {"current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+ONE = {"single_grouped_weight": True, "single_grouped_bias": True}
 SIZES = [(7, 0, 20, 6), (0, 13, 13, 14), (40, 0, 0, 0)]
 
 
@@ -55,7 +56,7 @@ def same(got, want):
     assert [i for i, pair in enumerate(zip(got, want, strict=True)) if not torch.equal(*pair)] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["several", "one"])
+@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
 @pytest.mark.parametrize("kind", [ft.GroupedLinear, ft.GroupedMLP])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shared_casts_give_the_same_bits(place, recipe, kind, options):
@@ -154,7 +155,7 @@ def test_nothing_reads_the_sizes(place, first, monkeypatch):
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["cast at each call", "cast once"])
-@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["several", "one"])
+@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_graphed_callables_follow_other_sizes(place, recipe, options, caching, monkeypatch):
     """The graphs of one call's sizes do those of others, with the bits of eager calls."""
