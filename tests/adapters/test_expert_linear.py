@@ -556,16 +556,21 @@ def test_native_modules_on_the_gpu(recipe):
     layer = fk.nn.GroupedLinear(E, K, N, device="cuda")
     layer.load_state_dict(native_module().state_dict())
     x, sizes = fk.tensor(X, requires_grad=True, device="cuda"), fk.tensor(SIZES, device="cuda")
-    with fk.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
-        y = layer(x, sizes)
-        y.backward(G)
-        made = {"y": y.numpy(), "x": x.grad.numpy()}
-        for name in ("weight", "bias"):
-            made[name] = np.stack([getattr(layer, f"{name}{e}").grad.numpy() for e in range(E)])
-        for name, (value, slack) in expected(RECIPES[recipe], Device("cuda", 0)).items():
-            assert_close(name, made[name], value, "float32", 2 * slack)
-        with fk.no_grad():
-            captured = fk.graph(lambda x, sizes: layer(x, sizes))
-            captured(x.detach(), sizes)
-            other = fk.tensor(SIZES[::-1].copy(), device="cuda")
-            assert_same_bits("graph", captured(x.detach(), other).numpy(), layer(x, other).numpy())
+
+    def call(x, sizes):
+        with fk.autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+            return layer(x, sizes)
+
+    y = call(x, sizes)
+    y.backward(G)
+    made = {"y": y.numpy(), "x": x.grad.numpy()}
+    for name in ("weight", "bias"):
+        made[name] = np.stack([getattr(layer, f"{name}{e}").grad.numpy() for e in range(E)])
+    for name, (value, slack) in expected(RECIPES[recipe], Device("cuda", 0)).items():
+        assert_close(name, made[name], value, "float32", 2 * slack)
+    other, fixed = fk.tensor(SIZES[::-1].copy(), device="cuda"), x.detach()
+    with fk.no_grad():
+        captured = fk.graph(call, warmup=1)
+        for given in (sizes, sizes, other):  # run, captured, replayed
+            again = captured(fixed, given)
+        assert_same_bits("replayed", again.numpy(), call(fixed, other).numpy())
