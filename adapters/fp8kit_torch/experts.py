@@ -26,7 +26,7 @@ from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
 from fp8kit_torch.main_grad import StackedMainGrads
 from fp8kit_torch.side_by_side import want_unchanged
-from fp8kit_torch.specs import expert_text, spec_for
+from fp8kit_torch.specs import any_rows, expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
 
@@ -141,11 +141,12 @@ class ConvertedExperts(Converted, _Bare):
         experts, *sides = parts[0].shape
         wide, features = sides if kind.layout == "oi" else reversed(sides)
         x = want_input("Experts", "hidden_states", x, features)
-        given, tokens, cast = x.dtype, x.shape[0], autocast_dtype(x)
+        given, cast = x.dtype, autocast_dtype(x)
         if cast is not None:
             x, *parts = (t.to(cast) for t in (x, *parts))
-        inputs = {"routing": index.to(torch.int32)}
-        made = apply(expert_rows, spec_for("ExpertRowsSpec", experts, index.numel(), 1), inputs)
+        rows, like = any_rows(index.numel(), x)
+        inputs = {"routing": index.to(torch.int32), "like": like}
+        made = apply(expert_rows, spec_for("ExpertRowsSpec", experts, rows, 1), inputs)
         row_map, sizes = made["row_map"], made["sizes"]
         y = apply(permute, spec_for("PermuteSpec"), {"x": x, "row_map": row_map})["y"]
         for i, name in enumerate(kind.weights):
@@ -158,6 +159,7 @@ class ConvertedExperts(Converted, _Bare):
             y = expert_product(y, sizes, parts[i], bias, self._layer(name), kind.layout, self._said(name))
         back = {"x": y, "row_map": row_map}
         if weights is None:
+            tokens, back["like"] = any_rows(x.shape[0], x)
             return apply(unpermute, spec_for("UnpermuteSpec", tokens), back)["y"].to(given)
         back["probs"] = weights if weights.dtype in FLOATS else weights.float()
         return apply(unpermute, spec_for("UnpermuteSpec", -1), back)["y"].to(given)

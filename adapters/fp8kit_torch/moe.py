@@ -21,7 +21,7 @@ from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, w
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
 from fp8kit_torch.experts import expert_product
-from fp8kit_torch.specs import spec_for
+from fp8kit_torch.specs import any_rows, spec_for
 from fp8kit_torch.views import FLOATS
 
 _DISPATCHED = CALLED | {"probs": optional(tensor), "align_size": optional(CALLED["align_size"])}
@@ -138,8 +138,10 @@ def token_dispatch(
         check(op, _DISPATCHED, locals())
     _check(op, inp, routing_map, probs)
     routing = (routing_map != 0).to(torch.uint8) if num_experts is None else routing_map.to(torch.int32)
-    sizes = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
-    made = apply(expert_rows, spec_for("ExpertRowsSpec", *sizes), {"routing": routing})
+    experts, rows, align = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
+    rows, like = any_rows(rows, inp)
+    spec = spec_for("ExpertRowsSpec", experts, rows, align)
+    made = apply(expert_rows, spec, {"routing": routing, "like": like})
     inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
     out = apply(permute, spec_for("PermuteSpec", probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
@@ -226,7 +228,7 @@ def moe_unpermute(
             raise BackendError(op, name, f"device {t.device}", f"device {inp.device}, as inp")
     if row_id_map.ndim != 2 or row_id_map.size(1) != 2 or row_id_map.dtype != torch.int32:
         raise ShapeError(op, "row_id_map", shown(row_id_map), "what moe_permute returned, int32 (rows, 2)")
-    rows, wanted = inp.size(0), f"{row_id_map.size(0)}, as in row_id_map"
+    rows = inp.size(0)
     if merging_probs is not None and (merging_probs.ndim != 2 or not merging_probs.is_floating_point()):
         raise ShapeError(op, "merging_probs", shown(merging_probs), "floating (tokens, experts or topk)")
     if pad_offsets is not None:
@@ -239,10 +241,11 @@ def moe_unpermute(
         most = int(pad_offsets.max()) if experts and _looked_at(inp) else 0
         # compiled, neither number need be known
         if not torch.compiler.is_compiling() and rows < row_id_map.size(0) + most:
-            raise ShapeError(op, "inp", f"{rows} rows", f"{wanted}, and their padding")
+            wanted = f"{row_id_map.size(0)}, as in row_id_map, and their padding"
+            raise ShapeError(op, "inp", f"{rows} rows", wanted)
         row_id_map = _padded(row_id_map, pad_offsets, rows)
     elif rows != row_id_map.size(0):
-        raise ShapeError(op, "inp", f"{rows} rows", wanted)
+        raise ShapeError(op, "inp", f"{rows} rows", f"{row_id_map.size(0)}, as in row_id_map")
     tokens = rows if merging_probs is None else merging_probs.size(0)
     if restore_shape is not None:
         wanted = f"(tokens, {inp.size(1)})"
@@ -256,7 +259,8 @@ def moe_unpermute(
                 op, "restore_shape", tuple(restore_shape), f"{wanted}, tokens as in merging_probs"
             )
         tokens = count
-    inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs}
+    tokens, like = any_rows(tokens, inp) if merging_probs is None else (-1, None)
+    inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs, "like": like}
     return apply(unpermute, spec_for("UnpermuteSpec", tokens), inputs)["y"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import shown
+from fp8kit.arguments import integer, shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.ops import router as ops
 from fp8kit_torch.call import apply
@@ -114,6 +114,9 @@ def fused_moe_aux_loss(
         check(op, _RULES, locals())
     counts, inputs = tokens_per_expert.detach(), {"probs": probs}
     total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
+    if total is None and torch.compiler.is_compiling():  # one graph for every number, with the same bits
+        count = integer(op, "total_num_tokens", total_num_tokens, 1)
+        total = probs.new_full((1,), count, dtype=torch.int64)
     if total is not None:
         if total.dtype is not torch.int64 or total.numel() != 1:
             raise ShapeError(
@@ -139,7 +142,8 @@ def _format(value: Any) -> RoutingMapFormat:
 def _formatted(chosen: Tensor, form: RoutingMapFormat) -> Tensor:
     """The map uint8 (..., E) as that format has it."""
     if form is RoutingMapFormat.BYTEMAP:
-        return chosen.view(torch.bool)
+        # compiled for a CPU, a view of another dtype is C++ that does not compile (torch 2.13)
+        return chosen != 0 if torch.compiler.is_compiling() else chosen.view(torch.bool)
     missing = -chosen.shape[-1] % 8
     whole = torch.nn.functional.pad(chosen, (0, missing)).unflatten(-1, (-1, 8))
     bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=chosen.device)

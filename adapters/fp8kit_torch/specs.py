@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8kit import scaled_products
 from fp8kit.execution.codec import decode, encode
@@ -116,6 +117,12 @@ def spec_for(kind: str, *arguments: Any) -> Any:
     """The spec of class ``kind`` with these plain arguments: an object, the same one for the same arguments;
     within ``torch.compile`` its text."""
     return _text_of(kind, arguments) if torch.compiler.is_compiling() else spec_object(kind, *arguments)
+
+
+def any_rows(rows: int, x: Tensor) -> tuple[int, Tensor | None]:
+    """A number of rows as a spec and the input ``like`` have it. Within ``torch.compile`` the shape of ``like``
+    says it, since a spec is a constant there: one graph is for every number."""
+    return (-1, x.new_empty((rows, 0))) if torch.compiler.is_compiling() else (rows, None)
 
 
 @constant_result

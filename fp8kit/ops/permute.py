@@ -31,21 +31,22 @@ class PermuteSpec:
 
 @dataclass(frozen=True)
 class UnpermuteSpec:
-    """``tokens``: rows of the result; negative: those of ``probs``."""
+    """``tokens``: rows of the result; negative: those of ``probs``, or without of ``like``."""
 
     tokens: int = -1
 
 
 @dataclass(frozen=True)
 class ExpertRowsSpec:
-    """``experts`` E; ``rows`` R of the map; ``align``: each expert begins at a multiple of it."""
+    """``experts`` E; ``rows`` R of the map, -1: those of ``like``; ``align``: each expert begins at a multiple
+    of it."""
 
     experts: int
     rows: int
     align: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("experts", 1), ("rows", 0), ("align", 1)):
+        for name, least in (("experts", 1), ("rows", -1), ("align", 1)):
             integer("expert_rows", name, getattr(self, name), least, 2**31 - 1)
 
 
@@ -154,8 +155,9 @@ class Unpermute(_ByMap):
     """y[token] = the sum of x[r] * probs[token, slot], without probs of x[r], over the token's rows r: in
     float32, in the order of the rows, rounded once.
 
-    Inputs: x h (R, N); row_map int32 (R, 2); probs h (T, S), of any type, or None. Output: y (T, N) like x.
-    Gradients of x and probs. A token or slot out of range: see ``permute``.
+    Inputs: x h (R, N); row_map int32 (R, 2); probs h (T, S), of any type, or None; like (T, any), whose number
+    of rows alone counts, where neither probs nor the spec says T. Output: y (T, N) like x. Gradients of x and
+    probs. A token or slot out of range: see ``permute``.
     """
 
     name = "unpermute"
@@ -165,6 +167,8 @@ class Unpermute(_ByMap):
         inputs, tokens = {"x": self._matrix("x", metas)}, spec.tokens
         x = inputs["x"]
         want(self.name, "row_map", metas, (x.shape[0], 2), int32)
+        if tokens < 0 and metas.get("like") is not None:
+            tokens = want(self.name, "like", metas, (None, None)).shape[0]
         if tokens < 0 or metas.get("probs") is not None:
             inputs["probs"] = self._matrix("probs", metas, tokens if tokens >= 0 else None)
             tokens = inputs["probs"].shape[0]
@@ -187,7 +191,8 @@ class Unpermute(_ByMap):
 
 class ExpertRows(Operation):
     """The map of tokens to experts, without a look at the host. Inputs: routing, a mask uint8 (T, E), or
-    indices int32 (T, k). Outputs: row_map int32 (R, 2), its rows expert after expert, each padded with empty
+    indices int32 (T, k); like (R, any), whose number of rows alone counts, where the spec does not say R.
+    Outputs: row_map int32 (R, 2), its rows expert after expert, each padded with empty
     rows to a multiple of ``align``; sizes int32 (E,), the rows of each expert with their padding; counts
     int32 (E,), without. Rows beyond R are dropped. No gradient."""
 
@@ -198,8 +203,10 @@ class ExpertRows(Operation):
     def infer(self, spec: ExpertRowsSpec, metas: Metas, needs: Needs) -> Signature:
         is_mask = want(self.name, "routing", metas, (None, None), uint8, int32).dtype is uint8
         want(self.name, "routing", metas, (None, spec.experts if is_mask else None))
-        of_experts = Meta((spec.experts,), int32)
-        return Signature({"row_map": Meta((spec.rows, 2), int32), "sizes": of_experts, "counts": of_experts})
+        of_experts, rows = Meta((spec.experts,), int32), spec.rows
+        if rows < 0:
+            rows = want(self.name, "like", metas, (None, None)).shape[0]
+        return Signature({"row_map": Meta((rows, 2), int32), "sizes": of_experts, "counts": of_experts})
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         made = (ws.outputs[name] for name in self.results)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import router
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -77,6 +78,73 @@ def test_no_more_than_of_plain_torch(recipe, shapes, dynamic):
         # scales, a batch of three) for the same one
         wanted += 1
     assert graphs_of(layer(), RECIPES[recipe], SHAPES[shapes], dynamic) == wanted
+
+
+EXPERTS, CHOICES = 4, 2
+
+
+def choices(logits, score="softmax"):
+    return router.fused_topk_with_score_function(logits, CHOICES, False, None, None, None, score, None)
+
+
+def dispatched(x, logits):
+    probs, mask = choices(logits)
+    rows, _, row_map, _, sizes = ft.token_dispatch(x, mask, CHOICES * len(x), probs, align_size=16)
+    return ft.moe_unpermute(rows, row_map, restore_shape=x.shape), sizes
+
+
+def merged(x, logits):
+    probs, index = logits.softmax(-1).topk(CHOICES, -1)
+    rows, _, row_map, _, _ = ft.token_dispatch(x, index, CHOICES * len(x), num_experts=EXPERTS)
+    return ft.moe_unpermute(rows, row_map, probs)
+
+
+def permuted(x, logits):
+    probs, mask = choices(logits, "sigmoid")
+    rows, row_probs, row_map = ft.moe_permute_with_probs(x, probs, mask, CHOICES * len(x))
+    return ft.moe_unpermute(rows * row_probs[:, None], row_map, restore_shape=x.shape)
+
+
+def permuted_by_index(x, logits):
+    rows, row_map = ft.moe_permute(x, logits.topk(CHOICES, -1).indices, 0, map_type="index")
+    return ft.moe_unpermute(rows, row_map, logits.softmax(-1)[:, :CHOICES], map_type="index")
+
+
+def aux_loss(x, logits):
+    _, mask = choices(logits)
+    _, scores = router.fused_compute_score_for_moe_aux_loss(logits, CHOICES, "softmax")
+    return router.fused_moe_aux_loss(scores, mask.sum(0), len(x), EXPERTS, CHOICES, 0.1)
+
+
+OF_EXPERTS = (dispatched, merged, permuted, permuted_by_index, aux_loss)
+
+
+def calls_of(function, counts, **how):
+    """(graphs, results of each number of tokens by the compiled function, by the function itself)."""
+    torch._dynamo.reset()
+    counters.clear()
+    call, found = torch.compile(function, fullgraph=True, **how), []
+    generator = torch.Generator().manual_seed(3)
+    for count in counts:
+        given = [torch.randn(count, n, generator=generator) for n in (WIDTH, EXPERTS)]
+        found.append([call(*given), function(*given)])
+    return counters["stats"]["unique_graphs"], found
+
+
+@pytest.mark.parametrize("function", OF_EXPERTS, ids=lambda f: f.__name__)
+def test_experts_take_any_number_of_tokens(function):
+    """Two graphs for ten numbers, as of plain torch, and what the function gives itself."""
+    graphs, found = calls_of(function, (5, 7, 9, 12, 17, 20, 33, 40, 41, 50), backend="aot_eager")
+    assert graphs == calls_of(lambda x, logits: x.sum(-1), (5, 7, 9), backend="aot_eager")[0] == 2
+    for got, want in found:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_experts_by_inductor():
+    """Whose C++ takes no view of bytes as truth values between router and dispatch."""
+    _, found = calls_of(dispatched, (16, 63))
+    for got, want in found:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [[0], [5, 6, 0], [0, 5, 6]], ids=str)
