@@ -232,7 +232,7 @@ def _step(
     """(direction, moments) of every leaf; with ``lr``, of rows that end with a master and the parameter,
     (moments, master, parameter) after the step. The call takes the count and ``lr``, then what each leaf
     has; it gives what each has after, and the workspace."""
-    calls._mark_used()
+    calls.used.set()
     words = jnp.stack([count.astype(jnp.uint32), jnp.zeros((), jnp.uint32)])  # an int64
     given = [jax.tree.leaves(row) for row in rows]
     results = []
@@ -312,7 +312,7 @@ def _receiver(platform: str, masters: bool) -> Callable[..., None]:
 
     def receive(*values: Any) -> None:
         *tensors, how = values
-        calls._mark_used()
+        calls.used.set()
         with arithmetic():
             stream = 0 if platform == "cpu" else tvm_ffi.get_raw_stream(tensors[0].device)
             views = [calls._view(tensor, platform) for tensor in tensors]

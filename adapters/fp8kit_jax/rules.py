@@ -124,7 +124,7 @@ def apply(
             return run(arrays, state)
         program, arguments = _program(static, arrays, state, ())
         return sharding.run_explicit(run, mesh, program, arguments, arrays, state)
-    except TypeError as error:
+    except TypeError as error:  # which JAX raises for much else: its text alone tells
         if "forward-mode" not in str(error):
             raise
         asked = "one in forward mode (jvp, jacfwd)"

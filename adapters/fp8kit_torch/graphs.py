@@ -220,7 +220,7 @@ class _Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A replay; the module's own forward where the inspector looks, which a replay shows nothing, or
         in the other mode than at the capture."""
-        if inspection.inspector is not None:
+        if inspection.hooks.inspector is not None:
             with nullcontext() if current() is not None else autocast(*self.scope):
                 return self.call.function(*args, **kwargs)
         if self.module is not None and self.module.training != self.call.trains:

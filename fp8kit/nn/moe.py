@@ -158,8 +158,8 @@ def grouped_dense(
     kernel and bias. Returns h (M, N). Raises ShapeError, FormatError, ArgumentError and UnsupportedError.
     """
     op, state, fp8 = "grouped_dense", current(), None
-    if inspection.inspector is not None:
-        inspection.inspector.unseen(name or "GroupedLinear")
+    if inspection.hooks.inspector is not None:
+        inspection.hooks.inspector.unseen(name or "GroupedLinear")
     choice(op, "layout", layout, ("io", "oi"))
     slots = integer(op, "slots", slots, 0, 2**31 - 1)
     if not (name is None or isinstance(name, str)):

@@ -143,12 +143,12 @@ class Recorder:
 
         every = frozenset({"cpu", "cuda"})
         own = OpImpl("gemm", "capture.gemm", Kind.DEFAULT, gemm, devices=every)
-        before, inspection.watching = inspection.watching, self._leave_out
+        before, inspection.hooks.watching = inspection.hooks.watching, self._leave_out
         try:
             with policy_context(replace(policy, overrides=(*policy.overrides, ("gemm", own)))):
                 yield
         finally:
-            inspection.watching = before
+            inspection.hooks.watching = before
 
     def _leave_out(self, layer: str) -> None:
         if layer not in self.left_out:

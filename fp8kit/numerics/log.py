@@ -283,7 +283,7 @@ class Inspector:
 
     def _switch(self, looked_at: Any) -> None:
         """Let layers see the inspector, or not."""
-        inspection.inspector = None if looked_at is None else self
+        inspection.hooks.inspector = None if looked_at is None else self
         if self._switched is not None and looked_at != self._looked_at:
             self._switched(looked_at)
         self._looked_at = looked_at
