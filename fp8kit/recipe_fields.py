@@ -73,7 +73,8 @@ class Strict(KnownFields):
     def parts(self) -> tuple[Any, ...]:
         """Returns the class and the fields, those that have fields as their parts: what ``torch.compile`` can
         trace, and ``of_parts`` make whole. UnsupportedError for a field that is a function."""
-        values = {name: getattr(self, name) for name in type(self).__dataclass_fields__}  # type: ignore[attr-defined]
+        names = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+        values = {name: getattr(self, name) for name in names}
         for name, value in values.items():
             if callable(value):
                 own = f"{type(self).__name__}: {name}"

@@ -419,8 +419,8 @@ def test_the_step_before_a_failure_is_written(answers, monkeypatch, caplog):
     assert inspection.hooks.inspector is None
 
 
-def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
-    monkeypatch.setattr(shown, "_BLOCK", 256)
+def test_what_no_arena_holds_has_one_of_its_own(monkeypatch):
+    monkeypatch.setattr(shown, "_ARENA", 256)
     config = section(logged(["max", "exponents"], ("activation", "weight")))
     want = inspected(config)[0]
     monkeypatch.undo()
@@ -429,13 +429,13 @@ def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
 
 def test_a_call_has_the_same_places_in_every_step(monkeypatch):
     """So that it can be replayed; but not where it has not shown yet what it fills."""
-    model, places, own = Native(), [], shown.Blocks.place
+    model, places, own = Native(), [], shown.Arenas.place
 
     def place(self, memory, nbytes):
         places.append(own(self, memory, nbytes))
         return places[-1]
 
-    monkeypatch.setattr(shown.Blocks, "place", place)
+    monkeypatch.setattr(shown.Arenas, "place", place)
     stats = ["max", "mean"]
     with fk.inspect(model, section(logged(stats))) as log:
         for number in range(3):
