@@ -236,7 +236,7 @@ def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytes
             )
             self._description, self._layouts = key.m, (10, 11, 12)
 
-    monkeypatch.setattr(cublaslt, "Plan", _Plan)
+    monkeypatch.setattr(cublaslt, "MatmulPlan", _Plan)
     cublaslt.plan.cache_clear()
     try:
         first = cublaslt.plan(MatmulKey(1, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
