@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from fp8kit import scaled_products
 from fp8kit.arguments import choice, flag, named_well, shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, on_behalf_of
@@ -34,7 +35,7 @@ from fp8kit_jax.scopes import history_of, next_key
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Dims = tuple[Sequence[int], Sequence[int]]
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 
 
 @named_well
@@ -339,7 +340,7 @@ def _product(
     return ProductSpec(k, (math.prod(features),), layout, mode, fp8, prefix=prefix, watch=watch)
 
 
-def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+def _shaped(operation: str, name: str, bias: Any, shape: Shape) -> Any:
     """Returns a bias with the features' shape."""
     if bias is None:
         return None

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8kit.arguments import shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, AutogradError, FormatError, RecipeError, ShapeError
 from fp8kit.execution.refusals import want_call
@@ -74,8 +75,8 @@ def apply(
     state: State | None = None,
     scaling: AmaxHistory | None = None,
     pairs: tuple[str, ...] = ("rng",),
-    flat: Mapping[str, tuple[int, ...]] | None = None,
-    views: Mapping[str, tuple[int, ...]] | None = None,
+    flat: Mapping[str, Shape] | None = None,
+    views: Mapping[str, Shape] | None = None,
     kept_as: str = "",
 ) -> Arrays:
     """Run an operation, a registered one of your own too; its outputs by name, amaxes left out.

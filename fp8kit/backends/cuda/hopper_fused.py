@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
@@ -302,8 +302,8 @@ def fp8_gemm_lines(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     bias: ArrayView | None,
     addend: ArrayView | None,
     q: ArrayView,

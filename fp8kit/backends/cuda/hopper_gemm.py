@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from fp8kit.accumulation import Accumulation, on_chip
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.own_gemm import Product, contract
@@ -93,7 +93,7 @@ def want_hopper(index: int, *strides: int) -> None:
 
 
 def result_map(
-    shape: tuple[int, ...], stride: int, out: str, scales: str, groups: str, at: Tiling, fused: bool = False
+    shape: Shape, stride: int, out: str, scales: str, groups: str, at: Tiling, fused: bool = False
 ) -> bytes:
     """The map by which copies write a result, ([groups,] m, n), from shared memory: the source's STAGED. That
     of ``NONE`` where the kernel writes from registers: others, and those whose rows do not begin at multiples
