@@ -25,8 +25,8 @@ from fp8kit.backends.cuda.hopper_gemm import (
     Tiling,
     band_of,
     blocks_together,
+    cheapest,
     compiled,
-    cost,
     packed,
     result_map,
     rows_map,
@@ -62,12 +62,8 @@ def _variants() -> frozenset[frozenset[tuple[str, str]]]:
 
 def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
     """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``."""
-
-    def of(one: Tiling) -> float:
-        tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
-
-    return min((Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),), key=of)
+    among = (Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),)
+    return cheapest(among, m, n, k, promote, multiprocessors)
 
 
 @memoized("Hopper products with epilogues by call")

@@ -7,6 +7,7 @@ The order of sums does not depend on sizes, tiles or the device: an element is w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fp8kit.accumulation import Accumulation, on_chip
@@ -69,15 +70,20 @@ def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multi
 
 
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling that a product of m x n elements, k terms each, is made by: the one that costs the least."""
+    """The tiling that a product of m x n elements, k terms each, is made by."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
+    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
+    return cheapest((large, *smaller), m, n, k, promote, multiprocessors)
+
+
+def cheapest(among: Sequence[Tiling], m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
+    """The tiling that costs the least."""
 
     def of(one: Tiling) -> float:
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
         return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
 
-    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
-    return min((large, *smaller), key=of)
+    return min(among, key=of)
 
 
 def want_hopper(index: int, *strides: int) -> None:
