@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+Tile = tuple[int, int]  # rows and columns of elements that share a scale, 0: all
 # what any element can be moved as
 _BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}
 

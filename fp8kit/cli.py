@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import fp8kit
 from fp8kit import arrays, attention_info, cache, settings
@@ -94,7 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         help="only: what is kept on disk, and the caches by shape with their limits; "
         "fk.cache_info() shows how full those of a running program are",
     )
+    _add_trainings(commands)
+    for own in (launch, doctor, bench, warmup, plugins, kernels, recipes, report, alias):
+        own.add(commands)
+    return parser
 
+
+def _add_trainings(commands: Any) -> None:
     sizes = "; ".join(
         f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, "
         f"{size.steps} steps"
@@ -160,10 +166,6 @@ def _parser() -> argparse.ArgumentParser:
         trains.add_argument(
             "--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)"
         )
-
-    for own in (launch, doctor, bench, warmup, plugins, kernels, recipes, report, alias):
-        own.add(commands)
-    return parser
 
 
 def _replaces(out: Path, *names: str) -> None:

@@ -83,17 +83,7 @@ def quantize(
     Raises FormatError for a dtype, scaling, rule, rounding, scale or format that does not fit, and for
     ``stochastic_bits`` or ``signs`` that would have no effect, ShapeError for a scale of another shape.
     """
-    if isinstance(x, QuantizedArray):
-        got = f"a QuantizedArray of {x.format}"
-        raise FormatError("quantize", "x", got, f"{_QUANTISED}: x.dequantize() has such values")
-    try:
-        view = arrays.as_view(x, "quantize", "x")
-    except FormatError:
-        if not hasattr(x, "dtype") or str(x.dtype).removeprefix("torch.") in _FLOATS:
-            raise
-        raise FormatError("quantize", "x", x.dtype, _QUANTISED) from None
-    if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
-        raise FormatError("quantize", "x", view.dtype.name, _QUANTISED)
+    view = _floats(x)
     rows = arrays.contiguous(view).rows()
     lies = 1 if type(along) is int and along == -1 else along_of("quantize", along)
     tile, grid = tiling(scaling, rows.shape, lies)
@@ -165,6 +155,22 @@ def quantize(
         kernels.quantize(rows, *results, format, tile, saturate, bits, 0, state if bits else None, stream)
     how = format, scaling, None if scale is not None else rule, lies, rotation
     return of_views(codes, scale_inv, x, *how, scale_codes, tensor_scale)
+
+
+def _floats(x: Any) -> ArrayView:
+    """Returns the view of an array that is cast. FormatError for others."""
+    if isinstance(x, QuantizedArray):
+        got = f"a QuantizedArray of {x.format}"
+        raise FormatError("quantize", "x", got, f"{_QUANTISED}: x.dequantize() has such values")
+    try:
+        view = arrays.as_view(x, "quantize", "x")
+    except FormatError:
+        if not hasattr(x, "dtype") or str(x.dtype).removeprefix("torch.") in _FLOATS:
+            raise
+        raise FormatError("quantize", "x", x.dtype, _QUANTISED) from None
+    if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
+        raise FormatError("quantize", "x", view.dtype.name, _QUANTISED)
+    return view
 
 
 def _rule(rule: Any, kind: str) -> str:

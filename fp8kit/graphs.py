@@ -87,7 +87,7 @@ class Graph:
         given = (args, options)
         with self._lock:
             views = self._looked_at(given)
-            if inspection.inspector is not None:  # which looks at what Python does
+            if inspection.hooks.inspector is not None:  # which looks at what Python does
                 return mapped(self._call(given, views), _detached)
             if self._left:
                 out = self._call(given, views)

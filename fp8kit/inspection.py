@@ -1,7 +1,7 @@
 """Where the inspector hooks in: what layers, operations and frontends know of it.
 
-``inspector`` is None unless something is to be looked at in this step, so that all others pay one look at
-it. A ``Watch`` says what a layer's call is to show. It is a part of the call's spec, and so the call has a
+``hooks.inspector`` is None unless something is to be looked at in this step, so that all others pay one look
+at it. A ``Watch`` says what a layer's call is to show. It is a part of the call's spec, and so the call has a
 plan of its own (``ops.product_watched``), which fills one more small array for each tensor that is looked at.
 The frontend hands these arrays to the inspector when they have been filled. ``fp8kit.numerics`` has the
 inspector itself.
@@ -134,17 +134,22 @@ class Inspector(Protocol):
         the layer in a stack, None where it is in none."""
 
 
-inspector: Inspector | None = None
-# called with the names of layers whose products of groups show nothing, while something records products
-watching: Callable[[str], None] | None = None
+@dataclass
+class _Hooks:
+    inspector: Inspector | None = None
+    # called with the names of layers whose products of groups show nothing, while something records products
+    watching: Callable[[str], None] | None = None
+
+
+hooks = _Hooks()
 
 
 def unseen(layer: str) -> None:
     """Say that a layer's products, of groups whose sizes stay on the device, show nothing."""
-    if inspector is not None:
-        inspector.unseen(layer)
-    if watching is not None:
-        watching(layer)
+    if hooks.inspector is not None:
+        hooks.inspector.unseen(layer)
+    if hooks.watching is not None:
+        hooks.watching(layer)
 
 
 def is_watched(name: str) -> bool:

@@ -19,7 +19,7 @@ from fp8kit.errors import RecipeError, meant, on_behalf_of
 from fp8kit.lru import LRU
 from fp8kit.quantization import NAMES, OPERANDS, AmaxHistory, Quantization, Quantizer, gemm_of
 from fp8kit.recipe import Recipe
-from fp8kit.recipe_fields import recipe_class
+from fp8kit.recipe_fields import of_parts, recipe_class
 
 log = logging.getLogger("fp8kit")
 
@@ -106,9 +106,12 @@ class DataRecipe(Recipe):
         self.__dict__.update(state)
         self._keep()
 
+    def parts(self) -> tuple[Any, ...]:
+        return type(self), self.key, self.name
+
     @classmethod
-    def of_key(cls, key: str, name: str) -> DataRecipe:
-        """Returns the recipe of this ``key``, while another one has it."""
+    def _whole(cls, key: str, name: str) -> Self:
+        """The recipe of this ``key``, while another one has it."""
         found = _DATA[key]
         return cls(found.data, name, found.attention, found.history)
 
@@ -201,6 +204,14 @@ class PerLayer(Recipe):
             )
         numbers = [*range(first), *range(layers - last, layers)]
         return cls(default, tuple((pattern.replace("{}", str(n)), other) for n in numbers))
+
+    def parts(self) -> tuple[Any, ...]:
+        rules = [(pattern, None if own is None else own.parts()) for pattern, own in self.rules]
+        return type(self), self.default.parts(), tuple(rules)
+
+    @classmethod
+    def _whole(cls, default: tuple[Any, ...], rules: tuple[tuple[str, Any], ...]) -> Self:
+        return cls(of_parts(default), tuple((pattern, of_parts(own)) for pattern, own in rules))
 
     @property
     def quantization(self) -> Quantization:
@@ -420,6 +431,7 @@ class CustomRecipe(Recipe):
     key: str = field(init=False, repr=False, compare=False)
 
     by_layer: ClassVar[bool] = True
+    quantization_alignment = 128
 
     def __post_init__(self) -> None:
         if not (self.history is None or isinstance(self.history, AmaxHistory)):
@@ -447,9 +459,12 @@ class CustomRecipe(Recipe):
         self.__dict__.update(state)
         self._keep()
 
+    def parts(self) -> tuple[Any, ...]:
+        return type(self), self.key
+
     @classmethod
-    def of_key(cls, key: str) -> CustomRecipe:
-        """Returns the recipe of this ``key``, while another one has it."""
+    def _whole(cls, key: str) -> Self:
+        """The recipe of this ``key``, while another one has it."""
         found = _ANSWERS[key]
         return cls(found.qfactory, found.accumulation, found.history)
 

@@ -413,6 +413,8 @@ class MXFP8BlockScaling(_BlockRecipe):
     backward_override: str | None = None
     enable_2d_quantization: bool = False
 
+    quantization_alignment = 32
+
     def __post_init__(self) -> None:
         self._want(int, "margin")
         if self.margin != 0:
@@ -499,6 +501,8 @@ class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+
+    quantization_alignment = 128
 
     def __post_init__(self) -> None:
         self._check(

@@ -32,7 +32,7 @@ import numpy as np
 
 from fp8kit import arrays, codec, formats, nn
 from fp8kit.arguments import choice
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
 from fp8kit.backends import dispatch
@@ -99,7 +99,7 @@ class Checked(NamedTuple):
     step: int
 
 
-def drawn(kind: str, shape: tuple[int, ...], seed: int, which: int) -> HostArray:
+def drawn(kind: str, shape: Shape, seed: int, which: int) -> HostArray:
     """float32 of a shape, drawn from a distribution of ``DISTRIBUTIONS`` by NumPy's Philox with the key
     (seed, which). ArgumentError for another one."""
     choice("recipes", "--data", kind, DISTRIBUTIONS)

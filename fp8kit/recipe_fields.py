@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import shown
 from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
-from fp8kit.errors import RecipeError, meant
+from fp8kit.errors import RecipeError, UnsupportedError, meant
 from fp8kit.lru import LRU
 from fp8kit.quantization import AmaxHistory, KnownFields, Quantization, Quantizer
 
@@ -70,6 +70,21 @@ class Strict(KnownFields):
         """Returns the fields, without what is derived from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
+    def parts(self) -> tuple[Any, ...]:
+        """Returns the class and the fields, those that have fields as their parts: what ``torch.compile`` can
+        trace, and ``of_parts`` make whole. UnsupportedError for a field that is a function."""
+        names = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+        values = {name: getattr(self, name) for name in names}
+        for name, value in values.items():
+            if callable(value):
+                own = f"{type(self).__name__}: {name}"
+                raise UnsupportedError(f"{own}: a function is not supported within torch.compile")
+        return type(self), *[v.parts() if isinstance(v, Strict) else v for v in values.values()]
+
+    @classmethod
+    def _whole(cls, *parts: Any) -> Self:
+        return cls(*map(of_parts, parts))
+
     def _refuse(self, field: str, wanted: str) -> RecipeError:
         return RecipeError(type(self).__name__, field, shown(getattr(self, field)), wanted)
 
@@ -89,6 +104,11 @@ class Strict(KnownFields):
                 if isinstance(value, formats.Format):
                     raise RecipeError(type(self).__name__, name, f"the number format {value}", said)
                 raise self._refuse(name, said)
+
+
+def of_parts(parts: Any) -> Any:
+    """Returns what ``Strict.parts`` took apart."""
+    return parts[0]._whole(*parts[1:]) if isinstance(parts, tuple) else parts
 
 
 @dataclass_transform()
@@ -194,6 +214,8 @@ class Recipe(Strict):
     by_layer: ClassVar[bool] = False
     # of the fields that make recipes equal; None of a class that is by_layer or a program's own
     _values: Any = None
+    # the multiple to which Transformer Engine pads the rows of a group
+    quantization_alignment: ClassVar[int] = 16
     # whether a layer without a name has the recipe of none, since rules go by names
     by_name: ClassVar[bool] = False
     # Transformer Engine's attributes that follow from fields here -> those fields

@@ -322,7 +322,7 @@ def _scales(
     return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
-def _answer(rule: AmaxHistory, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
+def _answer(rule: AmaxHistory, name: str, value: Any, shape: Shape) -> HostArray:
     array = np.asarray(value, np.float32)
     if array.shape != shape:
         got = f"a result of shape {array.shape}"

@@ -87,8 +87,6 @@ def warmup(
     """
     from fp8kit import arrays, formats, nn, scaled_products
     from fp8kit.arguments import choice, integer
-    from fp8kit.autocast import autocast
-    from fp8kit.autograd import tensor
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ALL
     from fp8kit.errors import FormatError, RecipeError, ShapeError
@@ -140,27 +138,35 @@ def warmup(
         f"{sequence} x {batch} tokens"
     )
     begin = time.perf_counter()
-    inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     layer = nn.TransformerLayer(
         hidden,
         ffn,
         heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        init_method=_zeros,
+        output_layer_init_method=_zeros,
         params_dtype=kind,
         activation=activation,
         normalization=normalization,
         device=where,
-        **inits,
     )
-    x = tensor(arrays.zeros((sequence, batch, hidden), kind, where), requires_grad=True)
-    for step in (1, 2):  # the first finds no gradient to add to
-        with autocast(recipe=rule):
-            y = layer(x)
-        tell(f"step {step}: forward done, {time.perf_counter() - begin:.1f} s")
-        y.backward(x.view)
-    arrays.synchronize(where)
+    _two_steps(layer, arrays.zeros((sequence, batch, hidden), kind, where), rule, tell)
     return replace(done, step_seconds=time.perf_counter() - begin)
+
+
+def _two_steps(layer: Any, zeros: Any, recipe: Recipe, say: Callable[[str], object]) -> None:
+    from fp8kit import arrays
+    from fp8kit.autocast import autocast
+    from fp8kit.autograd import tensor
+
+    begin, x = time.perf_counter(), tensor(zeros, requires_grad=True)
+    for step in (1, 2):  # the first finds no gradient to add to
+        with autocast(recipe=recipe):
+            y = layer(x)
+        say(f"step {step}: forward done, {time.perf_counter() - begin:.1f} s")
+        y.backward(zeros)
+    arrays.synchronize(zeros.device)
 
 
 def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:

@@ -107,7 +107,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """After the house's own tests: files that grow too long, and ideas whose files do not share a stem.
+    """After the tests of tests/house: files that grow too long, and ideas whose files do not share a stem.
     Neither fails."""
     ran = {
         report.nodeid

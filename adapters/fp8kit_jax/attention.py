@@ -189,7 +189,7 @@ def known(operation: str, options: Iterable[str], more: Iterable[str] = (), own:
             raise TypeError(f"{operation}: unexpected argument {name!r}{near}")
 
 
-class _Call(NamedTuple):
+class _OperationCall(NamedTuple):
     """A call of the operation: its inputs by name without ``rng``; the operation's own shapes of inputs that
     it has flattened; o's shape."""
 
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
     o: tuple[int, ...]
 
 
-def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
+def _resolved(options: Mapping[str, Any], module: str = "") -> _OperationCall:
     """Returns the call of the operation for all arguments of the function by name; layers may be shapes and
     dtypes. ``module``: the name of the module that calls. Checks everything but the shapes and dtypes that
     the operation checks."""
@@ -259,7 +259,7 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _Call:
         for name, a, n in zip(names, layers, packed, strict=True)
         if n > 1
     }
-    return _Call(spec, inputs, flat, (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1]))
+    return _OperationCall(spec, inputs, flat, (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1]))
 
 
 def beside_mask(

@@ -25,6 +25,7 @@ import functools
 import gc
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
 _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
 _ATTRIBUTES = ["low", "high"]
 _TEXTS: LRU[tuple[int, int], str] = LRU(SHAPES)  # digest -> what was lowered in this process
+used = threading.Event()  # set when a call is made that the end of the process waits for
 
 
 def default_device() -> Device:
@@ -81,7 +83,7 @@ def register(
 def call(name: str, results: Any, *arrays: Any, **attributes: Any) -> Any:
     """A registered call inside a traced function. ``results``: a (nested) list of ``shape_struct``s, in which
     shape it returns them."""
-    _mark_used()
+    used.set()
     return jax.ffi.ffi_call(name, results)(*arrays, **attributes)
 
 
@@ -147,7 +149,7 @@ def constant(text: str) -> np.ndarray[Any, Any]:
 
 def attributes(text: str) -> dict[str, Any]:
     """Returns the attributes of the custom call for a program's text."""
-    _mark_used()
+    used.set()
     low, high = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.int64)
     _TEXTS.put((int(low), int(high)), text)
     return {"low": low, "high": high}
@@ -167,7 +169,7 @@ def _receiver(kind: str) -> Callable[..., None]:
 
     def receive(*values: Any) -> None:
         *tensors, low, high = values
-        _mark_used()
+        used.set()
         with arithmetic():
             if kind == "cpu":
                 device, stream, several = CPU, 0, False
@@ -226,13 +228,6 @@ for _platform, _kind in PLATFORMS.items():
 
 # --- the end of the process ---------------------------------------------------------------------------------
 
-_used = False
-
-
-def _mark_used() -> None:
-    global _used
-    _used = True
-
 
 @jax.jit
 def _last(x: Any) -> Any:
@@ -249,7 +244,7 @@ def _finish(process: int) -> None:
     in the order of its launches, all that this thread has launched; but not what another thread has launched
     and whose results are not held.
     """
-    if not _used or os.getpid() != process:  # a forked child has none of JAX's threads
+    if not used.is_set() or os.getpid() != process:  # a forked child has none of JAX's threads
         return
     several_gpus.limit_the_end()
     with contextlib.suppress(RuntimeError):  # of a device that has failed for the user already

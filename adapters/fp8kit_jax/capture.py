@@ -7,7 +7,6 @@ several devices.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from fp8kit.arguments import function, shown
 from fp8kit.autocast import autocast
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.inspection import Entry, Place, Watch
-from fp8kit.numerics.capture import Dump, GemmOperands, called, left_out_alone
+from fp8kit.numerics.capture import Dump, GemmOperands, called, digest_of, left_out_alone
 from fp8kit.numerics.config import Config, Dumped, Effect, Section, Steps
 from fp8kit.numerics.log import Inspector
 from fp8kit.quantization import OPERANDS, Quantization
@@ -73,7 +72,7 @@ class _Recorder(Inspector):
                 known = self._operands.setdefault(layer, {})
                 if own.tensor not in known:
                     known[own.tensor] = value
-                elif known[own.tensor].shape != value.shape or _digest(known[own.tensor]) != _digest(value):
+                elif (was := known[own.tensor]).shape != value.shape or digest_of(was) != digest_of(value):
                     self._differing.add(layer)
 
     def unseen(self, name: str) -> None:
@@ -128,10 +127,6 @@ class _Recorder(Inspector):
             return i, () if layer.place is None else layer.place.numbers, j
 
         return sorted(self._operands, key=key)
-
-
-def _digest(array: Any) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).digest()
 
 
 def capture(

@@ -145,7 +145,7 @@ def attend_split(
         beside["softmax_offset"] = offset
 
     if how.manual:
-        o = _Call(attend, resolve, arguments, how, at, beside).attend(layers)
+        o = _DeviceCall(attend, resolve, arguments, how, at, beside).attend(layers)
         return o[0] if flat else o
     spec, batch, heads = _specs(mesh, layers, how.axis, at)
     own = {name: P(heads if name == "softmax_offset" else batch) for name in beside}
@@ -181,7 +181,7 @@ def _program(
     arguments = dict.fromkeys(_ARRAYS) | dict(plain)
 
     def local(query: Any, key: Any, value: Any, beside: dict[str, Any]) -> Any:
-        return _Call(attend, resolve, arguments, how, at, beside).attend((query, key, value))
+        return _DeviceCall(attend, resolve, arguments, how, at, beside).attend((query, key, value))
 
     specs = spec, spec, spec, dict(beside_specs)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec))
@@ -212,7 +212,7 @@ def _sequences(
     return found
 
 
-class _Call:
+class _DeviceCall:
     """A call on one device. ``beside``: of its batches where the whole sequences lie, by side, and its
     heads' ``softmax_offset``."""
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fp8kit import formats
 from fp8kit.arguments import choice, flag, integer, named_well, shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import want_rotation
@@ -59,7 +60,7 @@ class ScaledTensor:
     rng: Any = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Extent in elements."""
         return tuple(self.data.shape)
 
@@ -321,7 +322,7 @@ def _high_precision(operation: str, dtype: Any) -> formats.DType:
     return formats.dtype(dtype, operation, "dtype", formats.HIGH_PRECISION)
 
 
-def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
+def _padded(array: Any, shape: Shape, value: Any) -> Any:
     return jnp.pad(
         array, [(0, n - m) for n, m in zip(shape, array.shape, strict=True)], constant_values=value
     )
@@ -341,7 +342,7 @@ def _native(operation: str, format: Format) -> Any:
     return jnp.dtype(jnp.uint8) if kind is None or kind.dlpack[1] != 8 else kind.numpy
 
 
-def _grid(operation: str, scaling: str, shape: tuple[int, ...], along: int = 1) -> tuple[int, ...]:
+def _grid(operation: str, scaling: str, shape: Shape, along: int = 1) -> tuple[int, ...]:
     """Returns the shape of an array's scales."""
     choice(operation, "scaling", scaling, list(TILES), FormatError)
     if scaling == "tensor":

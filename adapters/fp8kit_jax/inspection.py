@@ -93,7 +93,7 @@ def switch(looked_at: Any) -> None:
 
 def watched(found: QuantizerSet, prefix: str, layout: str) -> tuple[Quantization | None, Watch | None]:
     """Returns how a product is quantised, and what it is to show, in this step."""
-    fp8, inspector = fp8_of(found), inspection.inspector
+    fp8, inspector = fp8_of(found), inspection.hooks.inspector
     if inspector is None:
         return fp8, None
     watch = inspector.of_products(((found.layer, prefix),), fp8, layout == "io")
@@ -151,7 +151,7 @@ def place() -> Traced | None:
     """Returns which of stacked layers the call is of that is traced now; None for none, and where nothing is
     looked at."""
     stack = _STACK.get()
-    if not stack or inspection.inspector is None:
+    if not stack or inspection.hooks.inspector is None:
         return None
     numbers = [jax.numpy.asarray(index, jax.numpy.int32) for _, index in stack]
     return Traced(jax.numpy.stack(numbers), tuple(name for name, _ in stack))
@@ -165,6 +165,6 @@ def show(program: Program, results: Mapping[str, Any], place: Traced | None) -> 
 
 
 def _take(entries: Mapping[str, Entry], place: Traced | None, *arrays: Any) -> None:
-    if inspection.inspector is not None:
+    if inspection.hooks.inspector is not None:
         own = None if place is None else Place(tuple(np.asarray(place.numbers).tolist()), place.names)
-        inspection.inspector.take(entries, arrays, own)
+        inspection.hooks.inspector.take(entries, arrays, own)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from fp8kit import scaled_products
 from fp8kit.arguments import choice, flag, named_well, shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, on_behalf_of
@@ -23,6 +24,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
+from fp8kit.spec import Operation
 from fp8kit_jax.activations import activation_of, alphas_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, in_dtype_of
 from fp8kit_jax.calls import default_device
@@ -34,7 +36,7 @@ from fp8kit_jax.scopes import history_of, next_key
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Dims = tuple[Sequence[int], Sequence[int]]
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 
 
 @named_well
@@ -87,19 +89,9 @@ def dense(
         "bias0": _shaped("dense", "bias", bias, features),
         "residual": None if residual is None else residual.reshape(*matrix.shape[:-1], *features),
     }
-    inputs |= drawn("dense", found)
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
     flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
-    y = apply(
-        linear,
-        LinearSpec(product),
-        inputs,
-        found.slots(""),
-        history_of(found.recipe),
-        flat=flat,
-        views=views,
-        kept_as=found.kept_as,
-    )["y"].reshape(shape)
+    y = _run("dense", linear, LinearSpec(product), inputs, found, flat, views)["y"].reshape(shape)
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if deferred else y
 
 
@@ -158,18 +150,8 @@ def layernorm_dense(
         "weight0": kernel,
         "bias0": _shaped(op, "bias", bias, features),
     }
-    inputs |= drawn(op, found)
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
-    out = apply(
-        norm_linear,
-        spec,
-        inputs,
-        found.slots(""),
-        history_of(found.recipe),
-        flat=flat,
-        views=views,
-        kept_as=found.kept_as,
-    )
+    out = _run(op, norm_linear, spec, inputs, found, flat, views)
     y = out["y"].reshape(*x.shape[:-1], *features)
     return (y, *(out[name] for name in beside)) if beside else y
 
@@ -273,22 +255,30 @@ def layernorm_mlp(
         "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
         **learned,
     }
-    inputs |= drawn(op, first)
     flat, views = _flattened(fc1, wide, ())
     views.pop("y", None)
     views["h"] = (math.prod(x.shape[:-1]), *wide)
-    out = apply(
-        norm_mlp,
-        spec,
-        inputs,
-        first.slots("fc1_") | second.slots("fc2_"),
-        history_of(first.recipe),
-        flat=flat,
-        views=views,
-        kept_as=first.kept_as,
-    )
+    slots = first.slots("fc1_") | second.slots("fc2_")
+    out = _run(op, norm_mlp, spec, inputs, first, flat, views, slots)
     more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if deferred else [])]
     return (out["y"], *more) if more else out["y"]
+
+
+def _run(
+    name: str,
+    operation: Operation,
+    spec: Any,
+    inputs: dict[str, Any],
+    found: QuantizerSet,
+    flat: Shapes,
+    views: Shapes,
+    slots: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """``apply`` by what ``found`` says; ``name``: of the function; ``slots``: where there are others than
+    its own."""
+    inputs = inputs | drawn(name, found)
+    slots, history = found.slots("") if slots is None else slots, history_of(found.recipe)
+    return apply(operation, spec, inputs, slots, history, flat=flat, views=views, kept_as=found.kept_as)
 
 
 def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
@@ -339,7 +329,7 @@ def _product(
     return ProductSpec(k, (math.prod(features),), layout, mode, fp8, prefix=prefix, watch=watch)
 
 
-def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+def _shaped(operation: str, name: str, bias: Any, shape: Shape) -> Any:
     """Returns a bias with the features' shape."""
     if bias is None:
         return None

@@ -18,7 +18,7 @@ import tvm_ffi
 
 from fp8kit import arrays
 from fp8kit.arguments import flag, number
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.dispatch import kernels
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.formats import dtype as dtype_of
@@ -202,7 +202,7 @@ def _checked(name: str, formats: StateFormats, leaves: list[Any], moments: list[
 # --- the call ----------------------------------------------------------------------------------------------
 
 
-def _zeros(kept: MomentFormat, shape: tuple[int, ...]) -> Moment:
+def _zeros(kept: MomentFormat, shape: Shape) -> Moment:
     scales = kept.scales(math.prod(shape))
     return Moment(
         jnp.zeros(shape, kept.dtype.numpy), None if scales is None else jnp.zeros(scales, jnp.float32)
@@ -220,7 +220,7 @@ def _master(formats: StateFormats, w: Any) -> Moment | None:
     return Moment(jnp.zeros(w.shape, kind.numpy), scale)
 
 
-def _shapes(kept: MomentFormat, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _shapes(kept: MomentFormat, shape: Shape) -> list[tuple[int, ...]]:
     """Returns the shapes of a moment's arrays."""
     scales = kept.scales(math.prod(shape))
     return [tuple(shape)] if scales is None else [tuple(shape), scales]
@@ -232,7 +232,7 @@ def _step(
     """(direction, moments) of every leaf; with ``lr``, of rows that end with a master and the parameter,
     (moments, master, parameter) after the step. The call takes the count and ``lr``, then what each leaf
     has; it gives what each has after, and the workspace."""
-    calls._mark_used()
+    calls.used.set()
     words = jnp.stack([count.astype(jnp.uint32), jnp.zeros((), jnp.uint32)])  # an int64
     given = [jax.tree.leaves(row) for row in rows]
     results = []
@@ -312,7 +312,7 @@ def _receiver(platform: str, masters: bool) -> Callable[..., None]:
 
     def receive(*values: Any) -> None:
         *tensors, how = values
-        calls._mark_used()
+        calls.used.set()
         with arithmetic():
             stream = 0 if platform == "cpu" else tvm_ffi.get_raw_stream(tensors[0].device)
             views = [calls._view(tensor, platform) for tensor in tensors]

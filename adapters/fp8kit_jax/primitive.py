@@ -25,7 +25,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from fp8kit import formats
-from fp8kit.arrays import CPU, Device
+from fp8kit.arrays import CPU, Device, Shape
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError
 from fp8kit.lru import memoized
 from fp8kit.spec import Meta
@@ -76,7 +76,7 @@ def meta_of(array: Any) -> Meta:
     return Meta(tuple(array.shape), formats.dtype(np.dtype(array.dtype)))
 
 
-def wire(meta: Meta, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def wire(meta: Meta, shape: Shape) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64
     bits only on request. ``shape``: the array's own, where the meta's is a flattened one."""
     if meta.dtype is formats.int64 and not jax.config.jax_enable_x64:
@@ -90,7 +90,7 @@ def _wired(program: Program, kind: str) -> list[tuple[tuple[int, ...], np.dtype[
     return [wire(meta, shape) for (_, meta), (_, shape) in zip(metas, program.seen(kind), strict=True)]
 
 
-def _like(aval: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def _like(aval: Any, shape: Shape, dtype: np.dtype[Any]) -> Any:
     """Returns an abstract array on the same mesh and varying over the same manual axes as ``aval``."""
     whole = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, whole)

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8kit.arguments import shown
+from fp8kit.arrays import Shape
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, AutogradError, FormatError, RecipeError, ShapeError
 from fp8kit.execution.refusals import want_call
@@ -74,8 +75,8 @@ def apply(
     state: State | None = None,
     scaling: AmaxHistory | None = None,
     pairs: tuple[str, ...] = ("rng",),
-    flat: Mapping[str, tuple[int, ...]] | None = None,
-    views: Mapping[str, tuple[int, ...]] | None = None,
+    flat: Mapping[str, Shape] | None = None,
+    views: Mapping[str, Shape] | None = None,
     kept_as: str = "",
 ) -> Arrays:
     """Run an operation, a registered one of your own too; its outputs by name, amaxes left out.
@@ -124,7 +125,7 @@ def apply(
             return run(arrays, state)
         program, arguments = _program(static, arrays, state, ())
         return sharding.run_explicit(run, mesh, program, arguments, arrays, state)
-    except TypeError as error:
+    except TypeError as error:  # which JAX raises for much else: its text alone tells
         if "forward-mode" not in str(error):
             raise
         asked = "one in forward mode (jvp, jacfwd)"

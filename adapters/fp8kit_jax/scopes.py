@@ -204,7 +204,7 @@ def autocast(
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise RecipeError("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None")
-    if rng is not None and not (is_key(rng) and rng.shape == ()) and not _is_raw_key(rng):
+    if rng is not None and not (is_key(rng) and rng.shape == ()) and not is_raw_key(rng):
         raise RecipeError("autocast", "rng", shown(rng), "one JAX key")
     if enabled is None:
         enabled = False
@@ -220,7 +220,7 @@ def _say_off() -> None:
     log.warning("autocast(recipe=...) without enabled=True leaves FP8 off: enabled is False by default")
 
 
-def _is_raw_key(value: Any) -> bool:
+def is_raw_key(value: Any) -> bool:
     """Whether it is a key of two words, of the kind before ``jax.random.key``."""
     return getattr(value, "shape", None) == (2,) and str(getattr(value, "dtype", "")) == "uint32"
 

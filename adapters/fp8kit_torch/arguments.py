@@ -133,7 +133,7 @@ def want_input(
     operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None
 ) -> Tensor:
     """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``.
-    Fp8kitError kinds otherwise."""
+    ArgumentError, FormatError or ShapeError otherwise."""
     plain = type(value) is Tensor
     if not (plain or isinstance(value, Tensor)) or value.layout is not _STRIDED or value.is_nested:
         tensor(operation, argument, value)

@@ -17,8 +17,8 @@ from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
-from fp8kit.layer_recipes import CustomRecipe, DataRecipe, PerLayer
-from fp8kit.recipe import DelayedScaling, MMParams, QParams, Recipe
+from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.recipe_fields import of_parts
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checkpoint_state import hand_over, waiting
 from fp8kit_torch.collectives import is_group
@@ -167,41 +167,9 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-def recipe_parts(recipe: Any) -> tuple[Any, ...]:
-    """A recipe as its class and its fields, in a way that ``torch.compile`` can trace. NotImplementedError
-    for one with callables."""
-    kind = type(recipe)
-    if kind is CustomRecipe:
-        return kind, recipe.key
-    values = [getattr(recipe, name) for name in kind.__dataclass_fields__]
-    for value in values:
-        if callable(value):
-            raise not_compiled("a recipe with callables")
-    if kind is DataRecipe:
-        return kind, recipe.key, recipe.name
-    if kind is PerLayer:
-        rules = [(pattern, None if own is None else recipe_parts(own)) for pattern, own in recipe.rules]
-        return kind, recipe_parts(recipe.default), (PerLayer, *rules)
-    return (kind, *[recipe_parts(v) if isinstance(v, QParams | MMParams) else v for v in values])
-
-
-def recipe_of(parts: tuple[Any, ...]) -> Any:
-    """What ``recipe_parts`` took apart."""
-    kind, *values = parts
-    if kind is DataRecipe:
-        return DataRecipe.of_key(*values)
-    if kind is CustomRecipe:
-        return CustomRecipe.of_key(*values)
-    if kind is PerLayer:
-        default, (_, *rules) = values
-        made = [(pattern, None if own is None else recipe_of(own)) for pattern, own in rules]
-        return PerLayer(recipe_of(default), tuple(made))
-    return kind(*(recipe_of(value) if isinstance(value, tuple) else value for value in values))
-
-
 def layer_recipe(parts: tuple[Any, ...], layer: tuple[str, str]) -> Any:
     """The recipe, by its parts, of a ``layer`` of that class and name; None for high precision."""
-    return recipe_of(parts).for_layer(*layer)
+    return of_parts(parts).for_layer(*layer)
 
 
 @constant_result

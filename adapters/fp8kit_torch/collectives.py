@@ -201,8 +201,8 @@ def naming_failures(group: Any = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        of_torch = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not (of_torch and dist.is_initialized()) or isinstance(error, BackendError):
+        of_torch = torch_compat.is_of_processes(error) and dist.is_initialized()
+        if not of_torch or isinstance(error, BackendError):
             raise
         ranks = TorchCollectives.of(dist.group.WORLD if group is None else group)
         raise ranks.outside(f"in {_doing(error)}", error) from error

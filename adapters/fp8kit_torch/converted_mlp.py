@@ -29,7 +29,7 @@ from fp8kit.ops.gated_mlp import GatedMLPSpec, gated_activations, gated_mlp, is_
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
-from fp8kit_torch.autocast import layer_recipe, recipe_parts
+from fp8kit_torch.autocast import layer_recipe
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.constants import constant_result, exporting
 from fp8kit_torch.converted import ConvertedLinear
@@ -269,7 +269,7 @@ _VALUES = {
 def _fused(mlp: GatedMLP, x: Any) -> Tensor | None:
     """y of the MLP as one operation; None where its own forward is to run."""
     state = current()
-    if state is None or not state.enabled or state.check_finite or inspection.inspector is not None:
+    if state is None or not state.enabled or state.check_finite or inspection.hooks.inspector is not None:
         return None
     if _passed_by(mlp) or type(x) is not Tensor or torch.jit.is_tracing():
         return None
@@ -442,7 +442,7 @@ def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
     if inputs is None:
         return None
     texts, names = tuple(layer._spec_text for layer in layers), tuple(layer._layer() for layer in layers)
-    spec = _spec_text(kind, texts, recipe_parts(state.recipe), names, str(x.device))
+    spec = _spec_text(kind, texts, state.recipe.parts(), names, str(x.device))
     if not spec:
         return None
     _own_forward(mlp)(torch.empty_like(x, device="meta"))

@@ -31,7 +31,7 @@ class Waiting:
 
     def held(self, weight: Tensor) -> Tensor:
         """``weight``, whose gradient goes to this object instead of its ``grad``."""
-        return _Held.apply(weight, self) if weight.requires_grad else weight  # type: ignore[no-any-return]
+        return _Delayed.apply(weight, self) if weight.requires_grad else weight  # type: ignore[no-any-return]
 
     def hand_over(self) -> None:
         """Add what waits to the weights' ``grad``, then call the hooks."""
@@ -43,7 +43,7 @@ class Waiting:
             hook()
 
 
-class _Held(torch.autograd.Function):
+class _Delayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, waiting: Waiting) -> Tensor:
         ctx.weight, ctx.waiting = weight, waiting

@@ -20,7 +20,6 @@ from fp8kit.ops.permute import expert_rows, permute, unpermute
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
-from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
@@ -63,7 +62,7 @@ def expert_product(
     if state is None or not state.enabled:
         spec = spec_for("ExpertLinearSpec", *fields, None, slots)
     elif torch.compiler.is_compiling():
-        spec = expert_text(fields, recipe_parts(state.recipe), layer, slots)
+        spec = expert_text(fields, state.recipe.parts(), layer, slots)
     else:
         own = state.recipe.for_layer(*layer)
         said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))

@@ -158,8 +158,8 @@ class GraphedCall:
     # --- replayed -------------------------------------------------------------------------------------------
 
     def check(self, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call that is to be replayed. Fp8kitError kinds where it is not like the
-        captured one, and where its graphs are gone."""
+        """The tensors of a call that is to be replayed. ArgumentError, ShapeError or FormatError where it is
+        not like the captured one, BackendError where its graphs are gone."""
         if self.forward_graph is None:
             raise BackendError(_OP, "replay", "a call after reset()", "one before")
         missing = sorted(self.names - set(kwargs))

@@ -38,12 +38,24 @@ from fp8kit_torch.graph_arguments import (
 )
 from fp8kit_torch.graph_calls import GraphedCall
 from fp8kit_torch.graph_capture import Capture, unchanged, uncollected
-from fp8kit_torch.graph_schedule import in_turn, interleaved, shared_inputs
+from fp8kit_torch.graph_schedule import Schedule, in_turn, interleaved, shared_inputs
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.state import ScalingState, finish_backward, held
 from fp8kit_torch.te_compat.capture import set_capture_end, set_capture_start
 
 _OP = "make_graphed_callables"
+
+
+def _schedule(order: Any, per_chunk: Any, reuse: bool, modules: int, samples: int) -> Schedule:
+    """The order of the passes. ArgumentError for arguments that do not go together."""
+    if order is not None:
+        return interleaved(order, per_chunk, modules, samples)
+    if reuse or per_chunk is not None:
+        name = "_reuse_graph_input_output_buffers" if reuse else "_num_layers_per_chunk"
+        raise ArgumentError(_OP, name, "given", "_order beside it")
+    if samples != modules:
+        raise ArgumentError(_OP, "sample_args", f"{samples} of them", f"one for each of {modules} modules")
+    return in_turn(modules)
 
 
 @named_well
@@ -114,17 +126,7 @@ def make_graphed_callables(
     given: tuple[Any, ...] = (modules,) if one else tuple(modules)  # type: ignore[arg-type]
     samples, kwargs = samples_of(one, sample_args, sample_kwargs)
     reuse = bool(_reuse_graph_input_output_buffers)
-    if _order is not None:
-        schedule = interleaved(_order, _num_layers_per_chunk, len(given), len(samples))
-    elif reuse or _num_layers_per_chunk is not None:
-        name = "_reuse_graph_input_output_buffers" if reuse else "_num_layers_per_chunk"
-        raise ArgumentError(_OP, name, "given", "_order beside it")
-    elif len(samples) != len(given):
-        raise ArgumentError(
-            _OP, "sample_args", f"{len(samples)} of them", f"one for each of {len(given)} modules"
-        )
-    else:
-        schedule = in_turn(len(given))
+    schedule = _schedule(_order, _num_layers_per_chunk, reuse, len(given), len(samples))
     trains = want_callables(given)
     hooks = want_hooks(capture_time_hooks, len(given))
     on, watching = bool(either(asked, "enabled")), bool(either(asked, "calibrating"))
@@ -220,7 +222,7 @@ class _Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A replay; the module's own forward where the inspector looks, which a replay shows nothing, or
         in the other mode than at the capture."""
-        if inspection.inspector is not None:
+        if inspection.hooks.inspector is not None:
             with nullcontext() if current() is not None else autocast(*self.scope):
                 return self.call.function(*args, **kwargs)
         if self.module is not None and self.module.training != self.call.trains:

@@ -28,7 +28,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, is_there, not_compiled, want_parameters
-from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_parts, touch_traced
+from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, touch_traced
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
@@ -290,7 +290,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     def is_debug_iter(self) -> bool:
         """Whether an inspector looks at this step (``inspect``, or Transformer Engine's debug features)."""
-        return inspection.inspector is not None
+        return inspection.hooks.inspector is not None
 
     # --- operands -------------------------------------------------------------------------------------------
 
@@ -355,10 +355,10 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         return x.fits(fp8.x) and fp8.wgrad.compute == "quantized"
 
     def want_ready(self, operation: str, path: str, x: Tensor) -> None:
-        """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of
-        another dtype, or a weight without the ``main_grad`` that it fills: what a layer of several modules
-        asks of each before the first of them runs, outside of ``torch.compile``. ``operation``, ``path``: the
-        layer's name in errors, and its name for this part."""
+        """BackendError, FormatError or ArgumentError where a pass on inputs like ``x`` would find a parameter
+        on another device, of another dtype, or a weight without the ``main_grad`` that it fills: what a layer
+        of several modules asks of each before the first of them runs, outside of ``torch.compile``.
+        ``operation``, ``path``: the layer's name in errors, and its name for this part."""
         if has_foreign_code(self):
             return
         want_parameters(operation, self.__dict__[torch_compat.PARAMETERS], x, "hidden_states", f"{path}.")
@@ -366,8 +366,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             self._main_grads(None, autocast_dtype(x) or x.dtype)
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
-        """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. Fp8kitError where one
-        has none that fits."""
+        """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. ArgumentError where
+        one has none that fits."""
         weights = {name: weight for name, weight in self.main_grad_weights().items() if weight.requires_grad}
         mains = {name: getattr(weight, "main_grad", None) for name, weight in weights.items()}
         some = next((main.dtype for main in mains.values() if isinstance(main, torch.Tensor)), torch.float32)
@@ -470,7 +470,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         if state is None:
             spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
             return trace(self.operation, spec, tensors)
-        parts, layer = recipe_parts(state.recipe), self._layer()
+        parts, layer = state.recipe.parts(), self._layer()
         frozen = self._frozen(parts, layer) if onnx_mode.on else ()
         traced = None if frozen else self._traced(state)
         if not state.enabled:
@@ -512,7 +512,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     def _traced(self, state: AutocastState) -> TracedState | None:
         """How a compiled call uses the state of delayed scaling; None with another recipe."""
-        text = history_text(recipe_parts(state.recipe), self._layer())
+        text = history_text(state.recipe.parts(), self._layer())
         if not text:
             return None
         if exporting():  # an exported program has no module whose scales it could change

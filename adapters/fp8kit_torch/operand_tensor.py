@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, FormatError, RecipeError, UnsupportedError
 from fp8kit.execution.codec import decode, encode
 from fp8kit.formats import E4M3
@@ -224,7 +225,7 @@ class OperandTensor(QuantizedTensor):
     def rows_in_parts(self, values: Tensor) -> Tensor:
         return SHARDED_BY[0](values, self._fp8)
 
-    def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    def shared_view(self, shape: Shape) -> QuantizedTensor | None:
         """Of one scale any shape, without the transposed codes unless rows stay; of blocks those whose rows
         stay."""
         n, k = self._size
@@ -463,9 +464,7 @@ _CLASSES: dict[str, type[OperandTensor]] = {
 }
 
 
-def of_parts(
-    parts: dict[str, Tensor], fp8: Quantization, shape: tuple[int, ...], dtype: torch.dtype
-) -> OperandTensor:
+def of_parts(parts: dict[str, Tensor], fp8: Quantization, shape: Shape, dtype: torch.dtype) -> OperandTensor:
     """The tensor of these parts, of the class that its scales have."""
     kind = _CLASSES.get(fp8.w.granularity, OperandTensor)
     return kind._made(parts, fp8, shape, dtype)  # type: ignore[no-any-return]
@@ -494,7 +493,7 @@ def _side(parts: dict[str, Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
 def _rebuilt(
     parts: dict[str, Tensor],
     fp8: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: torch.dtype,
     requires_grad: bool,
     parameter: bool,

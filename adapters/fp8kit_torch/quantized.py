@@ -58,7 +58,7 @@ def held_as(fp8: Quantization, operand: str) -> Quantization:
 # --- where modules make their weights so --------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class HeldWeights(NamedTuple):
     """How modules that are made now hold their weights. ``quantizer``: what casts them, where products have
     no codes to take."""
 
@@ -76,10 +76,10 @@ class Held(NamedTuple):
         return made  # type: ignore[no-any-return]
 
 
-_HELD: Scoped[Held | None] = Scoped("fp8kit_quantized_model_init", None)
+_HELD: Scoped[HeldWeights | None] = Scoped("fp8kit_quantized_model_init", None)
 
 
-def held_now() -> Held | None:
+def held_now() -> HeldWeights | None:
     """What the innermost ``quantized_model_init`` says; None outside of any."""
     return _HELD.get()
 
@@ -125,7 +125,7 @@ def quantized_model_init(
                 quantizer = quantizer_of_operand(recipe, "w")
         else:
             want_codes("quantized_model_init", "recipe", fp8)
-        held = Held(_held(fp8), bool(preserve_high_precision_init_val), quantizer)
+        held = HeldWeights(_held(fp8), bool(preserve_high_precision_init_val), quantizer)
     with _HELD.within(held):
         yield
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.checks import shown
@@ -64,7 +65,7 @@ class QuantizedTensor(torch.Tensor):
         cls,
         parts: Mapping[str, Tensor],
         how: Any,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: torch.dtype,
         requires_grad: bool = False,
     ) -> Any:
@@ -86,7 +87,7 @@ class QuantizedTensor(torch.Tensor):
         """Parts of a plain tensor of this shape, on this device, cast as this one."""
         raise NotImplementedError
 
-    def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    def shared_view(self, shape: Shape) -> QuantizedTensor | None:
         """The same codes under another shape, None where their scales do not allow it."""
         return None
 
@@ -169,10 +170,7 @@ class QuantizedTensor(torch.Tensor):
         self._high = None
 
     def _like(
-        self,
-        change: Callable[[Tensor], Tensor],
-        dtype: torch.dtype | None = None,
-        shape: tuple[int, ...] | None = None,
+        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, shape: Shape | None = None
     ) -> Any:
         """One of the same kind whose parts are changed."""
         parts = {name: change(part) for name, part in self._parts.items()}
@@ -427,7 +425,7 @@ def _counting() -> Iterator[None]:
         yield
 
 
-def _whole_shape(shape: Any, count: int) -> tuple[int, ...]:
+def _whole_shape(shape: Any, count: int) -> Shape:
     """A shape whose -1 is worked out."""
     known = math.prod(size for size in shape if size != -1)
     return tuple(count // max(known, 1) if size == -1 else int(size) for size in shape)

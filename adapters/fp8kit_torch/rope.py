@@ -59,8 +59,8 @@ def apply_fused_qkv_rotary_pos_emb(
       ``freqs`` of ``apply_rotary_pos_emb``.
     * Others as there; "thd", and so ``cu_seqlens``, is refused.
 
-    Returns h (s, b, h, d), (s, b, g, d), (s, b, g, d), or b first. Raises Fp8kitError kinds for what does not
-    fit.
+    Returns h (s, b, h, d), (s, b, g, d), (s, b, g, d), or b first. ArgumentError,
+    ShapeError, FormatError and BackendError are as there.
     """
     op = "apply_fused_qkv_rotary_pos_emb"
     if not torch.compiler.is_compiling():

@@ -17,8 +17,9 @@ from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
+from fp8kit.recipe_fields import of_parts
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch.autocast import layer_recipe, recipe_of
+from fp8kit_torch.autocast import layer_recipe
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.state import named
 from fp8kit_torch.torch_compat import unseen
@@ -92,7 +93,7 @@ def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str], where: str) -> str
 def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str, plain_backward: bool) -> str:
     """The text of an ``AttentionSpec`` of these first fields under a recipe, by its parts, for a layer that
     is called ``name``; ``plain_backward``: its field."""
-    how = recipe_of(recipe).attention_for(name)
+    how = of_parts(recipe).attention_for(name)
     more = () if how is None else (False, False, how, plain_backward)
     return encode(spec_object("AttentionSpec", *fields, *more))
 
@@ -109,7 +110,7 @@ def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[s
 @constant_result
 def attention_draws(recipe: tuple[Any, ...], name: str) -> bool:
     """Whether that draws random numbers besides dropout's."""
-    how = recipe_of(recipe).attention_for(name)
+    how = of_parts(recipe).attention_for(name)
     return how is not None and how.needs_rng
 
 
@@ -120,8 +121,8 @@ def spec_for(kind: str, *arguments: Any) -> Any:
 
 
 def any_rows(rows: int, x: Tensor) -> tuple[int, Tensor | None]:
-    """A number of rows as a spec and the input ``like`` have it. Within ``torch.compile`` the shape of ``like``
-    says it, since a spec is a constant there: one graph is for every number."""
+    """A number of rows as a spec and the input ``like`` have it. Within ``torch.compile``, where a spec is a
+    constant, the shape of ``like`` says it: one graph is for every number."""
     return (-1, x.new_empty((rows, 0))) if torch.compiler.is_compiling() else (rows, None)
 
 

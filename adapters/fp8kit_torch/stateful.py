@@ -20,7 +20,7 @@ from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
-from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
+from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
@@ -35,7 +35,7 @@ class StatefulModule(FP8Layer, ParameterModule):
     """What a layer of FP8 products keeps beside its parameters."""
 
     holds = True  # whether quantized_model_init concerns its weights
-    _held: Held | None = None
+    _held: HeldWeights | None = None
     fp8_meta: Meta
 
     def __init_subclass__(cls, **options: Any) -> None:

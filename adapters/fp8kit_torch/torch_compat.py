@@ -8,6 +8,7 @@ refused at import, as a BackendError: its numbers would be wrong.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -370,6 +371,18 @@ FIRST_PASS, LATER_PASS = (
 # How Dynamo calls a checkpointed function that it traces.
 TRACED_CHECKPOINT = "CheckpointHigherOrderVariable"
 
+# --- ONNX ---------------------------------------------------------------------------------------------------
+
+_NO_TRANSLATION = re.compile(r"No ONNX function found for .*fp8kit[.:]+(\w+)")
+
+
+def untranslated(error: BaseException) -> str | None:
+    """The operation of fp8kit's for which ``torch.onnx`` has no translation, where that is its error: its
+    text alone names the operation."""
+    found = _NO_TRANSLATION.search(str(error))
+    return found and found[1]
+
+
 # --- processes ----------------------------------------------------------------------------------------------
 
 
@@ -394,6 +407,12 @@ def store_of(group: Any) -> Any:
     """The key-value store that a group's processes met by."""
     known = torch.distributed.distributed_c10d
     return known._world.pg_map[group][1]
+
+
+def is_of_processes(error: RuntimeError) -> bool:
+    """Whether a collective of torch's raised an error. Those of gloo are plain RuntimeErrors, raised in C++
+    from within backward passes, too: nothing but their text names it."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:

@@ -35,7 +35,11 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         """Whether the layer's operations may run as one chain: the layer is small, and nothing reads, keeps
         or recomputes what its parts return (hooks, subclasses, calibration, checkpoints, an inspector, a look
         for NaN)."""
-        if self.is_compiling() or inspection.inspector is not None or (looks.ever and checking_finite()):
+        if (
+            self.is_compiling()
+            or inspection.hooks.inspector is not None
+            or (looks.ever and checking_finite())
+        ):
             return False
         state, modules = current(), self.__dict__[MODULES]
         if type(x) is not Tensor or x.nbytes >= LARGE or any_autocast():

@@ -190,7 +190,7 @@ def apply(
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if needs:
-        call = _Call(op, inputs, views, saved, results, out, read_later, owner, where)
+        call = RecordedCall(op, inputs, views, saved, results, out, read_later, owner, where)
         own = [results[n] for n, floating in zip(op.results, op.floating, strict=True) if floating]
         on_tape(Node(operation.name, len(own), call.edges, call.backward, finish), own)
     for name, view in amaxes.items():
@@ -199,7 +199,7 @@ def apply(
     return results
 
 
-class _Call:
+class RecordedCall:
     """A call on the tape: what its backward needs."""
 
     def __init__(

@@ -67,6 +67,18 @@ class Node:
         self.sequence = next(_SEQUENCE)
 
 
+def nodes(root: Edge | None) -> list[Node]:
+    """Returns the nodes from which ``root`` came, from the oldest to the youngest."""
+    found: dict[int, Node] = {}
+    edges = [root]
+    while edges:
+        edge = edges.pop()
+        if edge is not None and isinstance(node := edge.target, Node) and node.sequence not in found:
+            found[node.sequence] = node
+            edges += node.edges or ()
+    return [found[number] for number in sorted(found)]
+
+
 def run(
     roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False
 ) -> None:

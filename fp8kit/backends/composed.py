@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import known
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import DType, Format
@@ -111,8 +111,8 @@ def composed(k: SimpleNamespace, place: Place, module: str) -> tuple[Callable[..
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         bias: ArrayView | None,
         addend: ArrayView | None,
         q: ArrayView,

@@ -7,6 +7,7 @@ the registry changes, so that a call costs one dictionary look-up.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -96,27 +97,23 @@ def _chosen(device: Device, policy: SelectionPolicy) -> Any:
     return found
 
 
-_FINGERPRINT: tuple[int, str] = (-1, "")
-
-
 def plugins_fingerprint() -> str:
     """Returns what is registered beside fp8kit's own engines, as a short text that is the same in every
     process with the same plugins; "" where nothing is."""
-    global _FINGERPRINT
     _MANAGER.discovered()
-    version, text = _FINGERPRINT
-    if version != registry.version:
-        version = registry.version
-        said = [
-            f"{i.op_name} {i.impl_id} {i.kind.value} {i.vendor} {i.priority} {i.min_arch} "
-            f"{sorted(i.devices)} {i.supported_dtypes and sorted(i.supported_dtypes)}"
-            for i in registry.every()
-            if i.engine not in IN_TREE
-        ]
-        digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()
-        text = f"{digest[:16]}.{registry.restored}" if said else ""
-        _FINGERPRINT = version, text
-    return text
+    return _fingerprint(registry.version)
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprint(version: int) -> str:
+    said = [
+        f"{i.op_name} {i.impl_id} {i.kind.value} {i.vendor} {i.priority} {i.min_arch} "
+        f"{sorted(i.devices)} {i.supported_dtypes and sorted(i.supported_dtypes)}"
+        for i in registry.every()
+        if i.engine not in IN_TREE
+    ]
+    digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()
+    return f"{digest[:16]}.{registry.restored}" if said else ""
 
 
 def default_device() -> Device:

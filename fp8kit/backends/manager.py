@@ -268,7 +268,7 @@ class OpManager:
             here = f"; {lacking(own)}" if own is not None and not arrays.available(own) else ""
             raise BackendError(name, "array", f"device {device}", _served(refused) + here)
         for impl, why in refused:
-            if impl.engine not in IN_TREE and why.startswith(_UNFIT):
+            if impl.engine not in IN_TREE and isinstance(why, _Unfit):
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
         log.debug("%s on %s: %s", name, device, ", ".join(impl.impl_id for impl in usable))
         functions = [checked(impl) for impl in usable]
@@ -315,7 +315,8 @@ def _served(refused: Refusals) -> str:
     return f"a device that an allowed engine serves ({reasons})"
 
 
-_UNFIT = "needs compute capability", "not available"
+class _Unfit(str):
+    """Why an implementation cannot run on a device of its kind: to be said, since its author may not know."""
 
 
 def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
@@ -324,9 +325,9 @@ def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
     if misplaced is None and impl.min_arch is not None:
         have = arch()
         if have is not None and have < impl.min_arch:
-            return f"{_UNFIT[0]} {impl.min_arch / 10}, {device} has {have / 10}"
+            return _Unfit(f"needs compute capability {impl.min_arch / 10}, {device} has {have / 10}")
     if misplaced is None and not impl.is_available():
-        return f"{_UNFIT[1]}: its _is_available() says so"
+        return _Unfit("not available: its _is_available() says so")
     return misplaced
 
 

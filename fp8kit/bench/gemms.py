@@ -128,10 +128,10 @@ def ours(given: Operands, kernels: Any) -> Step:
 def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int], None]]:
     """Returns a plan of its own for the product, and a call that runs it onto an address. A CUDA device
     only."""
-    from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan
+    from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, MatmulPlan
 
     p, device = given.product, given.out.device
-    plan = Plan(
+    plan = MatmulPlan(
         MatmulKey(
             p.m,
             p.n,

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
-from fp8kit.autograd import tensor
+from fp8kit.autograd import Tensor, tape, tensor
+from fp8kit.autograd.call import RecordedCall
 from fp8kit.bench.contest import row_of, within_time
 from fp8kit.bench.problem import RECIPES, Problem, native_call, native_module
 from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.buffers import nbytes_of
 from fp8kit.errors import Fp8kitError
-from fp8kit.execution.bound import Addresses, BoundOp
 from fp8kit.models.gpt import precision
 from fp8kit.spec import Meta
 from fp8kit.testing.contract import put
@@ -118,32 +118,23 @@ class Kept(NamedTuple):
     again: bool = False
 
 
-@contextmanager
-def kept_tensors() -> Iterator[list[Kept]]:
-    """What the operations that run within keep for backward, as a list that fills up. No backward pass may
-    run within."""
+def kept_tensors(y: Tensor) -> list[Kept]:
+    """Returns what the operations behind ``y`` keep for backward, in the order in which they ran; nothing
+    where its forward pass was not recorded."""
     found: list[Kept] = []
     seen: set[tuple[int, Meta]] = set()
     numbers: Counter[str] = Counter()
-    plain = BoundOp.forward
-
-    def forward(op: BoundOp, inputs: Addresses, outputs: Addresses, amaxes: Addresses) -> list[Any]:
-        name = op.operation.name
-        numbers[name] += 1
-        operation = f"{name} {numbers[name]}"
-        if op.needs:
-            found.extend(Kept(operation, name, meta) for name, meta in op.signature.saved.items())
-            for name, (place, is_output) in op.kept.items():
-                span = (outputs if is_output else inputs)[place], op.kept_metas[name]
-                found.append(Kept(operation, name, span[1], span in seen))
-                seen.add(span)
-        return plain(op, inputs, outputs, amaxes)
-
-    BoundOp.forward = forward  # type: ignore[assignment, method-assign]
-    try:
-        yield found
-    finally:
-        BoundOp.forward = plain  # type: ignore[method-assign]
+    for node in tape.nodes(y.edge()):
+        call = getattr(node.backward, "__self__", None)
+        if not isinstance(call, RecordedCall):
+            continue
+        numbers[node.name] += 1
+        operation = f"{node.name} {numbers[node.name]}"
+        found += (Kept(operation, name, meta) for name, meta in call.op.signature.saved.items())
+        for (name, meta), view in zip(call.op.kept_metas.items(), call.kept, strict=True):
+            found.append(Kept(operation, name, meta, (view.ptr, meta) in seen))
+            seen.add((view.ptr, meta))
+    return found
 
 
 def kind_of(name: str) -> str:
@@ -164,11 +155,10 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, device)
     module, x = native_module(problem), tensor(problem.x, requires_grad=True, device=device)
     step = native_call(module, x, put(problem.dy, device), RECIPES[recipe])
-    with kept_tensors() as found, precision(RECIPES[recipe]):
-        y = module(x)  # lives on, and with it all that is kept, so that no address is taken twice
+    with precision(RECIPES[recipe]):
+        y = module(x)
+    found = kept_tensors(y)
     y.backward(put(problem.dy, device))
-    if not found:
-        raise Fp8kitError("ledger", "operations", "none that was seen", "the layer's")
     del y
     most = peak.bytes(step)
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"

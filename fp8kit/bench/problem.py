@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats, graphs, nn
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
 from fp8kit.backends.dispatch import deterministic
@@ -24,7 +24,7 @@ from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from fp8kit.testing import relative_error
 from fp8kit.testing.contract import put
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 Results = tuple[HostArray, HostArray]
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import Device
+from fp8kit.arrays import Device, Shape
 from fp8kit.formats import DType
 from fp8kit.testing.contract import poisoned
 
@@ -27,7 +27,7 @@ def _pool(seed: int) -> HostArray:
 
 
 def normal(
-    shape: tuple[int, ...], seed: int, dtype: Any = np.float32, spread: float = 1.0, mean: float = 0.0
+    shape: Shape, seed: int, dtype: Any = np.float32, spread: float = 1.0, mean: float = 0.0
 ) -> HostArray:
     """Normal values of that spread and mean, rounded to ``dtype``."""
     pool = _pool(seed)
@@ -37,13 +37,13 @@ def normal(
 
 
 def codes(
-    shape: tuple[int, ...], seed: int, dtype: DType = formats.float8_e4m3fn, spread: float = _SPREAD
+    shape: Shape, seed: int, dtype: DType = formats.float8_e4m3fn, spread: float = _SPREAD
 ) -> HostArray:
     """uint8: FP8 codes of normal values."""
     return np.resize((_pool(seed) * np.float32(spread)).astype(dtype.numpy).view(np.uint8), shape)
 
 
-def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:
+def poison_free(device: Device, shape: Shape, dtype: DType, count: int = 4) -> None:
     """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that a
     kernel did not write is then NaN, not the right one of an earlier call."""
     taken = [arrays.empty(shape, dtype, device) for _ in range(count)]

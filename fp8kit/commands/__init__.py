@@ -93,6 +93,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong on standard error and exit with 2."""
+        # argparse gives a refusal as a text and nothing else
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             word = "cuda" if choice[1] == "gpu" else choice[1]

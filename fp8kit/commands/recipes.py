@@ -212,10 +212,7 @@ def _file(option: str, text: str) -> np.ndarray[Any, Any]:
     try:
         found = np.load(text, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        # NumPy takes whatever it does not know for pickled objects
-        reason = str(error).partition("\n")[0]
-        reason = "it is no array that np.save wrote" if "pickle" in reason else reason
-        reason = getattr(error, "strerror", None) or reason
+        reason = getattr(error, "strerror", None) or "it is no array that np.save wrote"
         raise ArgumentError(
             "recipes", option, repr(text), f"a .npy file that can be read ({reason})"
         ) from None

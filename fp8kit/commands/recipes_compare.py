@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fp8kit import recipe_info
+from fp8kit.arrays import Device
 from fp8kit.commands import add_device, command, device_of, positive, seed, table
 from fp8kit.errors import ArgumentError, CheckpointError
+from fp8kit.recipe import Recipe
 from fp8kit.recipes import NAMED, entry
+
+if TYPE_CHECKING:
+    from fp8kit.numerics.capture import Dump
 
 _WORDS = (
     "DUMP is a file of fk.numerics.capture(model, batch).save(DUMP), or of capture of fp8kit_torch or "
@@ -46,35 +52,43 @@ def add(actions: Any) -> None:
     add_device(parser)
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _chosen(asked: Sequence[str] | None, device: Device) -> dict[str, Recipe]:
+    """Returns the recipes that were asked for; all that run on ``device`` where none was."""
+    if asked:
+        names = [name for text in asked for name in text.split(",") if name]
+        return {name: entry(name, "recipes").recipe for name in names}
+    # those that differ in attention alone have the same GEMMs
+    chosen: dict[Any, tuple[str, Recipe]] = {}
+    for name, (recipe, _) in NAMED.items():
+        if recipe_info.support_on(recipe, device).status != recipe_info.REFUSED:
+            chosen.setdefault((recipe.quantization, recipe.history), (name, recipe))
+    return dict(chosen.values())
+
+
+def _dump(path: str, layers: str | None) -> Dump:
+    """Returns the captured operands of a file, of the layers whose name fits the pattern."""
     from fnmatch import fnmatchcase
 
     from fp8kit.numerics.capture import Dump
+
+    try:
+        dump = Dump.load(path)
+    except CheckpointError as error:
+        raise ArgumentError("recipes", "DUMP", repr(path), f"captured operands ({error})") from None
+    if not layers:
+        return dump
+    gemms = {name: gemm for name, gemm in dump.gemms.items() if fnmatchcase(name, layers)}
+    if not gemms:
+        wanted = f"a pattern of some of {', '.join(dump.gemms)}"
+        raise ArgumentError("recipes", "--layers", repr(layers), wanted)
+    return Dump(gemms)
+
+
+def _compare(options: argparse.Namespace) -> int:
     from fp8kit.numerics.compare import RESULTS, TENSORS, compare, summaries
 
     device = device_of(options)
-    if options.recipes:
-        names = [name for text in options.recipes for name in text.split(",") if name]
-        chosen = {name: entry(name, "recipes").recipe for name in names}
-    else:
-        # those that differ in attention alone have the same GEMMs
-        chosen, known = {}, set()
-        for name, (recipe, _) in NAMED.items():
-            casts = recipe.quantization, recipe.history
-            refused = recipe_info.support_on(recipe, device).status == recipe_info.REFUSED
-            if not refused and casts not in known:
-                chosen[name] = recipe
-                known.add(casts)
-    try:
-        dump = Dump.load(options.dump)
-    except CheckpointError as error:
-        raise ArgumentError("recipes", "DUMP", repr(options.dump), f"captured operands ({error})") from None
-    if options.layers:
-        gemms = {name: gemm for name, gemm in dump.gemms.items() if fnmatchcase(name, options.layers)}
-        if not gemms:
-            wanted = f"a pattern of some of {', '.join(dump.gemms)}"
-            raise ArgumentError("recipes", "--layers", repr(options.layers), wanted)
-        dump = Dump(gemms)
+    chosen, dump = _chosen(options.recipes, device), _dump(options.dump, options.layers)
     found = compare(dump, chosen, device, options.rows, options.seed)
     rows = {name: len(gemm.activation) for name, gemm in dump.gemms.items()}
     used = {name: min(count, options.rows) for name, count in rows.items()}

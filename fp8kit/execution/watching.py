@@ -43,7 +43,7 @@ class Places:
     def make(self, memory: Memory) -> tuple[list[Any], list[int]]:
         """The arrays of a call, and their addresses. Without an inspector, as in a backward pass after its
         block, they are memory that nobody reads."""
-        inspector = inspection.inspector
+        inspector = inspection.hooks.inspector
         made: dict[str, Any] = {}
         if inspector is not None and self._sums.nbytes:
             whole: ArrayView = inspector.place(memory, self._sums.nbytes)
@@ -57,6 +57,6 @@ class Places:
 
     def take(self, arrays: Sequence[Any]) -> None:
         """Hand the inspector what ``make`` made."""
-        inspector = inspection.inspector
+        inspector = inspection.hooks.inspector
         if inspector is not None:
             inspector.take(self.entries, arrays)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import Device
+from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import OWN, implementation
 from fp8kit.backends.protocol import KERNELS, SPECS
@@ -46,7 +46,7 @@ class Measurement:
     operation: str
     implementation: str
     device: Device
-    shape: tuple[int, ...]
+    shape: Shape
     nbytes: int
     seconds: float
     ceiling: float
@@ -78,7 +78,7 @@ class Measurement:
 def measure(
     operation: str,
     device: Device | str,
-    shape: tuple[int, ...] | None = None,
+    shape: Shape | None = None,
     dtype: DType | str = bfloat16,
     **options: Any,
 ) -> Measurement:
@@ -102,7 +102,7 @@ def measure(
 def measure_all(
     operation: str,
     device: Device | str,
-    shape: tuple[int, ...] | None = None,
+    shape: Shape | None = None,
     dtype: DType | str = bfloat16,
     **options: Any,
 ) -> list[Measurement]:
@@ -136,7 +136,7 @@ def _named(operation: str) -> tuple[str, str]:
 def _measured(
     operation: str,
     device: Device | str,
-    shape: tuple[int, ...] | None,
+    shape: Shape | None,
     dtype: DType | str,
     every: bool,
     options: dict[str, Any],

@@ -14,7 +14,7 @@ from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, pair_of
 from fp8kit.ops.attention import attention
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, AttentionSpec
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
@@ -105,18 +105,7 @@ class AttentionCall(AttentionBase):
         step: dict[str, Any] = {}
         if cache is not None:
             mask, corner, asked = self._cached_mask(mask, bias, beside, cache), None, cached_attention
-            if self.is_compiling():
-                cache.check_layer(op, self.layer_number)
-                longest = TRACED_LENGTHS
-            else:
-                leading = tuple(first.shape[: 1 if form == "thd" else 2])
-                own = self.num_gqa_groups, self._dims, self.kind_of(first.dtype)
-                metas, longest = cache.check_step(op, self.layer_number, form, leading, *own)
-                where = cache.cu_seqlens_q.device
-                step = {
-                    name: self.stand_in(meta.shape, self.dtype_of(meta.dtype), where)
-                    for name, meta in metas.items()
-                }
+            step, longest = self._step_of(cache, form, first)
         else:
             if form == "thd":
                 longest = (
@@ -145,16 +134,41 @@ class AttentionCall(AttentionBase):
         )
         spec, draws = self.attention_spec(cache is None, fields, of("bf16_backward") is True)
         if group is not None:
-            context_group.check(op, group, spec, options)
-            sides = {side: tuple(shape) for side, shape in zip(("q", "kv"), _leading(layers), strict=True)}
-            known = self.host_views({name: beside[name] for name in _SUMS if name in beside})
-            sums = {name: view.numpy() for name, view in known.items()}
-            context_group.check_tokens(op, group, spec, sides, sums)
+            self._check_whole(group, spec, layers, beside, options)
         draws = draws or bool(dropout)
         # a draw changes the random state, a first step makes caches
         if stand_ins or draws or cache is not None:
             self.check_call(asked, spec, {**layers, **beside, **step}, needs, draws)
         return ResolvedCall(asked, spec, beside, draws)
+
+    def _step_of(self, cache: Any, form: str, first: Any) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Returns what stands for the arrays that a step on a ``cache`` gets besides, and its lengths."""
+        if self.is_compiling():
+            cache.check_layer(self.layer_name, self.layer_number)
+            return {}, TRACED_LENGTHS
+        leading = tuple(first.shape[: 1 if form == "thd" else 2])
+        own = self.num_gqa_groups, self._dims, self.kind_of(first.dtype)
+        metas, longest = cache.check_step(self.layer_name, self.layer_number, form, leading, *own)
+        where = cache.cu_seqlens_q.device
+        return {
+            name: self.stand_in(meta.shape, self.dtype_of(meta.dtype), where) for name, meta in metas.items()
+        }, longest
+
+    def _check_whole(
+        self,
+        group: context_group.ContextGroup,
+        spec: AttentionSpec,
+        layers: Mapping[str, Any],
+        beside: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Refuse what ranks that divide a sequence do not attend by."""
+        op = self.layer_name
+        context_group.check(op, group, spec, options)
+        sides = {side: tuple(shape) for side, shape in zip(("q", "kv"), _leading(layers), strict=True)}
+        known = self.host_views({name: beside[name] for name in _SUMS if name in beside})
+        sums = {name: view.numpy() for name, view in known.items()}
+        context_group.check_tokens(op, group, spec, sides, sums)
 
     def _whole(
         self, group: context_group.ContextGroup, form: str, layers: Mapping[str, Any], cache: Any

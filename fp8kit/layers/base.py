@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from fp8kit import formats
 from fp8kit.arguments import Rule, shown, want_known, want_names
+from fp8kit.arrays import Shape
 from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.unsupported import CONSTRUCTOR, refuse
@@ -179,7 +180,7 @@ class Layer:
     # --- parameters -----------------------------------------------------------------------------------------
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
+        self, name: str, shape: Shape, init: Init | float | None, dtype: Any, device: Any
     ) -> None:
         """A parameter as attribute ``name``. ``init``: a function that fills it in place, a constant, or None
         for normal(0, 0.023); ``dtype``, ``device``: None for the frontend's defaults. FormatError for a dtype
@@ -258,7 +259,7 @@ class Layer:
         of those whose gradient will be wanted."""
         raise NotImplementedError
 
-    def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    def stand_in(self, shape: Shape, dtype: Any, device: Any) -> Any:
         """Returns what stands for a tensor that is not there yet, for ``check_call``."""
         raise NotImplementedError
 

@@ -69,10 +69,10 @@ def chunks_of_rank(layer: AttentionBase, starts: Any, size: int, rank: int) -> d
 def attend(layer: AttentionBase, group: ContextGroup, call: ResolvedCall, inputs: Mapping[str, Any]) -> Any:
     """o like this rank's queries, (s_q, b, h * d_v) and so on. ``call``: what ``resolve`` made of whole
     sequences; ``inputs``: this rank's layers by the operation's names."""
-    return _Call(layer, group, call, inputs).attend()
+    return _RankCall(layer, group, call, inputs).attend()
 
 
-class _Call:
+class _RankCall:
     """One call: its arrays on their way."""
 
     def __init__(

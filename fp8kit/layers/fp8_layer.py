@@ -230,8 +230,8 @@ class FP8Layer(Layer):
     # --- running --------------------------------------------------------------------------------------------
 
     def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-        """Fp8kitError kinds for options of ``forward`` that are no flags, or that this frontend does not
-        have."""
+        """ArgumentError for options of ``forward`` that are no flags, UnsupportedError for what this frontend
+        does not have."""
         if is_first_microbatch is None and fp8_output is fp8_grad is False and not self.splits_weights:
             return  # as in most calls
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
@@ -269,7 +269,7 @@ class FP8Layer(Layer):
         if state is not None and state.recipe.by_layer:
             state = self.own_state(state)
         operands = self.open_operands(inputs, state, first)
-        if (inspector := inspection.inspector) is not None:
+        if (inspector := inspection.hooks.inspector) is not None:
             watch = inspector.of_layer(self, state)
             if watch is not None:
                 operands = self._shown(operands, watch)

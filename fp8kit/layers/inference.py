@@ -395,41 +395,13 @@ class InferenceParams(NamedWell):
         """
         self._sent("pages")
         self.check_layer(operation, layer_number)
-        written, recorded = self._written.get(layer_number, {}), self.is_recorded()
-        again = recorded and written == self.sequences  # of warm-ups and the capture
-        if written == self.sequences and not again:
-            wanted = "pre_step before each step, and a number of its own for each layer"
-            raise ArgumentError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
-        for name, length in () if again else self.sequences.items():
-            if written.get(name, 0) != length - self._new[name]:
-                got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
-                wanted = (
-                    f"the {length - self._new[name]} tokens before this step: "
-                    "each layer takes each step of pre_step"
-                )
-                raise ShapeError(operation, "layer_number", got, wanted)
+        longest, recorded = self.max_seqlen_q, self.is_recorded()
+        self._check_turn(operation, layer_number, recorded)
         if qkv_format != self.qkv_format and not any_format:
             raise ArgumentError(
                 operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
             )
-        tokens, longest = sum(self._new.values()), self.max_seqlen_q
-        if len(leading) != len(qkv_format) - 2:
-            raise ShapeError(
-                operation,
-                "layers",
-                f"leading dimensions {leading}",
-                f"{len(qkv_format) - 2} of them, {qkv_format}",
-            )
-        if qkv_format == "thd":
-            if leading[0] < tokens:
-                raise ShapeError(
-                    operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step"
-                )
-        else:
-            rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
-            if batch != self.batch_size or rows < longest:
-                wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
-                raise ShapeError(operation, "layers", f"batch {batch} and {rows} positions", wanted)
+        self._check_leading(operation, qkv_format, leading)
         for name, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
             if getattr(self, name) not in (None, own):
                 raise ShapeError(operation, name, own, f"{getattr(self, name)} as inference_params")
@@ -449,6 +421,38 @@ class InferenceParams(NamedWell):
         metas = {name: Meta(shape, dtype) for name, shape in shapes.items()}
         metas |= {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}
         return metas, (rows, columns)
+
+    def _check_turn(self, operation: str, layer_number: int | None, recorded: bool) -> None:
+        """Refuse a layer's second call of a step, but for a ``recorded`` one's, and one behind a step that it
+        left out."""
+        written = self._written.get(layer_number, {})
+        if written == self.sequences:
+            if recorded:  # warm-ups and the capture
+                return
+            wanted = "pre_step before each step, and a number of its own for each layer"
+            raise ArgumentError(operation, "layer_number", f"{layer_number} twice in a step", wanted)
+        for name, length in self.sequences.items():
+            before = length - self._new[name]
+            if written.get(name, 0) != before:
+                got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
+                wanted = f"the {before} tokens before this step: each layer takes each step of pre_step"
+                raise ShapeError(operation, "layer_number", got, wanted)
+
+    def _check_leading(self, operation: str, qkv_format: str, leading: Shape) -> None:
+        """ShapeError unless the leading dimensions have a place for the step's tokens."""
+        tokens, longest = sum(self._new.values()), self.max_seqlen_q
+        if len(leading) != len(qkv_format) - 2:
+            wanted = f"{len(qkv_format) - 2} of them, {qkv_format}"
+            raise ShapeError(operation, "layers", f"leading dimensions {leading}", wanted)
+        if qkv_format == "thd":
+            if leading[0] < tokens:
+                wanted = f"at least {tokens}, the new ones of pre_step"
+                raise ShapeError(operation, "tokens", leading[0], wanted)
+            return
+        rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
+        if batch != self.batch_size or rows < longest:
+            wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
+            raise ShapeError(operation, "layers", f"batch {batch} and {rows} positions", wanted)
 
     def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
         """Returns the arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fp8kit.arguments import listed, shown
+from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.arguments import size
 from fp8kit.layers.base import Layer
@@ -26,7 +27,7 @@ def add_norm(
     features: int,
     kind: str,
     arguments: SimpleNamespace,
-    shape: tuple[int, ...] | None = None,
+    shape: Shape | None = None,
 ) -> NormSpec:
     """Parameters ``{prefix}weight`` and ``{prefix}bias`` as the constructor's ``arguments`` say, (features,)
     or of a ``shape`` of as many elements: gamma starts at ``gain``, 1 where there is no such argument (stored
@@ -49,7 +50,7 @@ class Norm(Layer):
     layer_name: ClassVar[str]
     weight: Any
     bias: Any
-    normalized_shape: tuple[int, ...]
+    normalized_shape: Shape
 
     def __init__(
         self,

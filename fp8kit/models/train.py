@@ -77,16 +77,7 @@ def train(
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     ranks = Collectives(0, 1) if ranks is None else ranks
     share_of(preset.sequences, ranks.size, "train", "preset.sequences")
-    groups = [
-        {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
-        {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0},
-    ]
-    how: dict[str, Any] = {"lr": preset.learning_rate, "betas": (0.9, 0.95)}
-    optimizer: optim.AdamW | optim.ShardedOptimizer
-    if ranks.size == 1:
-        optimizer = optim.AdamW(groups, **how)
-    else:
-        optimizer = optim.ShardedOptimizer(optim.AdamW, groups, ranks, average=False, **how)
+    optimizer = _optimizer(parameters, preset, ranks)
     kept = None
     if keep is not None:
         said = identity(preset, corpus, recipe, label, device, seed)
@@ -134,6 +125,20 @@ def train(
     run.seconds = time.perf_counter() - start
     run.validation_loss = validate(run.model, preset, corpus.validation, recipe, ranks)
     return run
+
+
+def _optimizer(
+    parameters: Sequence[Tensor], preset: Preset, ranks: Collectives
+) -> optim.AdamW | optim.ShardedOptimizer:
+    """Returns AdamW, which several ranks share; vectors do not decay."""
+    groups = [
+        {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
+        {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0},
+    ]
+    how: dict[str, Any] = {"lr": preset.learning_rate, "betas": (0.9, 0.95)}
+    if ranks.size == 1:
+        return optim.AdamW(groups, **how)
+    return optim.ShardedOptimizer(optim.AdamW, groups, ranks, average=False, **how)
 
 
 def _rows(batch: Iterable[Any], ranks: Collectives) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import arrays
 from fp8kit.arguments import Rule, function, named, optional
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, tensor, validate
 from fp8kit.errors import ShapeError
 from fp8kit.formats import int64
@@ -61,7 +61,7 @@ class NativeLayer(Layer, Module):
         return x
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...], init: Init | float | None, dtype: Any, device: Any
+        self, name: str, shape: Shape, init: Init | float | None, dtype: Any, device: Any
     ) -> None:
         init = normal_init() if init is None else init
         setattr(self, name, make_parameter(shape, init, *resolve(self.layer_name, dtype, device)))
@@ -116,7 +116,7 @@ class NativeLayer(Layer, Module):
             inputs = {**inputs, "rng": ArrayView(0, (2,), int64, first.device)}
         validate(operation, spec, inputs, self, needs)
 
-    def stand_in(self, shape: tuple[int, ...], dtype: Any, device: Any) -> ArrayView:
+    def stand_in(self, shape: Shape, dtype: Any, device: Any) -> ArrayView:
         return ArrayView(0, shape, dtype, device)
 
     def call_checkpointed(self, function: Callable[..., Any], **arguments: Any) -> Any:

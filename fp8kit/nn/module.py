@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit import arguments, arrays, captured, formats, serialization
 from fp8kit.arguments import flag, shown, want_names
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import checking_finite
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh
@@ -359,7 +359,7 @@ def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Devi
     return kind, where
 
 
-def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
+def make_parameter(shape: Shape, init: Init | float, dtype: DType, device: Device) -> Parameter:
     """Returns a parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant),
     rounded to ``dtype``."""
     host = arrays.empty(shape, formats.float32, arrays.CPU).numpy()

@@ -143,12 +143,12 @@ class Recorder:
 
         every = frozenset({"cpu", "cuda"})
         own = OpImpl("gemm", "capture.gemm", Kind.DEFAULT, gemm, devices=every)
-        before, inspection.watching = inspection.watching, self._leave_out
+        before, inspection.hooks.watching = inspection.hooks.watching, self._leave_out
         try:
             with policy_context(replace(policy, overrides=(*policy.overrides, ("gemm", own)))):
                 yield
         finally:
-            inspection.watching = before
+            inspection.hooks.watching = before
 
     def _leave_out(self, layer: str) -> None:
         if layer not in self.left_out:
@@ -177,10 +177,10 @@ class Recorder:
             if not missing:
                 return
             x = _host(b)
-            digest = _digest(x)
+            digest = digest_of(x)
             for own in missing:
                 fits = own.activation.shape == x.shape and a.shape[1] <= own.weight.shape[0]
-                if fits and _digest(own.activation) == digest:
+                if fits and digest_of(own.activation) == digest:
                     own.add(_host(a))
                     return
             return
@@ -192,7 +192,7 @@ class Recorder:
             known = self.seen.get(layer)
             if known is None:
                 self.seen[layer] = _Seen(x, _host(b))
-            elif known.activation.shape != x.shape or _digest(known.activation) != _digest(x):
+            elif known.activation.shape != x.shape or digest_of(known.activation) != digest_of(x):
                 wanted = "one product a forward pass"
                 raise UnsupportedError("capture", layer, "a weight that multiplies twice", wanted)
         elif layout == "nn" and layer in self.seen:  # dx = g W
@@ -210,7 +210,7 @@ class Recorder:
             return None
         for name, view in self.parameters.items():
             inside = view.shape[1] == weight.shape[1] and view.shape[0] < weight.shape[0]
-            if inside and _digest(_host(view.slice(0, 0, 1))) == _digest(first):
+            if inside and digest_of(_host(view.slice(0, 0, 1))) == digest_of(first):
                 return name.rpartition(".")[0]
         return None
 
@@ -236,7 +236,8 @@ def _host(view: ArrayView) -> HostArray:
     return np.array(arrays.to(arrays.contiguous(view), arrays.CPU).numpy())
 
 
-def _digest(array: HostArray) -> bytes:
+def digest_of(array: HostArray) -> bytes:
+    """Returns what tells arrays of other bytes apart."""
     return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).digest()
 
 

@@ -27,7 +27,7 @@ from fp8kit.numerics.config import Config, Dumped, Logged, Section
 from fp8kit.numerics.dumps import Dumps
 from fp8kit.numerics.effects import active, changed, rounded
 from fp8kit.numerics.names import Needs, Operand, request
-from fp8kit.numerics.shown import Blocks, Shown
+from fp8kit.numerics.shown import Arenas, Shown
 from fp8kit.numerics.sinks import Row, Sink
 from fp8kit.numerics.statistics import merge, values
 from fp8kit.quantization import Quantization, Quantizer
@@ -145,7 +145,7 @@ class Inspector:
         self._keep, self._dumps, self._switched, self._wait = keep, dumps, switched, wait
         self._rows: list[Row] = []
         self._lock = threading.Lock()
-        self._shown, self._blocks = Shown(), Blocks()
+        self._shown, self._arenas = Shown(), Arenas()
         self._ended: list[_Ended] = []
         self._known: dict[str, Section | None] = {}  # by the product's name
         self._due: list[Section] = []  # those of which something was to be done
@@ -231,7 +231,7 @@ class Inspector:
                 raise
             log.warning("inspect: rows of the last steps are lost: %s", error)  # the failure itself goes on
         finally:
-            self._shown, self._blocks, self._ended = Shown(), Blocks(), []
+            self._shown, self._arenas, self._ended = Shown(), Arenas(), []
             self._open, self._closed, _current[0] = False, True, None
             self._switch(None)
             self._close_sinks(failed)
@@ -283,7 +283,7 @@ class Inspector:
 
     def _switch(self, looked_at: Any) -> None:
         """Let layers see the inspector, or not."""
-        inspection.inspector = None if looked_at is None else self
+        inspection.hooks.inspector = None if looked_at is None else self
         if self._switched is not None and looked_at != self._looked_at:
             self._switched(looked_at)
         self._looked_at = looked_at
@@ -370,7 +370,7 @@ class Inspector:
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Returns where a call's counts and sums lie."""
         with self._lock:
-            return self._blocks.place(memory, nbytes)
+            return self._arenas.place(memory, nbytes)
 
     def take(self, entries: Mapping[str, Entry], arrays: Sequence[Any], place: Place | None = None) -> None:
         """Keep what a call shows until the step ends."""
@@ -388,7 +388,7 @@ class Inspector:
             with self._lock:
                 shown, self._shown = self._shown, Shown()
                 # ranks gather together, at each end of a step
-                at_once = shown.fetch(self._blocks) or self.gather is not None or self._gathers_weights()
+                at_once = shown.fetch(self._arenas) or self.gather is not None or self._gathers_weights()
             self._ended.append(_Ended(self.number, self._now, shown))
         self._make_rows(len(self._ended) - (self._looked_at is not None and not at_once))
 

@@ -1,9 +1,9 @@
 """What the calls of one step have shown: arrays on their devices, and how they come to the host.
 
-The counts and sums of all calls on one stream lie in one block of device memory, the same in every step, so
+The counts and sums of all calls on one stream lie in one arena of device memory, the same in every step, so
 that a call that comes again has the same addresses and can be replayed. At the end of the step one copy per
-block is put on that stream, into page-locked memory; the host waits for it only when it reads the numbers.
-The next step writes the block after the copy, on the same stream.
+arena is put on that stream, into page-locked memory; the host waits for it only when it reads the numbers.
+The next step writes the arena after the copy, on the same stream.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fp8kit.numerics.dumps import on_host
 from fp8kit.spec import Meta
 
 Array = np.ndarray[Any, Any]
-_BLOCK = 1 << 16  # bytes: of some hundred tensors without histograms
+_ARENA = 1 << 16  # bytes: of some hundred tensors without histograms
 _ALIGNMENT = 256  # bytes, of a call's arrays: replayed calls are told apart by it
 
 
-class Block:
+class Arena:
     """Memory for the arrays of calls on one stream, at least ``nbytes`` bytes of a frontend's ``memory``."""
 
     def __init__(self, memory: Any, stream: int, nbytes: int) -> None:
-        self.view: ArrayView = memory.view(Meta((max(nbytes, _BLOCK),), uint8))
+        self.view: ArrayView = memory.view(Meta((max(nbytes, _ARENA),), uint8))
         self._stream, self._used = stream, 0
         self.waiting = 0  # calls that have places in it, and have not shown these yet
 
@@ -80,36 +80,36 @@ class Copy:
         return self._array[start : start + array.size]
 
 
-class Blocks:
-    """The blocks of all streams, kept from step to step."""
+class Arenas:
+    """The arenas of all streams, kept from step to step."""
 
     def __init__(self) -> None:
-        self._blocks: dict[Any, list[Block]] = {}
+        self._arenas: dict[Any, list[Arena]] = {}
 
     def place(self, memory: Any, nbytes: int) -> ArrayView:
         """Memory for a call that is about to run: on the device and the stream of ``memory``."""
         stream = memory.stream()
-        blocks = self._blocks.setdefault((memory.device, stream), [])
-        for block in blocks:
-            found = block.place(nbytes)
+        arenas = self._arenas.setdefault((memory.device, stream), [])
+        for arena in arenas:
+            found = arena.place(nbytes)
             if found is not None:
                 return found
-        blocks.append(Block(memory, stream, nbytes))
-        found = blocks[-1].place(nbytes)
+        arenas.append(Arena(memory, stream, nbytes))
+        found = arenas[-1].place(nbytes)
         assert found is not None
         return found
 
-    def fetch(self) -> dict[Block, Copy]:
-        """Begin to copy all that a step has used. A block that it has not used is let go, and so is one that
+    def fetch(self) -> dict[Arena, Copy]:
+        """Begin to copy all that a step has used. An arena that it has not used is let go, and so is one that
         a call still fills."""
-        copies: dict[Block, Copy] = {}
-        for key, own in list(self._blocks.items()):
-            copies |= {block: block.fetch() for block in own if block.is_used}
-            kept = [block for block in own if block in copies and not block.waiting]
+        copies: dict[Arena, Copy] = {}
+        for key, own in list(self._arenas.items()):
+            copies |= {arena: arena.fetch() for arena in own if arena.is_used}
+            kept = [arena for arena in own if arena in copies and not arena.waiting]
             if kept:
-                self._blocks[key] = kept
+                self._arenas[key] = kept
             else:
-                del self._blocks[key]
+                del self._arenas[key]
         return copies
 
 
@@ -118,25 +118,25 @@ class Shown:
 
     def __init__(self) -> None:
         self.taken: list[tuple[Entry, Place | None, Any]] = []
-        self._copies: dict[Block, Copy] = {}
+        self._copies: dict[Arena, Copy] = {}
 
     def take(self, entries: Mapping[str, Entry], shown: Sequence[Any], place: Place | None = None) -> None:
         """Keep the arrays that a call has filled, until the step's end."""
         self.taken += [(own, place, array) for own, array in zip(entries.values(), shown, strict=True)]
-        for block in {owner for array in shown if isinstance(owner := _owner(array), Block)}:
-            block.waiting -= 1
+        for arena in {owner for array in shown if isinstance(owner := _owner(array), Arena)}:
+            arena.waiting -= 1
 
-    def fetch(self, blocks: Blocks) -> bool:
+    def fetch(self, arenas: Arenas) -> bool:
         """Begin to copy the arrays to the host. Returns whether all copies have arrived; True also where some
-        arrays lie outside of the blocks: only ``host`` copies those."""
-        self._copies = blocks.fetch()
-        others = any(not isinstance(_owner(array), Block) for *_, array in self.taken)
+        arrays lie outside of the arenas: only ``host`` copies those."""
+        self._copies = arenas.fetch()
+        others = any(not isinstance(_owner(array), Arena) for *_, array in self.taken)
         return others or all(copy.on_host for copy in self._copies.values())
 
     def host(self, array: Any) -> Array:
         """One of the arrays on the host; waits until it is there."""
         owner = _owner(array)
-        if not isinstance(owner, Block):
+        if not isinstance(owner, Arena):
             return on_host(array)
         copy = self._copies.get(owner)
         return owner.part(array) if copy is None else copy.part(array)

@@ -216,12 +216,12 @@ class Attention(Operation):
             pack(spec, ws, o, "o")
             return
         settings = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
-        layers = *parts_of(dense, ws.inputs), heads_apart(out, dense), lse
+        layers = *parts_of(dense.parts, ws.inputs), heads_apart(out, dense), lse
         ws.kernels.attention_fwd(*layers, *settings, ws.stream)
 
     def _parts(self, spec: AttentionSpec, dense: Dense, ws: WorkingSet) -> list[ArrayView]:
         """q, k and v as the kernels take them."""
-        return parts_of(dense, {n: unpacked(spec, ws, ws.inputs[n], n) for n in dense.shapes})
+        return parts_of(dense.parts, {n: unpacked(spec, ws, ws.inputs[n], n) for n in dense.shapes})
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
@@ -238,9 +238,9 @@ class Attention(Operation):
             dense = dense.dense
         o, do = heads_apart(ws.inputs["o"], dense), heads_apart(cotangents["o"], dense)
         whole = {name: ws.scratch.get(f"unwanted_d{name}") or grads[name] for name in dense.shapes}
-        gradients = *parts_of(dense, whole), grads.get("bias"), grads.get("softmax_offset")
+        gradients = *parts_of(dense.parts, whole), grads.get("bias"), grads.get("softmax_offset")
         settings = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
-        layers = do, *parts_of(dense, ws.inputs), o, ws.saved["lse"]
+        layers = do, *parts_of(dense.parts, ws.inputs), o, ws.saved["lse"]
         ws.kernels.attention_bwd(*layers, *gradients, *settings, ws.stream)
 
     def _quantized_backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:

@@ -8,7 +8,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Lying
 from fp8kit.formats import DType, uint8
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec
-from fp8kit.ops.attention_views import Dense, extras_of, lse_shape, meta_of, parts_within, places_of
+from fp8kit.ops.attention_views import Dense, extras_of, lse_shape, meta_of, parts_of, parts_within, places_of
 from fp8kit.spec import Meta, Metas, Signature, Views, WorkingSet
 
 
@@ -36,7 +36,7 @@ class PackedCall:
 
     def forward(self, ws: WorkingSet, lse: ArrayView) -> None:
         """Fill o and lse."""
-        arrays = *self._layers(ws.inputs), self._heads_apart(ws.outputs["o"]), lse
+        arrays = *parts_of(self.parts, ws.inputs), self._heads_apart(ws.outputs["o"]), lse
         ws.kernels.packed_attention_fwd(*arrays, *self._about(ws), ws.scratch["workspace"], ws.stream)
 
     def backward(self, ws: WorkingSet, cotangents: Views) -> None:
@@ -44,13 +44,10 @@ class PackedCall:
         o, do = self._heads_apart(ws.inputs["o"]), self._heads_apart(cotangents["o"])
         whole = {name: ws.outputs.get(name) or ws.scratch[f"unwanted_d{name}"] for name in self.shapes}
         further = ws.outputs.get("bias"), ws.outputs.get("softmax_offset")
-        arrays = do, *self._layers(ws.inputs), o, ws.saved["lse"], *self._layers(whole), *further
+        given, grads = parts_of(self.parts, ws.inputs), parts_of(self.parts, whole)
+        arrays = do, *given, o, ws.saved["lse"], *grads, *further
         settings = self.spec.deterministic, ws.scratch["workspace"], ws.stream
         ws.kernels.packed_attention_bwd(*arrays, *self._about(ws), *settings)
-
-    def _layers(self, views: Views) -> list[ArrayView]:
-        """q, k and v inside the inputs, or their gradients."""
-        return [part.of(views[part.input]) for part in self.parts.values()]
 
     def _heads_apart(self, o: ArrayView) -> ArrayView:
         return o.reshape(o.shape[0], self.spec.num_heads, self.spec.head_dim_v)

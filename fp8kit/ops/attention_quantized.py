@@ -161,7 +161,7 @@ class QuantizedCall:
             heads = into.reshape(matrix.batch, matrix.heads, matrix.padded, matrix.depth)
             ws.kernels.clear_padding_(heads, sums, ws.stream)
 
-    def _make(self, ws: WorkingSet, uses: Mapping[str, tuple[int, ...]], layers: Views) -> None:
+    def _make(self, ws: WorkingSet, uses: Mapping[str, Shape], layers: Views) -> None:
         """Fill the operands of a direction; ``layers``: their sources."""
         k, stream = ws.kernels, ws.stream
         for group in (*self.groups, *([["do"]] if "do" in uses else [])):

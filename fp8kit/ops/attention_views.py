@@ -111,9 +111,9 @@ def parts_within(
 # --- views --------------------------------------------------------------------------------------------------
 
 
-def parts_of(dense: Dense, views: Views) -> list[ArrayView]:
+def parts_of(parts: Mapping[str, Part], views: Views) -> list[ArrayView]:
     """Returns the strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
-    return [part.of(views[part.input]) for part in dense.parts.values()]
+    return [part.of(views[part.input]) for part in parts.values()]
 
 
 def heads_apart(o: ArrayView, dense: Dense) -> ArrayView:

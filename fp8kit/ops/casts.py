@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import Shape
+from fp8kit.arrays import Shape, Tile
 from fp8kit.errors import AutogradError
 from fp8kit.formats import Format, float32, uint8
 from fp8kit.ops import partition as split
@@ -30,22 +30,20 @@ def no_gradient(operation: str, needs: Needs) -> None:
         )
 
 
-def whole(shape: Shape, tile: tuple[int, int]) -> tuple[int, int]:
+def whole(shape: Shape, tile: Tile) -> tuple[int, int]:
     """Returns the tile (rows, columns) with its zeros replaced: 0 rows are all rows of an array of ``shape``,
     whose leading dimensions are flattened into rows, and 0 columns are its last dimension."""
     return tile[0] or math.prod(shape[:-1]) or 1, tile[1] or (shape[-1] if shape else 1) or 1
 
 
-def grid(shape: Shape, tile: tuple[int, int]) -> Shape:
+def grid(shape: Shape, tile: Tile) -> Shape:
     """(tiles,) of an array of ``shape``."""
     rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
     high, wide = whole(shape, tile)
     return (-(-rows // high) * -(-columns // wide),)
 
 
-def by_rows(
-    name: str, tile: tuple[int, int], metas: Metas, views: Mapping[str, Shape]
-) -> tuple[Partition, ...]:
+def by_rows(name: str, tile: Tile, metas: Metas, views: Mapping[str, Shape]) -> tuple[Partition, ...]:
     """Returns the rows of the codes, and of the scales where they belong to rows; not where a scale belongs
     to several rows, but for one that belongs to all."""
     if tile[0] > 1 or (not tile[0] and tile[1]):
@@ -66,7 +64,7 @@ class QuantizeSpec:
     rows, 0."""
 
     format: Format
-    tile: tuple[int, int]
+    tile: Tile
     saturate: bool = True
     power_2: bool = False
     for_inf: float = FLT_MAX
@@ -207,7 +205,7 @@ class DequantizeSpec:
     ``dtype``."""
 
     format: Format
-    tile: tuple[int, int]
+    tile: Tile
     dtype: str
 
 

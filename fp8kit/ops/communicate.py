@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fp8kit import collectives
+from fp8kit.arrays import Shape
 from fp8kit.errors import ShapeError
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
@@ -38,7 +39,7 @@ class _Communication(Operation):
     def communicates(self, spec: GroupSpec) -> bool:
         return True
 
-    def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, ranks: int, shape: Shape) -> Shape:
         return shape
 
     def infer(self, spec: GroupSpec, metas: Metas, needs: Needs) -> Signature:
@@ -76,7 +77,7 @@ class GatherRows(_Communication):
 
     name = "gather_rows"
 
-    def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, ranks: int, shape: Shape) -> Shape:
         return ranks * shape[0], *shape[1:]
 
     move, move_back = staticmethod(_gather), staticmethod(_scatter)
@@ -88,7 +89,7 @@ class ReduceRows(_Communication):
 
     name = "reduce_rows"
 
-    def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, ranks: int, shape: Shape) -> Shape:
         if shape[0] % ranks:
             raise ShapeError(self.name, "x", f"shape {shape}", f"a first dimension that {ranks} divides")
         return shape[0] // ranks, *shape[1:]
@@ -129,7 +130,7 @@ class _Exchange(_Communication):
 
     split: int  # the dimension that is divided
 
-    def _shape(self, ranks: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, ranks: int, shape: Shape) -> Shape:
         if len(shape) != 2 or shape[self.split] % ranks:
             wanted = f"(n, m), dimension {self.split} a multiple of {ranks}"
             raise ShapeError(self.name, "x", f"shape {shape}", wanted)

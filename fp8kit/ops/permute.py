@@ -38,8 +38,8 @@ class UnpermuteSpec:
 
 @dataclass(frozen=True)
 class ExpertRowsSpec:
-    """``experts`` E; ``rows`` R of the map, -1: those of ``like``; ``align``: each expert begins at a multiple
-    of it."""
+    """``experts`` E; ``rows`` R of the map, -1: those of ``like``; ``align``: each expert begins at a
+    multiple of it."""
 
     experts: int
     rows: int
@@ -155,9 +155,9 @@ class Unpermute(_ByMap):
     """y[token] = the sum of x[r] * probs[token, slot], without probs of x[r], over the token's rows r: in
     float32, in the order of the rows, rounded once.
 
-    Inputs: x h (R, N); row_map int32 (R, 2); probs h (T, S), of any type, or None; like (T, any), whose number
-    of rows alone counts, where neither probs nor the spec says T. Output: y (T, N) like x. Gradients of x and
-    probs. A token or slot out of range: see ``permute``.
+    Inputs: x h (R, N); row_map int32 (R, 2); probs h (T, S), of any type, or None; like (T, any), whose
+    number of rows alone counts, where neither probs nor the spec says T. Output: y (T, N) like x. Gradients
+    of x and probs. A token or slot out of range: see ``permute``.
     """
 
     name = "unpermute"

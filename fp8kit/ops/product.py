@@ -9,7 +9,7 @@ which there is a class for each granularity of scales. ``ops.products`` chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,14 +313,16 @@ class Product:
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
         """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are
         read in high precision only, and may be None in FP8, where nothing reads x's cast any more."""
-        assert g is not None
-        for name, (start, n) in self.weights.items():
-            part, out = g if len(self.weights) == 1 else g.slice(1, start, n), ws.outputs[name]
-            a, b = (part, x) if self.oi else (x, part)
-            addend, space = out if self.adds else None, ws.scratch["workspace"]
-            ws.kernels.gemm(a, b, out, "tn", None, addend, space, ws.stream)
+        for a, b, out, addend in self._segments(ws, g, x):
+            ws.kernels.gemm(a, b, out, "tn", None, addend, ws.scratch["workspace"], ws.stream)
 
     # --- helpers --------------------------------------------------------------------------------------------
+
+    def _segments(self, ws: WorkingSet, g: Any, x: Any) -> Iterator[tuple[Any, Any, ArrayView, Any]]:
+        """Yields the operands of each segment's dW, where it goes, and what is added to it."""
+        for name, (start, n) in self.weights.items():
+            part, out = g if len(self.weights) == 1 else g.slice(1, start, n), ws.outputs[name]
+            yield *((part, x) if self.oi else (x, part)), out, out if self.adds else None
 
     def _weight_shape(self, n: int) -> tuple[int, int]:
         """Shape of a weight of n output features."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import slowness
-from fp8kit.arrays import CPU, ArrayView
+from fp8kit.arrays import CPU, ArrayView, Shape
 from fp8kit.buffers import free
 from fp8kit.devices import NOWHERE
 from fp8kit.formats import float16, float32, uint8
@@ -331,7 +331,7 @@ class EmulatedProduct(EmulatedCasts):
             made[self._name("line_scales")] = Meta((3 * max(1, *(max(size) for size in sizes)),), float32)
         return made
 
-    def _sums(self, gemm: str, shape: tuple[int, ...]) -> dict[str, Meta]:
+    def _sums(self, gemm: str, shape: Shape) -> dict[str, Meta]:
         """Returns where a GEMM's float32 sums lie that are multiplied by scales, or are to become float16."""
         casts = [self._how(self.arrays[operand]) for operand in GEMMS[gemm] if operand in self.arrays]
         apart = any(self.widened or cast.quantizer.scaled_after for cast in casts)

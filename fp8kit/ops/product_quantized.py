@@ -403,11 +403,8 @@ class QuantizedProduct(Product):
 
     def _wgrads_of_values(self, ws: WorkingSet, g: Any) -> None:
         """dW = g^T x, segment by segment, with x as fprop multiplied it."""
-        x = self._values(ws, "x")
-        for name, (start, n) in self.weights.items():
-            part, out = g if len(self.weights) == 1 else g.slice(1, start, n), ws.outputs[name]
-            a, b = (part, x) if self.oi else (x, part)
-            self._multiply_values(ws, "wgrad", a, b, out, "tn", out if self.adds else None)
+        for a, b, out, addend in self._segments(ws, g, self._values(ws, "x")):
+            self._multiply_values(ws, "wgrad", a, b, out, "tn", addend)
 
     # --- helpers --------------------------------------------------------------------------------------------
 

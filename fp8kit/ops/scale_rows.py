@@ -60,12 +60,16 @@ class ScaleRows(Operation):
     name = "scale_rows"
 
     def infer(self, spec: ScaleRowsSpec, metas: Metas, needs: Needs) -> Signature:
-        inputs = {"x": want_rows(self.name, "x", metas, spec.features)}
-        inputs["probs"] = want(self.name, "probs", metas, (row_count(inputs["x"]),), *HIGH_PRECISION)
-        grads = {name: meta for name, meta in inputs.items() if name in needs}
+        x, grads = self._inputs(spec, metas, needs)
         kept: tuple[str, ...] = ("probs",) if "x" in grads else ()
         kept += ("x",) if "probs" in grads else ()
-        return Signature({"y": inputs["x"]}, {}, kept, grads)
+        return Signature({"y": x}, {}, kept, grads)
+
+    def _inputs(self, spec: Any, metas: Metas, needs: Needs) -> tuple[Meta, dict[str, Meta]]:
+        """Returns the meta of x, and those of the gradients."""
+        x = want_rows(self.name, "x", metas, spec.features)
+        probs = want(self.name, "probs", metas, (row_count(x),), *HIGH_PRECISION)
+        return x, {name: meta for name, meta in (("x", x), ("probs", probs)) if name in needs}
 
     def plan(self, spec: ScaleRowsSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         space = self._map_space(row_count(want_rows(self.name, "x", metas, spec.features)))
@@ -107,11 +111,9 @@ class ScaledActivation(ScaleRows):
     name = "scaled_activation"
 
     def infer(self, spec: Any, metas: Metas, needs: Needs) -> Signature:
-        inputs = {"x": want_rows(self.name, "x", metas, spec.features)}
-        inputs["probs"] = want(self.name, "probs", metas, (row_count(inputs["x"]),), *HIGH_PRECISION)
-        grads = {name: meta for name, meta in inputs.items() if name in needs}
+        x, grads = self._inputs(spec, metas, needs)
         kept = ("x", *(("probs",) if "x" in grads else ())) if grads else ()
-        y = Meta((*inputs["x"].shape[:-1], spec.features // ALL[spec.activation].parts), inputs["x"].dtype)
+        y = Meta((*x.shape[:-1], spec.features // ALL[spec.activation].parts), x.dtype)
         return Signature({"y": y}, {}, kept, grads)
 
     def plan(self, spec: Any, metas: Metas, needs: Needs, kernels: Any) -> Plan:

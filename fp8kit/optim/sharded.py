@@ -328,13 +328,13 @@ class ShardedOptimizer(Loadable):
 def _cut(params: list[tuple[int, Tensor]], limit: int) -> list[list[tuple[int, Tensor]]]:
     """``params`` in runs of at most ``limit`` bytes, or of one parameter."""
     runs: list[list[tuple[int, Tensor]]] = []
-    room = 0
+    left = 0
     for place, param in params:
-        if not runs or param.view.nbytes > room:
+        if not runs or param.view.nbytes > left:
             runs.append([])
-            room = limit
+            left = limit
         runs[-1].append((place, param))
-        room -= param.view.nbytes
+        left -= param.view.nbytes
     return runs
 
 

@@ -190,12 +190,12 @@ DEVICE void load_words_shared(u32 from, u32 (&words)[4]) {
 }
 
 // Numbers of a warp, one after another: each lane reads one, 32 ahead, so that nobody waits for them.
-struct Ahead {
+struct ReadAhead {
   const float* from;
   i32 count;
   float now, next;
 
-  METHOD Ahead(const float* from, i32 count) : from(from), count(count), next(read(0)) {}
+  METHOD ReadAhead(const float* from, i32 count) : from(from), count(count), next(read(0)) {}
   METHOD float read(i32 first) const {
     return first + lane() < count ? from[first + lane()] : 0.0f;
   }

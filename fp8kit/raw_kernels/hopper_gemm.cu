@@ -402,7 +402,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   constexpr bool OF_A = SCALES == squares_lines, SQUARES = OF_A || SCALES == lines_squares;
   const int row = first + threadIdx.x / 32 % 4 * 16 + lane() / 4;  // of the tile: this thread's first
   const i64 line = OF_A ? min64(at.row + first, job.m - 1) : min64(at.column, job.n - 1);  // of squares
-  Ahead squares((OF_A ? job.a_scale : job.b_scale + at.group * job.b_group) +
+  ReadAhead squares((OF_A ? job.a_scale : job.b_scale + at.group * job.b_group) +
                     line / 128 * (OF_A ? job.a_step : job.b_step), SQUARES ? depths : 0);
   float part[BN / 2], rows[2];
 #pragma unroll

@@ -149,7 +149,7 @@ def test_graphs_that_are_built_again_are_said_once(monkeypatch, caplog):
     plans = LRU(2, cudnn_plans._retire)
     for length in range(5):
         key = cudnn_plans.Key(None, 0, False, False, ((length,),))
-        plans.make(key, lambda key: cudnn_plans.Plan(None, 0))
+        plans.make(key, lambda key: cudnn_plans.GraphPlan(None, 0))
     messages = [record.message for record in caplog.records]
     assert len(messages) == 1
     assert messages[0].startswith(

@@ -205,7 +205,7 @@ def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out
         scaling=("tensor", "tensor"),
         fast_accumulate=fast,
     )
-    plan = cublaslt.Plan(key, 0)
+    plan = cublaslt.MatmulPlan(key, 0)
     proposed = plan.algorithms
     plan.widen()
     assert plan.algorithms > proposed
@@ -232,6 +232,6 @@ def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out
     count, chosen = plan.algorithms, plan.chosen
     plan.widen()
     assert plan.algorithms == count
-    other = cublaslt.Plan(key, 0)
+    other = cublaslt.MatmulPlan(key, 0)
     assert other.take(chosen)
     assert other.chosen == chosen

@@ -262,10 +262,10 @@ def test_what_is_written_late_is_seen(name: str, again: bool) -> None:
         np.random.default_rng(7).standard_normal((ROWS, COLUMNS)).astype(np.float32).astype(bfloat16.numpy)
     )
     source, x = (arrays.to(arrays.as_view(values), GPU) for _ in range(2))
-    room, most, found = Memory(), arrays.zeros((1,), float32, GPU), []
-    CALLS[name](kernels, x, room)
+    memory, most, found = Memory(), arrays.zeros((1,), float32, GPU), []
+    CALLS[name](kernels, x, memory)
     for delayed in (False, True):
-        room.again()
+        memory.again()
         if delayed:
             provider.fill_zero(x, 0)
         arrays.synchronize(GPU)
@@ -273,8 +273,8 @@ def test_what_is_written_late_is_seen(name: str, again: bool) -> None:
             late((16,), (256,), (np.uintp(x.ptr), np.uintp(source.ptr), np.int64(ROWS * COLUMNS // 2)))
         if again:  # an early kernel that itself stands behind the late one
             kernels.amax(x, most, x.shape, 0)
-        CALLS[name](kernels, x, room)
+        CALLS[name](kernels, x, memory)
         arrays.synchronize(GPU)
-        found.append([view.numpy().tobytes() for view in room.outputs])
+        found.append([view.numpy().tobytes() for view in memory.outputs])
     assert found[0] == found[1]
     assert any(any(part) for part in found[0])

@@ -83,7 +83,7 @@ def test_a_run_patches_only_pointers_that_changed(library: Library) -> None:
         scaling=("row", "row"),
         fast_accumulate=True,
     )
-    plan = cublaslt.Plan(key, 0)
+    plan = cublaslt.MatmulPlan(key, 0)
     # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE
     # (OUTER_VEC_32F), and some scale pointers
     assert library.attributes == [
@@ -131,13 +131,13 @@ def test_block_scaling_modes_swap_with_the_operands(library: Library) -> None:
         48,
         scaling=("block_1x128", "block_128x128"),
     )
-    cublaslt.Plan(key, 0)
+    cublaslt.MatmulPlan(key, 0)
     # FAST_ACCUM off; A (our b) is BLK128x128_32F, B (our a) VEC128_32F
     assert library.attributes[2:5] == [(25, 0), (31, 5), (32, 4)]
 
 
 def test_other_candidates_can_be_chosen(library: Library) -> None:
-    plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, alpha=0.25), 0)
+    plan = cublaslt.MatmulPlan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, alpha=0.25), 0)
     plan.choose(2)
     plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
     assert chr(library.products[0][8]) == "C"
@@ -147,11 +147,11 @@ def test_other_candidates_can_be_chosen(library: Library) -> None:
 
 
 def test_a_problem_begins_with_what_one_about_as_large_has_taken(library: Library) -> None:
-    def plan(rows: int, timed: bool = True) -> cublaslt.Plan:
+    def plan(rows: int, timed: bool = True) -> cublaslt.MatmulPlan:
         key = MatmulKey(rows, 64, 32, "nt", bfloat16, bfloat16, bfloat16, 32, 32, 64, timed=timed)
-        return cublaslt.Plan(key, 0)
+        return cublaslt.MatmulPlan(key, 0)
 
-    def taken(plan: cublaslt.Plan) -> str:
+    def taken(plan: cublaslt.MatmulPlan) -> str:
         return chr(plan.chosen[0])
 
     first = plan(200)
@@ -192,19 +192,19 @@ PLAIN = MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4)
 def test_a_problem_that_cublaslt_refuses_is_one_error(library: Library, function: str) -> None:
     library.refused = function
     with pytest.raises(BackendError, match=r"cublaslt: MatmulKey.*NOT_SUPPORTED"):
-        cublaslt.Plan(PLAIN, 0)
+        cublaslt.MatmulPlan(PLAIN, 0)
 
 
 @pytest.mark.parametrize("function", ["matmul", "matmul_desc_set_attribute"])
 def test_a_product_that_cublaslt_refuses_is_one_error(library: Library, function: str) -> None:
-    plan = cublaslt.Plan(PLAIN, 0)
+    plan = cublaslt.MatmulPlan(PLAIN, 0)
     library.refused = function
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
         plan.run(1, 2, 3, 4, 5, 0, 0, 0, 0)  # with scales, so that the descriptor is told
 
 
 def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: Library) -> None:
-    plan = cublaslt.Plan(PLAIN, 0)
+    plan = cublaslt.MatmulPlan(PLAIN, 0)
     for function in ("matmul", "matmul_desc_set_attribute"):
         library.refused = function
         with pytest.raises(BackendError, match=r"cublaslt: MatmulKey.*NOT_SUPPORTED"):
@@ -248,7 +248,7 @@ def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pyte
 def run(
     key: MatmulKey, a: ArrayView, b: ArrayView, out: ArrayView, scratch: ArrayView, choice: int = 0
 ) -> None:
-    plan = cublaslt.Plan(key, 0)
+    plan = cublaslt.MatmulPlan(key, 0)
     plan.choose(choice % plan.algorithms)
     plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch.ptr, key.workspace, arrays.current_stream(GPU))
 

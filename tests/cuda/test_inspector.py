@@ -113,7 +113,7 @@ def test_recorded_calls_before_and_after_are_not_looked_at():
             with te.autocast(recipe=recipe.Float8CurrentScaling()):
                 layer(x).sum().backward()
             log.step()
-            assert (inspection.inspector is not None) == ((number + 1) % 5 == 0)
+            assert (inspection.hooks.inspector is not None) == ((number + 1) % 5 == 0)
     assert [(row["step"], row["value"]) for row in log.rows()] == [(i, i + 1.0) for i in range(0, 31, 5)]
 
 

@@ -220,7 +220,7 @@ def test_a_product_moves(library: Library, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launch, "entry_point", lambda: (None, None))
     monkeypatch.setattr(launch, "here", launch.Here())
     launch.here.memory = object()  # type: ignore[assignment]
-    plan = cublaslt.Plan(KEY, 0)
+    plan = cublaslt.MatmulPlan(KEY, 0)
 
     def work(x: int, y: int) -> None:
         plan.run(x, x + 64, y, 0, 0, 0, x + 512, 256, 9, y + 128)

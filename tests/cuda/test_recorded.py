@@ -261,7 +261,7 @@ def test_a_product_again_has_its_own_addresses(library: Library, monkeypatch: py
     launch.here.memory = types.SimpleNamespace()  # type: ignore[assignment]
     destroyed: list[int] = []
     library.matmul_desc_destroy = destroyed.append  # type: ignore[attr-defined]
-    plan = cublaslt.Plan(KEY, 0)
+    plan = cublaslt.MatmulPlan(KEY, 0)
     with recorded.recording() as made:
         plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
         own = library.attributes[-10:]
@@ -278,13 +278,13 @@ def test_a_product_again_has_its_own_addresses(library: Library, monkeypatch: py
 
 
 def test_a_recorded_product_has_the_algorithm_that_is_chosen_later(library: Library) -> None:
-    plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
+    plan = cublaslt.MatmulPlan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
     plan.tune = lambda own, run, stream: None
     with recorded.recording() as made:
         plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
     assert made.complete
 
-    def tune(own: cublaslt.Plan, run: Any, stream: int) -> None:
+    def tune(own: cublaslt.MatmulPlan, run: Any, stream: int) -> None:
         run(4096)
         own.choose(2)
         own.tuned = True

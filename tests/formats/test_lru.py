@@ -120,10 +120,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
     return fake
 
 
-def _plan() -> tuple[cudnn_plans.Plan, list[int]]:
+def _plan() -> tuple[cudnn_plans.GraphPlan, list[int]]:
     launched: list[int] = []
     graph = types.SimpleNamespace(execute=lambda pointers, workspace, handle: launched.append(workspace))
-    return cudnn_plans.Plan(graph, 0), launched
+    return cudnn_plans.GraphPlan(graph, 0), launched
 
 
 KEY = cudnn_plans.Key(Problem(1, 1, 1, 8, 8, 8, 8, "bfloat16", "sbhd", 1.0), 0, False, True, ())
@@ -198,11 +198,11 @@ def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) 
     """While one device's plan is made, which may wait for the device, another's is made."""
     begun, ended = threading.Event(), threading.Event()
 
-    def build(key: cudnn_plans.Key) -> cudnn_plans.Plan:
+    def build(key: cudnn_plans.Key) -> cudnn_plans.GraphPlan:
         if key.device == 0:
             begun.set()
             assert ended.wait(30)
-        return cudnn_plans.Plan(key.device, 0)
+        return cudnn_plans.GraphPlan(key.device, 0)
 
     monkeypatch.setattr(cudnn_plans, "_build", build)
     cudnn_plans._plans.cache_clear()
@@ -236,7 +236,7 @@ def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytes
             )
             self._description, self._layouts = key.m, (10, 11, 12)
 
-    monkeypatch.setattr(cublaslt, "Plan", _Plan)
+    monkeypatch.setattr(cublaslt, "MatmulPlan", _Plan)
     cublaslt.plan.cache_clear()
     try:
         first = cublaslt.plan(MatmulKey(1, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)

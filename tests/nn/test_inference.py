@@ -310,7 +310,7 @@ def test_layouts_give_the_same_bits(device, form):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_sequence_sees_nothing_of_others(device, paged):
-    """Not of its neighbour in the batch, nor of who had its room before."""
+    """Not of its neighbour in the batch, nor of who had its place before."""
     core = nn.DotProductAttention(HEADS, D, qkv_format="bshd", layer_number=1)
     x = draw(1, (2, 4, HEADS, D), "float32")
     found = []

@@ -18,6 +18,7 @@ from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.ops import products
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
+from fp8kit.recipe_fields import of_parts
 from fp8kit.recipes import NAMED, named
 from fp8kit.testing.compare import relative_error
 
@@ -334,7 +335,7 @@ def test_the_keys_of_recipes_whose_functions_have_the_same_text() -> None:
     made = [recipe.DataRecipe(data, history=rule) for rule in (*rules, rules[0])]
     assert made[0].key == made[2].key != made[1].key
     for each, rule in zip(made, (*rules, rules[0]), strict=True):
-        assert recipe.DataRecipe.of_key(each.key, "again").history is rule
+        assert of_parts(replace(each, name="again").parts()).history is rule
 
 
 def test_what_a_key_stands_for_goes_with_the_recipes_that_have_it() -> None:
@@ -347,7 +348,7 @@ def test_what_a_key_stands_for_goes_with_the_recipes_that_have_it() -> None:
     del made, again, copied
     gc.collect()
     with pytest.raises(KeyError):
-        recipe.DataRecipe.of_key(key, "again")
+        of_parts((recipe.DataRecipe, key, "again"))
 
 
 def test_scales_of_earlier_steps_without_a_rule_are_refused_by_the_recipes_name() -> None:

@@ -125,7 +125,7 @@ def test_layouts_of_ever_new_sizes_do_not_pile_up():
     ids=["high", "delayed", "block"],
 )
 def test_no_two_operations_at_work_share_an_arena(recipe, monkeypatch):
-    """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work
+    """Arenas are kept on the CPU too, and lent out: who asks while another operation of the thread is at work
     fails. A step with recomputation in backward, and with a hook that calls another layer, gives the bits
     that fresh memory gives."""
 

@@ -209,7 +209,7 @@ def test_a_layer_in_two_sections():
     model = Native()
     with pytest.raises(ValueError, match="layer out: got in the sections a, b"), fk.inspect(model, config):
         model.train_step()
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
 
 
 def test_a_section_without_layers_is_said(caplog):
@@ -378,7 +378,7 @@ def test_an_evaluation_is_left_out():
     with fk.inspect(model, config) as log:
         model.out(fk.tensor(X))
         with log.paused():
-            assert inspection.inspector is None
+            assert inspection.hooks.inspector is None
             model.out(fk.tensor(100 * X))
             for wrong in (log.step, log.paused().__enter__):
                 with pytest.raises(ArgumentError, match="paused"):
@@ -389,7 +389,7 @@ def test_an_evaluation_is_left_out():
     with pytest.raises(ArgumentError, match="outside"), log.paused():
         pass
     log.go_to(7)
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -416,11 +416,11 @@ def test_the_step_before_a_failure_is_written(answers, monkeypatch, caplog):
         train()
     assert [row["step"] for row in sink] == ([0, 1] if answers else [0])
     assert ("illegal memory access" in caplog.text) != answers
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
 
 
-def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
-    monkeypatch.setattr(shown, "_BLOCK", 256)
+def test_what_no_arena_holds_has_one_of_its_own(monkeypatch):
+    monkeypatch.setattr(shown, "_ARENA", 256)
     config = section(logged(["max", "exponents"], ("activation", "weight")))
     want = inspected(config)[0]
     monkeypatch.undo()
@@ -429,13 +429,13 @@ def test_what_no_block_holds_has_one_of_its_own(monkeypatch):
 
 def test_a_call_has_the_same_places_in_every_step(monkeypatch):
     """So that it can be replayed; but not where it has not shown yet what it fills."""
-    model, places, own = Native(), [], shown.Blocks.place
+    model, places, own = Native(), [], shown.Arenas.place
 
     def place(self, memory, nbytes):
         places.append(own(self, memory, nbytes))
         return places[-1]
 
-    monkeypatch.setattr(shown.Blocks, "place", place)
+    monkeypatch.setattr(shown.Arenas, "place", place)
     stats = ["max", "mean"]
     with fk.inspect(model, section(logged(stats))) as log:
         for number in range(3):
@@ -475,7 +475,7 @@ def test_nothing_runs_when_off():
     want = calls_of(plain)
     config = section(logged(STATS, freq=100, start_step=50))
     with fk.inspect(model, config) as log:
-        assert inspection.inspector is None
+        assert inspection.hooks.inspector is None
         assert calls_of(model) == want
     assert not log.rows()
     assert calls_of(model) == want
@@ -497,7 +497,7 @@ def test_a_block_is_entered_once():
         pass
     with pytest.raises(ArgumentError, match="one that has ended, expected a new one: inspect"), block:
         pass
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
 
 
 def test_what_is_no_model(caplog):

@@ -13,6 +13,7 @@ from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit_jax.checks import ALIASES
 from fp8kit_jax.flax.attention import DotProductAttention
 from fp8kit_jax.flax.common import FIXED
+from fp8kit_jax.scopes import is_raw_key
 from fp8kit_jax.sequences import (
     ReorderStrategy,
     SequenceDescriptor,
@@ -163,13 +164,9 @@ def fused_attn(
         softmax_type=softmax_type.value,
         stripe_size=stripe_size,
     )
-    rngs = {"dropout": jax.random.wrap_key_data(seed) if _raw(seed) else seed} if rate else None
+    rngs = {"dropout": jax.random.wrap_key_data(seed) if is_raw_key(seed) else seed} if rate else None
     o = module.apply(learned, *qkv, *[None] * (3 - len(qkv)), sequence_descriptor, bias, rngs=rngs)
     return checkpoint_name(o, context_checkpoint_name)
-
-
-def _raw(seed: Any) -> bool:
-    return getattr(seed, "shape", None) == (2,) and str(getattr(seed, "dtype", "")) == "uint32"
 
 
 __all__ = [

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import choice, flag
+from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.float8 import quantize
 from fp8kit.formats import E2M1, FORMATS
@@ -82,7 +83,7 @@ class BlockTensor(QuantizedTensor):
         return cls._made(parts, how, shape, values.dtype)
 
     @staticmethod
-    def _side(name: str, x: Tensor, how: Blocks, along: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def _side(name: str, x: Tensor, how: Blocks, along: int, shape: Shape) -> dict[str, Tensor]:
         rotated = 16 if how.signs and not along else 0
         found = quantize(
             x,
@@ -164,7 +165,7 @@ class BlockTensor(QuantizedTensor):
             raise ArgumentError("update_usage", "rowwise_usage, columnwise_usage", "False", "one of them")
         self._parts = left
 
-    def shared_view(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    def shared_view(self, shape: Shape) -> QuantizedTensor | None:
         """Those whose rows stay."""
         if len(shape) < 2 or shape[-1] != self.shape[-1] or math.prod(shape) != self.numel():
             return None
@@ -291,7 +292,7 @@ class _BlockQuantizer(Quantizer):
         """Whether both sizes are multiples of the block."""
         return inp.ndim >= 2 and not inp.shape[-1] % self.block and not inp.shape[:-1].numel() % self.block
 
-    def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, ...]:
+    def get_scale_shape(self, shape: Any, columnwise: bool) -> Shape:
         """Shape of ``_rowwise_scale_inv``, or of ``_columnwise_scale_inv``, of a tensor of that shape."""
         *leading, k = shape
         count = math.prod(leading)
@@ -323,7 +324,7 @@ class MXFP8Quantizer(_BlockQuantizer):
     def how(self) -> Blocks:
         return Blocks(format_of("MXFP8Quantizer", self.dtype).name, 32, bool(self.with_2d_quantization))
 
-    def get_columnwise_shape(self, rowwise_data_shape: Any) -> tuple[int, ...]:
+    def get_columnwise_shape(self, rowwise_data_shape: Any) -> Shape:
         """The same shape: scales alone lie along the rows."""
         return tuple(rowwise_data_shape)
 
@@ -410,11 +411,11 @@ class NVFP4Quantizer(_BlockQuantizer):
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding
 
-    def convert_shape_for_fp4(self, shape: Any) -> tuple[int, ...]:
+    def convert_shape_for_fp4(self, shape: Any) -> Shape:
         """Shape of the bytes of a tensor of that shape: two codes in one."""
         return (*shape[:-1], shape[-1] // 2)
 
-    def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
+    def get_columnwise_shape(self, shape: Any) -> Shape:
         """(K, rows), which ``convert_shape_for_fp4`` halves."""
         return super().get_columnwise_shape(shape)
 
@@ -423,7 +424,7 @@ def _rebuilt(
     name: str,
     parts: dict[str, Tensor],
     how: tuple[Any, ...],
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: torch.dtype,
     requires_grad: bool,
     parameter: bool,

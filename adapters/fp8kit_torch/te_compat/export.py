@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +9,9 @@ import torch
 
 from fp8kit.arguments import flag
 from fp8kit.errors import UnsupportedError
+from fp8kit_torch import torch_compat
 from fp8kit_torch.constants import onnx_mode
 from fp8kit_torch.te_compat.onnx_extensions import TRANSLATED, check, te_translation_table
-
-_MISSING = re.compile(r"No ONNX function found for .*fp8kit[.:]+(\w+)")  # torch's words
 
 
 @contextmanager
@@ -54,14 +52,14 @@ def _explained(error: BaseException | None) -> UnsupportedError | None:
     while error is not None:
         if isinstance(error, UnsupportedError):
             return UnsupportedError(*error.args)
-        missing = _MISSING.search(str(error))
-        if missing and missing[1] in TRANSLATED:
+        missing = torch_compat.untranslated(error)
+        if missing in TRANSLATED:
             wanted = "torch.onnx.export(..., custom_translation_table=te.te_translation_table)"
-            got = f"none of {missing[1]}"
+            got = f"none of {missing}"
             return UnsupportedError("onnx_export", "custom_translation_table", got, wanted)
         if missing:
             wanted = f"operations of {', '.join(sorted(TRANSLATED))}"
-            return UnsupportedError("onnx_export", "model", missing[1], wanted)
+            return UnsupportedError("onnx_export", "model", missing, wanted)
         error = error.__cause__
     return None
 

@@ -173,6 +173,13 @@ def _transposed(function: Callable[[Tensor], Any], shape: Any, grads: Any) -> Te
     return found
 
 
+def _rotated(
+    freqs: Tensor, starts: Tensor | None, qkv_format: int, interleaved: bool, *how: Any
+) -> Callable[[Tensor], Tensor]:
+    form = _FORMATS[int(qkv_format)]
+    return lambda x: apply_rotary_pos_emb(x, freqs, form, starts, interleaved, True, *how)
+
+
 def fused_rope_forward(
     input: Tensor,
     freqs: Tensor,
@@ -184,9 +191,8 @@ def fused_rope_forward(
     cp_rank: int = 0,
 ) -> Tensor:
     """``apply_rotary_pos_emb``, without a gradient. ``qkv_format``: an NVTE_QKV_Format."""
-    form, how = _FORMATS[int(qkv_format)], (cu_seqlens, cp_size, cp_rank)
     with torch.no_grad():
-        return apply_rotary_pos_emb(input, freqs, form, start_positions, interleaved, True, *how)
+        return _rotated(freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)(input)
 
 
 def fused_rope_backward(
@@ -200,11 +206,7 @@ def fused_rope_backward(
     cp_rank: int = 0,
 ) -> Tensor:
     """The gradient of ``fused_rope_forward``'s input."""
-    form, how = _FORMATS[int(qkv_format)], (cu_seqlens, cp_size, cp_rank)
-
-    def rotate(x: Tensor) -> Any:
-        return apply_rotary_pos_emb(x, freqs, form, start_positions, interleaved, True, *how)
-
+    rotate = _rotated(freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)
     return _transposed(rotate, output_grads.shape, output_grads)
 
 

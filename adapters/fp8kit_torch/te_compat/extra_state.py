@@ -69,7 +69,7 @@ class _Builder:
         raise CheckpointError("_extra_state: the pickle tries to change what reads it")
 
 
-class _Held:
+class _HiddenTensor:
     """A tensor, out of the pickle's reach until it is read."""
 
     __slots__ = ("tensor",)
@@ -83,7 +83,7 @@ class _Held:
 
 def _released(value: Any) -> Any:
     """The same with its tensors."""
-    if isinstance(value, _Held):
+    if isinstance(value, _HiddenTensor):
         return value.tensor
     if isinstance(value, dict):
         return {name: _released(part) for name, part in value.items()}
@@ -97,7 +97,7 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _storage(data: bytes) -> _Held:
+def _storage(data: bytes) -> _HiddenTensor:
     """The elements of a storage inside a tensor's pickle: torch's own format, read by torch's own restricted
     reader."""
     storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -105,10 +105,12 @@ def _storage(data: bytes) -> _Held:
         raise CheckpointError(f"_extra_state: a tensor's storage holds {type(storage).__name__}")
     dtype = getattr(storage, "dtype", torch.uint8)
     untyped = untyped_storage(storage)
-    return _Held(torch.empty(0, dtype=dtype).set_(untyped))
+    return _HiddenTensor(torch.empty(0, dtype=dtype).set_(untyped))
 
 
-def _tensor(held: _Held, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> _Held:
+def _tensor(
+    held: _HiddenTensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any
+) -> _HiddenTensor:
     """A tensor of a storage's elements; CheckpointError where it would reach beyond them."""
     storage = held.tensor
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -116,7 +118,7 @@ def _tensor(held: _Held, offset: int, size: tuple[int, ...], stride: tuple[int, 
         raise CheckpointError(
             f"_extra_state: a tensor {size}, strides {stride}, at {offset} of {storage.numel()} elements"
         )
-    return _Held(storage.as_strided(size, stride, offset).clone())
+    return _HiddenTensor(storage.as_strided(size, stride, offset).clone())
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -155,7 +157,7 @@ class _Reader(pickle.Unpickler):
             f"_extra_state: the pickle names {module}.{name}, which is neither data nor Transformer Engine's"
         )
 
-    def persistent_load(self, pid: Any) -> _Held:
+    def persistent_load(self, pid: Any) -> _HiddenTensor:
         kind, storage, key, _, count = pid
         dtype = _STORAGES.get(getattr(storage, "name", "").rpartition(".")[2])
         if self._archive is None or kind != "storage" or dtype is None:
@@ -163,7 +165,7 @@ class _Reader(pickle.Unpickler):
         elements = torch.frombuffer(
             bytearray(self._archive.read(f"{self._root}/data/{key}")) or bytearray(8), dtype=dtype
         )
-        return _Held(elements[:count])
+        return _HiddenTensor(elements[:count])
 
 
 def read_extra_state(value: Any) -> dict[str, Any] | None:

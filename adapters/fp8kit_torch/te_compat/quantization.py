@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fp8kit.errors import RecipeError
+from fp8kit.formats import E2M1
 from fp8kit.recipe import Format, Recipe
 from fp8kit_torch.autocast import autocast, fp8_autocast
 from fp8kit_torch.availability import (
@@ -49,10 +50,7 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     """The multiple to which Transformer Engine pads the rows of a group: 32 for MXFP8, 128 for NVFP4 and,
     unless it has a ``quantization_alignment``, for a custom recipe, else 16. ``Fp8Padding`` does not need
     it."""
-    _want_recipe("get_align_size_for_quantization", "recipe", recipe)
-    if recipe.custom():
-        return int(getattr(recipe, "quantization_alignment", 128))
-    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+    return int(_want_recipe("get_align_size_for_quantization", "recipe", recipe).quantization_alignment)
 
 
 def _format(operation: str, recipe: Recipe, fprop_tensor: bool) -> Any:
@@ -78,7 +76,7 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
     """The 4-bit format of a recipe of NVFP4. RecipeError for others."""
-    if not _want_recipe("get_fp4_te_dtype", "fp4_recipe", fp4_recipe).nvfp4():
+    if _want_recipe("get_fp4_te_dtype", "fp4_recipe", fp4_recipe).forward_format is not E2M1:
         raise RecipeError("get_fp4_te_dtype", "fp4_recipe", repr(fp4_recipe), "NVFP4BlockScaling")
     return DType.kFloat4E2M1
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8kit import formats
 from fp8kit.arguments import flag, number
+from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3
@@ -154,7 +155,7 @@ class Quantizer:
         """Whether casting once more gives the same codes: for scales that follow from the values."""
         return True
 
-    def get_columnwise_shape(self, rowwise_data_shape: Any) -> tuple[int, ...]:
+    def get_columnwise_shape(self, rowwise_data_shape: Any) -> Shape:
         """Shape of ``_columnwise_data`` of a tensor of that shape: (K, ...)."""
         *rows, k = rowwise_data_shape
         return (k, math.prod(rows))
@@ -336,7 +337,7 @@ class Float8BlockQuantizer(OperandQuantizer):
         """Whether the sizes are multiples of 128, which Transformer Engine wants; any matrix can be cast."""
         return inp.ndim >= 2 and not inp.shape[-1] % 128 and not inp.shape[:-1].numel() % 128
 
-    def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
+    def get_columnwise_shape(self, shape: Any) -> Shape:
         """Shape of ``_columnwise_data`` of a tensor of that shape: (K, ...)."""
         return super().get_columnwise_shape(shape)
 

@@ -128,17 +128,7 @@ def quantize_master_weights(
             raise UnsupportedError(op, "master_weights", got, wanted)
 
 
-def cast_master_weights_to_fp8(
-    model_weights: Sequence[QuantizedTensor],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: Any = None,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
-    manual_post_all_gather_processing: bool = False,
-) -> None:
-    """``quantize_master_weights``, by its older name."""
-    last = fsdp_shard_model_weights, manual_post_all_gather_processing
-    quantize_master_weights(model_weights, master_weights, start_offsets, group, *last)
+cast_master_weights_to_fp8 = quantize_master_weights  # by its older name
 
 
 def post_all_gather_processing(model_weights: Any) -> None:

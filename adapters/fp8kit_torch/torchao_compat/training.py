@@ -75,8 +75,8 @@ def convert_to_float8_training(
     """Replace every ``nn.Linear`` of ``module``, subclasses too, by a ``Float8Linear`` around the same
     parameters, in place; returns ``module``, or what takes its place where it is a linear layer itself.
 
-    ``module_filter_fn``: called with (module, its name); False leaves that one. Fp8kitError kinds for
-    arguments that are not these, and for layers that cannot be replaced, where nothing is replaced.
+    ``module_filter_fn``: called with (module, its name); False leaves that one. ArgumentError for
+    arguments that are not these, UnsupportedError for layers that cannot be replaced; nothing is then.
     """
     want_module("convert_to_float8_training", "module", module)
     if module_filter_fn is not None:

@@ -1,8 +1,8 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, when it comes for
 the third time; the answer is kept on disk. That takes 15 ms and more, so a process times few problems, and
 none any more once it has met many: a training whose batches have ever other lengths takes the heuristic's
-first candidate, or what a product of about the same size has taken (``cublaslt.Plan``), and does not wait
-where one of its lengths comes twice.
+first candidate, or what a product of about the same size has taken (``cublaslt.MatmulPlan``), and does not
+wait where one of its lengths comes twice.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is
 up to 8 % faster, and with a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md).
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from fp8kit import cache
 from fp8kit.arrays import Device
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.cublaslt import Plan, bindings
+from fp8kit.backends.cuda.cublaslt import MatmulPlan, bindings
 from fp8kit.backends.cuda.device import provider
 from fp8kit.errors import BackendError
 
@@ -39,7 +39,7 @@ _timed: dict[int, int] = {}  # device -> problems timed
 _TIMING = launch.Locks()
 
 
-def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
+def tune(plan: MatmulPlan, run: Callable[[int], None], stream: int) -> None:
     """Before a call of ``plan``, give it its fastest algorithm where that is known or worth to be found.
     ``run(out)`` launches the product with its operands, writing to the address ``out``.
 
@@ -73,7 +73,7 @@ def tune(plan: Plan, run: Callable[[int], None], stream: int) -> None:
             plan.tuned = True
 
 
-def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:
+def _times(plan: MatmulPlan, run: Callable[[int], None], stream: int) -> dict[int, float]:
     """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto
     stays as it is. A candidate that cuBLASLt refuses after all has none; BackendError where it refuses every
     one."""
@@ -126,12 +126,12 @@ def _where(device_index: int) -> str:
     return f"{name.decode() if isinstance(name, bytes) else name}, cuBLASLt {bindings().get_version()}"
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: MatmulPlan) -> str:
     text = f"{_where(plan.device)}, {plan.key}"
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def _recall(plan: Plan) -> bytes | None:
+def _recall(plan: MatmulPlan) -> bytes | None:
     """Returns the kept answer, or None where there is none that can be read."""
     kept = cache.read("products", _name(plan))
     found = None if kept is None else cache.unseal(kept[1])
@@ -141,7 +141,7 @@ def _recall(plan: Plan) -> bytes | None:
         return None
 
 
-def _keep(plan: Plan, times: dict[int, float]) -> None:
+def _keep(plan: MatmulPlan, times: dict[int, float]) -> None:
     """Keep the answer for the next process."""
     kept = {
         "where": _where(plan.device),

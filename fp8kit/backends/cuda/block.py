@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8kit import scaled_products
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import gemm, launch, mma_gemm
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.cublaslt import Scaling
@@ -36,7 +36,7 @@ def block_quantize(
     q_t: ArrayView | None,
     scale_inv_t: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,
@@ -53,7 +53,7 @@ def block_quantize_stack(
     q_t: ArrayView | None,
     scale_inv_t: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,
@@ -109,8 +109,8 @@ def block_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     bias: ArrayView | None,
     addend: ArrayView | None,
     workspace: ArrayView | None,
@@ -148,7 +148,7 @@ def block_operand(
     scales: ArrayView,
     q: ArrayView,
     q_scales: ArrayView,
-    tile: tuple[int, int],
+    tile: Tile,
     along: int,
     stream: int,
 ) -> None:

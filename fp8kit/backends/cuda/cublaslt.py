@@ -157,7 +157,7 @@ def _coarse(key: MatmulKey) -> MatmulKey:
     return replace(key, alignment=math.gcd(key.alignment, *apart), **rounded)
 
 
-class Plan:
+class MatmulPlan:
     """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several
     threads.
 
@@ -169,7 +169,7 @@ class Plan:
     of the heuristic's: to ask that takes 0.2 ms, and to load another algorithm's code 1 ms.
     """
 
-    tune: Callable[[Plan, Callable[[int], None], int], None]
+    tune: Callable[[MatmulPlan, Callable[[int], None], int], None]
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
@@ -390,7 +390,7 @@ class Plan:
                 raise self.error(error) from error
 
     def _step(self, addresses: tuple[int, ...], workspace_bytes: int, stream: int) -> Step:
-        """Returns the product as a step of a recording: ``Bound.run`` where it was, ``Plan.run``
+        """Returns the product as a step of a recording: ``Bound.run`` where it was, ``MatmulPlan.run``
         elsewhere."""
         run = Bound(self, addresses, workspace_bytes).run
 
@@ -412,7 +412,7 @@ class Plan:
 
 
 class Bound:
-    """A plan's product with all its addresses (those of ``Plan.run``, the stream aside); its device is
+    """A plan's product with all its addresses (those of ``MatmulPlan.run``, the stream aside); its device is
     current when it runs.
 
     From its second run on it has a descriptor of its own, since the plan's has the addresses of the last
@@ -421,7 +421,7 @@ class Bound:
 
     __slots__ = ("__weakref__", "_addresses", "_before", "_nbytes", "_plan")
 
-    def __init__(self, plan: Plan, addresses: tuple[int, ...], workspace_bytes: int) -> None:
+    def __init__(self, plan: MatmulPlan, addresses: tuple[int, ...], workspace_bytes: int) -> None:
         self._plan, self._addresses, self._nbytes = plan, addresses, workspace_bytes
         self._before: tuple[Any, ...] | None = None
 
@@ -455,11 +455,11 @@ class Bound:
 
 
 @memoized("cuBLASLt plans")
-def plan(key: MatmulKey, device_index: int) -> Plan:
+def plan(key: MatmulKey, device_index: int) -> MatmulPlan:
     """Returns the plan of a problem on a device, made at its first use and kept while it is among the most
     recently used. Its descriptors are destroyed with the last reference to it: cuBLASLt reads them during a
     call only. BackendError where cuBLASLt is missing or has no algorithm for it."""
-    made = Plan(key, device_index)
+    made = MatmulPlan(key, device_index)
     weakref.finalize(made, _destroy, made._lt, made._description, made._layouts).atexit = False
     return made
 

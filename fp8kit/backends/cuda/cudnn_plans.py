@@ -72,7 +72,7 @@ class Described(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class GraphPlan:
     """A built graph and the bytes of ``workspace`` that it needs.
 
     ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made.
@@ -91,7 +91,7 @@ class Plan:
 DESCRIBE: dict[bool, Callable[[Key, Any], Any]] = {}
 launches: defaultdict[int, int] = defaultdict(int)  # of graphs of a device, in this process
 _FREE: defaultdict[int, list[Any]] = defaultdict(list)  # cuDNN's handles that no thread uses now, by device
-_HELD: list[Plan] = []  # retired plans that must not be destroyed
+_HELD: list[GraphPlan] = []  # retired plans that must not be destroyed
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, s
     _execute(key, pointers, workspace, nbytes, stream)
 
 
-def check_workspace(nbytes: int, plan: Plan) -> None:
+def check_workspace(nbytes: int, plan: GraphPlan) -> None:
     """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
     if nbytes < plan.workspace:
         raise BackendError(
@@ -148,7 +148,7 @@ def check_workspace(nbytes: int, plan: Plan) -> None:
         )
 
 
-def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
+def _launched(plan: GraphPlan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
     """Launch a plan's graph; False where it was retired meanwhile."""
     with plan.lock:
         if plan.retired:
@@ -194,7 +194,7 @@ def _handle(device: int) -> Iterator[Any]:
         free.append(handle)
 
 
-def _build(key: Key) -> Plan:
+def _build(key: Key) -> GraphPlan:
     """Returns the plan for ``key``. Declined where cuDNN has no kernel; BackendError when building fails
     otherwise."""
     for stride in key.strides:
@@ -214,10 +214,10 @@ def _build(key: Key) -> Plan:
         raise Declined(str(error).strip()) from error
     except (RuntimeError, ValueError) as error:
         raise BackendError(f"attention: cuDNN cannot build a graph for {key}: {error}") from error
-    return Plan(graph, int(graph.get_workspace_size()))
+    return GraphPlan(graph, int(graph.get_workspace_size()))
 
 
-def _retire(key: Key, plan: Plan) -> None:
+def _retire(key: Key, plan: GraphPlan) -> None:
     """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never
     where that cannot be known. Where it goes for another, its shape builds it again: that is said."""
     slowness.say(f"attention by cuDNN of more shapes than its {KEPT} graphs are for", AGAIN, FEWER)
@@ -235,13 +235,13 @@ def _retire(key: Key, plan: Plan) -> None:
 
 
 @functools.cache
-def _plans(device: int) -> LRU[Key, Plan]:
+def _plans(device: int) -> LRU[Key, GraphPlan]:
     """Returns the plans of a device, apart from others': to make or retire one waits for the device, which
     may be at a collective (``Locks``)."""
     return LRU(KEPT, _retire, f"cuDNN graphs, cuda:{device}")
 
 
-def plan_of(key: Key) -> Plan:
+def plan_of(key: Key) -> GraphPlan:
     """Returns the plan of a key, which is built the first time. Declined and BackendError as ``_build``."""
     return _plans(key.device).make(key, _build)
 

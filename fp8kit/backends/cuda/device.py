@@ -120,7 +120,7 @@ def _free(device: int, pointer: int) -> None:
         launch.runtime().free(pointer)
 
 
-class Recording:
+class CapturedGraph:
     """A captured CUDA graph, and whatever its work lies in."""
 
     __slots__ = ("__weakref__", "_device", "_held")
@@ -283,7 +283,7 @@ class CudaProvider:
 
         return wait
 
-    def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, Recording]:
+    def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, CapturedGraph]:
         """Call ``function`` with the work that it puts on the device's current stream recorded instead of
         done: what it returns, and the recording. What it allocates on the device belongs to the recording.
         BackendError where it does what a graph cannot hold."""
@@ -313,7 +313,7 @@ class CudaProvider:
                     raise BackendError(
                         f"graph: the function does what cannot be captured: {error}"
                     ) from error
-            return result, Recording(device, graph, (pool, stream))
+            return result, CapturedGraph(device, graph, (pool, stream))
 
     def native(self, view: ArrayView) -> Any:
         """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as

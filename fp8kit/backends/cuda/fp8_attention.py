@@ -75,7 +75,7 @@ def _layout(about: Problem, backward: bool) -> dict[str, int]:
     return arranged(found)
 
 
-class _Call:
+class _FP8Call:
     """A call: its workspace's parts, its numbers, what it launches."""
 
     def __init__(
@@ -177,7 +177,7 @@ def fp8_attention_fwd(
 ) -> None:
     """See ``backends.protocol``. BackendError for what cuDNN does not take."""
     about, formats = _problem(q.shape, k.shape, v.shape, spec), _formats(p.format, p.format)
-    call = _Call(about, formats, False, True, q, extras, workspace, stream)
+    call = _FP8Call(about, formats, False, True, q, extras, workspace, stream)
     call.lengths()
     call.pointers |= {"q": q.ptr, "k": k.ptr, "v": v.ptr, "o": call.at("o"), "stats": lse.ptr}
     for i, name in enumerate("qkv"):
@@ -216,7 +216,7 @@ def fp8_attention_bwd(
 ) -> None:
     """See ``backends.protocol``. BackendError for what cuDNN does not take."""
     about, formats = _problem(q.shape, k.shape, v.shape, spec), _formats(p.format, ds.format)
-    call = _Call(about, formats, True, deterministic, q, extras, workspace, stream)
+    call = _FP8Call(about, formats, True, deterministic, q, extras, workspace, stream)
     call.lengths()
     call.pointers |= {"q": q.ptr, "k": k.ptr, "v": v.ptr, "d_o": do.ptr, "stats": lse.ptr}
     call.pointers |= {name: call.at(name) for name in ("o", *_GRADIENTS)}

@@ -17,7 +17,7 @@ from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
-from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, Scaling, plan
+from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, MatmulPlan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format, float32
@@ -148,7 +148,7 @@ def _fp8_plan(
     fast_accumulate: bool,
     limit: int,
     timed: bool,
-) -> tuple[Plan, bool, int]:
+) -> tuple[MatmulPlan, bool, int]:
     """Returns the plan of an FP8 product that is not empty, with ``limit`` bytes of workspace; whether it
     goes through float32; the address of the bias that it adds, 0 for none."""
     (m, n), (padded_m, k), padded_n, out_stride = out.shape, a.shape, b.shape[0], launch.row_stride(out)
@@ -200,7 +200,7 @@ def _scaling(a_scale_inv: ArrayView, b_scale_inv: ArrayView) -> tuple[Scaling, S
 
 
 @memoized("cuBLASLt plans by call")
-def _plan(index: int, *fields: Any) -> Plan:
+def _plan(index: int, *fields: Any) -> MatmulPlan:
     """Returns the plan of ``MatmulKey(*fields)``. A call finds it by what it knows, without making a key; it
     is held here as long as it is among the last used, too."""
     found = plan(MatmulKey(*fields), index)

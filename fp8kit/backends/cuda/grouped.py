@@ -6,7 +6,7 @@ by ``hopper_grouped``, and groups whose sizes the host knows one by one by cuBLA
 
 from __future__ import annotations
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import block, launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import format_name
@@ -19,9 +19,7 @@ _TILE = 64  # rows and columns of a block's part of the result: raw_kernels/grou
 _GROUPED = Packer("2P8q2P8q6q")  # struct Grouped there
 
 
-def _matrix(
-    view: ArrayView, scale_inv: ArrayView | None, tile: tuple[int, int], transposed: bool
-) -> tuple[int, ...]:
+def _matrix(view: ArrayView, scale_inv: ArrayView | None, tile: Tile, transposed: bool) -> tuple[int, ...]:
     """struct Matrix: (rows, columns), or (E, rows, columns), whose contraction is its last dimension, or, if
     ``transposed``, the one before."""
     rows, columns = view.shape[-2:]
@@ -94,8 +92,8 @@ def grouped_fp8_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     fast_accumulate: bool,
     stream: int,
 ) -> None:
@@ -109,9 +107,7 @@ def grouped_fp8_gemm(
     _run(left, right, (names[0], names[1]), out, sizes, slots, bias, along == "terms", stream)
 
 
-def group_amax(
-    x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
-) -> None:
+def group_amax(x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: Tile, slots: int, stream: int) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape
     if not x.size:
@@ -136,7 +132,7 @@ def block_quantize_groups(
     sizes: ArrayView,
     slots: int,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,

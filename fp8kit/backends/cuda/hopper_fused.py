@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
@@ -25,8 +25,8 @@ from fp8kit.backends.cuda.hopper_gemm import (
     Tiling,
     band_of,
     blocks_together,
+    cheapest,
     compiled,
-    cost,
     packed,
     result_map,
     rows_map,
@@ -62,12 +62,8 @@ def _variants() -> frozenset[frozenset[tuple[str, str]]]:
 
 def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
     """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``."""
-
-    def of(one: Tiling) -> float:
-        tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
-
-    return min((Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),), key=of)
+    among = (Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),)
+    return cheapest(among, m, n, k, promote, multiprocessors)
 
 
 @memoized("Hopper products with epilogues by call")
@@ -302,8 +298,8 @@ def fp8_gemm_lines(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     bias: ArrayView | None,
     addend: ArrayView | None,
     q: ArrayView,

@@ -7,10 +7,11 @@ The order of sums does not depend on sizes, tiles or the device: an element is w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fp8kit.accumulation import Accumulation, on_chip
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div
 from fp8kit.backends.cuda.own_gemm import Product, contract
@@ -69,15 +70,20 @@ def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multi
 
 
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling that a product of m x n elements, k terms each, is made by: the one that costs the least."""
+    """The tiling that a product of m x n elements, k terms each, is made by."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
+    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
+    return cheapest((large, *smaller), m, n, k, promote, multiprocessors)
+
+
+def cheapest(among: Sequence[Tiling], m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
+    """The tiling that costs the least."""
 
     def of(one: Tiling) -> float:
         tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
         return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
 
-    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
-    return min((large, *smaller), key=of)
+    return min(among, key=of)
 
 
 def want_hopper(index: int, *strides: int) -> None:
@@ -93,7 +99,7 @@ def want_hopper(index: int, *strides: int) -> None:
 
 
 def result_map(
-    shape: tuple[int, ...], stride: int, out: str, scales: str, groups: str, at: Tiling, fused: bool = False
+    shape: Shape, stride: int, out: str, scales: str, groups: str, at: Tiling, fused: bool = False
 ) -> bytes:
     """The map by which copies write a result, ([groups,] m, n), from shared memory: the source's STAGED. That
     of ``NONE`` where the kernel writes from registers: others, and those whose rows do not begin at multiples

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.accumulation import Accumulation, on_chip
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape, Tile
 from fp8kit.backends.cuda import grouped, launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
@@ -72,10 +72,10 @@ def tiling(
 def _plan(
     index: int,
     along: GroupedAlong,
-    out_shape: tuple[int, ...],
+    out_shape: Shape,
     out_stride: int,
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
+    a_shape: Shape,
+    b_shape: Shape,
     groups: int,
     slots: int,
     left: str,
@@ -124,9 +124,9 @@ def _plan(
 def _plan_high(
     index: int,
     layout: GroupedLayout,
-    out_shape: tuple[int, ...],
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
+    out_shape: Shape,
+    a_shape: Shape,
+    b_shape: Shape,
     groups: int,
     slots: int,
     name: str,
@@ -189,8 +189,8 @@ def grouped_fp8_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     fast_accumulate: bool,
     stream: int,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8kit import accumulation as models
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel
 from fp8kit.backends.cuda.quantize import narrow
@@ -25,8 +25,8 @@ def model_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     accumulation: Accumulation,
     bias: ArrayView | None,
     addend: ArrayView | None,
@@ -75,7 +75,7 @@ def model_gemm(
     launch.launch(how, grid, _THREADS, (a.ptr, b.ptr, out.ptr, job), stream)
 
 
-def _order(a_tile: tuple[int, int], b_tile: tuple[int, int]) -> int:
+def _order(a_tile: Tile, b_tile: Tile) -> int:
     """Returns the order in which the kernel multiplies the scales."""
     if a_tile[1] or b_tile[1]:
         return _BLOCKS_OF_ROWS if a_tile[0] == b_tile[0] == 1 else _BLOCKS

@@ -97,7 +97,7 @@ def _exception() -> type[BaseException] | None:
     return getattr(sys, "last_type", None)
 
 
-class _Call(NamedTuple):
+class _LoggedCall(NamedTuple):
     """A call in words, its ``number``, and a checksum of it and all before it."""
 
     number: int
@@ -129,7 +129,7 @@ class NcclCollectives(Collectives):
         self._side: Any = None  # the stream of calls that run beside kernels
         self.failed: str | None = None  # what all ranks were doing
         self.told = threading.Event()  # whether a call has raised that
-        self._made: deque[_Call] = deque(maxlen=_REMEMBERED)
+        self._made: deque[_LoggedCall] = deque(maxlen=_REMEMBERED)
         self._shown = 0  # the last call of which the others know
         # calls that are not known to be done, in order; when the first of them became that; events for others
         self._pending: deque[_Pending] = deque()
@@ -152,7 +152,7 @@ class NcclCollectives(Collectives):
         self.calls += 1
         before = self._made[-1].sum if self._made else 0
         self._made.append(
-            _Call(self.calls, f"in call {self.calls}, {what}", zlib.crc32(what.encode(), before))
+            _LoggedCall(self.calls, f"in call {self.calls}, {what}", zlib.crc32(what.encode(), before))
         )
         try:
             yield

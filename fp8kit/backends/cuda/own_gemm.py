@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import gemm, launch
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.registry import CannotTake
@@ -86,8 +86,8 @@ def contract(
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         bias: ArrayView | None,
         addend: ArrayView | None,
         workspace: ArrayView | None,

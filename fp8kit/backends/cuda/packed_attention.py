@@ -24,7 +24,7 @@ _FORWARD, _BACKWARD = ("q", "k", "v", "o"), ("do", "q", "k", "v", "o", "dq", "dk
 _KEYS = ("k", "v", "dk", "dv")
 
 
-class _Call(NamedTuple):
+class _PackedProblem(NamedTuple):
     """The problem as it ``lies``, and that of the ``padded`` batches, with their ``spec`` and shapes."""
 
     lies: Problem
@@ -64,7 +64,7 @@ def _call(
     dtype: DType,
     spec: Any,
     strides: Sequence[Shape],
-) -> _Call:
+) -> _PackedProblem:
     batch, rows, columns = sizes
     inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True)
     shapes = {"q": (batch, rows, *q[1:]), "k": (batch, columns, *k[1:]), "v": (batch, columns, *v[1:])}
@@ -73,10 +73,10 @@ def _call(
     lies = padded._replace(qkv_format="thd", strides=places, tokens=(q[0], k[0]))
     shapes |= {f"d{name}": shape for name, shape in shapes.items()}
     shapes |= dict.fromkeys(("o", "do"), (batch, rows, q[1], v[2]))
-    return _Call(lies, padded, inner, shapes)
+    return _PackedProblem(lies, padded, inner, shapes)
 
 
-def _call_of(q: ArrayView, k: ArrayView, v: ArrayView, lying: Lying, spec: AttentionSpec) -> _Call:
+def _call_of(q: ArrayView, k: ArrayView, v: ArrayView, lying: Lying, spec: AttentionSpec) -> _PackedProblem:
     sizes = lying.starts_q.shape[0] - 1, lying.longest_q, lying.longest_kv
     return _call(q.shape, k.shape, v.shape, sizes, q.dtype, spec, (q.strides, k.strides, v.strides))
 
@@ -94,7 +94,7 @@ class _Padded:
 
     def __init__(
         self,
-        call: _Call,
+        call: _PackedProblem,
         backward: bool,
         like: ArrayView,
         lying: Lying,

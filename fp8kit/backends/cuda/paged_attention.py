@@ -23,7 +23,7 @@ from fp8kit.formats import DType, uint8
 _FEW = 128
 
 
-class _Call(NamedTuple):
+class _PagedProblem(NamedTuple):
     """The problem of q and of padded batches, their ``spec``, and the shapes of "k" and "v"."""
 
     padded: Problem
@@ -44,13 +44,13 @@ class _Call(NamedTuple):
 
 def _call(
     q: Shape, k: Shape, v: Shape, longest: int, dtype: DType, spec: Any, strides: Sequence[Shape]
-) -> _Call:
+) -> _PagedProblem:
     """``k``, ``v``: shapes of the caches; ``strides``: q's first."""
     inner = dataclasses.replace(spec, zero_padded=True)
     leading = (longest, q[1]) if spec.qkv_format == "sbhd" else (q[0], longest)
     keys, values = (*leading, *k[2:]), (*leading, *v[2:])
     steps = strides[0], contiguous_strides(keys), contiguous_strides(values)
-    return _Call(problem(q, keys, values, dtype, inner, steps), inner, {"k": keys, "v": values})
+    return _PagedProblem(problem(q, keys, values, dtype, inner, steps), inner, {"k": keys, "v": values})
 
 
 def paged_attention_fwd(

@@ -10,7 +10,7 @@ import functools
 import struct
 from typing import Any
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import launch, scales
 from fp8kit.backends.cuda._rows import address, ceil_div, kernel, scaling, sum_partials
 from fp8kit.backends.protocol import Cast
@@ -78,7 +78,7 @@ def quantize(
     scale_inv: ArrayView,
     amax: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     saturate: bool,
     stochastic_bits: int,
     draw: int,
@@ -106,7 +106,7 @@ def quantize(
 
 
 def dequantize(
-    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int
+    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: Tile, stream: int
 ) -> None:
     """See ``backends.protocol``."""
     rows, columns = x.shape

@@ -49,7 +49,7 @@ def _layout(about: Problem, backward: bool, dbias: Shape | None = None) -> unfus
     return cut._replace(places=places | {"end": end})
 
 
-class _Call(unfused.Call):
+class _QuantizedTiledCall(unfused.TiledCall):
     """The unfused path's call, which launches these kernels too."""
 
     def __init__(
@@ -119,7 +119,9 @@ def quantized_attention_fwd(
 ) -> None:
     """See ``backends.protocol``. BackendError when a library that it needs fails."""
     about = _problem(q.shape, k.shape, v.shape, spec)
-    call = _Call(about, _layout(about, False), q, extras, _roundings(p, None, rng), workspace, stream)
+    call = _QuantizedTiledCall(
+        about, _layout(about, False), q, extras, _roundings(p, None, rng), workspace, stream
+    )
     for tile in unfused.tiles(about, call.cut):
         scores = call.scores("scores", tile)
         call.multiply(q, k, scores, tile)
@@ -156,7 +158,7 @@ def quantized_attention_bwd(
     BackendError as forward."""
     about = _problem(q.shape, k.shape, v.shape, spec)
     cut = _layout(about, True, None if dbias is None else dbias.shape)
-    call = _Call(about, cut, q, extras, _roundings(p, ds, rng), workspace, stream)
+    call = _QuantizedTiledCall(about, cut, q, extras, _roundings(p, ds, rng), workspace, stream)
     strides = (*bhsd(spec.qkv_format, o)[:3], *bhsd(spec.qkv_format, do)[:3])
     call.clear("amax", 4)
     if dbias is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import ceil_div, kernel
 from fp8kit.backends.cuda.structures import Packer, Structure
@@ -17,14 +17,14 @@ _STATES = (8, 96)  # states that one launch takes as a parameter by value: the v
 _STATE = Packer("3Piifi")  # one of them (scales.cu)
 
 
-def tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
+def tiling(x: ArrayView, tile: Tile) -> tuple[int, int, int]:
     """Rows and columns of a tile, no larger than ``x`` (at least 1), and the number of tiles."""
     rows, columns = x.shape
     height, width = tile_within(tile, rows, columns)
     return height, width, max(ceil_div(rows, height) * ceil_div(columns, width), 1)
 
 
-def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
+def amax(x: ArrayView, amax: ArrayView, tile: Tile, stream: int) -> None:
     """See ``backends.protocol``."""
     if not x.size:
         return

@@ -12,7 +12,7 @@ import struct
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, TYPE_CODES, address, ceil_div, kernel
 from fp8kit.backends.protocol import Rule
@@ -61,7 +61,7 @@ def tensor_statistics(
     launch.launch(kernel("statistics.cu", "tensor_total", x), 1, _THREADS, total, stream)
 
 
-def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stream: int) -> None:
+def tile_statistics(x: ArrayView, ratios: ArrayView, tile: Tile, stream: int) -> None:
     """See ``backends.protocol``."""
     if not x.size:
         return
@@ -87,7 +87,7 @@ def cast_statistics(
     counts: ArrayView,
     sums: ArrayView,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:

@@ -149,7 +149,7 @@ def forward(
     stream: int,
 ) -> None:
     """``protocol.attention_fwd``."""
-    call = Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
+    call = TiledCall(problem, layout(problem, False), q.device.index, extras, workspace, stream)
     for tile in tiles(problem, call.cut):
         scores, weights = (call.scores(name, tile) for name in ("scores", "weights"))
         call.multiply(q, k, scores, tile)
@@ -177,7 +177,7 @@ def backward(
 ) -> None:
     """``protocol.attention_bwd``."""
     cut = layout(problem, True, None if dbias is None else dbias.shape)
-    call = Call(problem, cut, q.device.index, extras, workspace, stream)
+    call = TiledCall(problem, cut, q.device.index, extras, workspace, stream)
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
@@ -233,7 +233,7 @@ def offset_gradient(
     launch.launch(other, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
 
 
-class Call(Padding):
+class TiledCall(Padding):
     """What is the same for every tile of one call."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView, Shape, Tile
 from fp8kit.backends.protocol.gemm import product_flops, product_workspace
 from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.formats import DType, Format
@@ -13,7 +13,7 @@ from fp8kit.formats import DType, Format
 BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
 
 
-def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
+def block_shapes(rows: int, columns: int, tile: Tile) -> tuple[Shape, Shape]:
     """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its
     scale_inv, float32. With a tile (1, 32) or (1, 16): of its codes and of the scales' codes, both uint8."""
     r = -(-rows // 16) * 16
@@ -37,7 +37,7 @@ class Blocks(Protocol):
         q_t: ArrayView | None,
         scale_inv_t: ArrayView | None,
         format: Format,
-        tile: tuple[int, int],
+        tile: Tile,
         power_2: bool,
         epsilon: float,
         stream: int,
@@ -62,7 +62,7 @@ class Blocks(Protocol):
         q_t: ArrayView | None,
         scale_inv_t: ArrayView | None,
         format: Format,
-        tile: tuple[int, int],
+        tile: Tile,
         power_2: bool,
         epsilon: float,
         stream: int,
@@ -80,8 +80,8 @@ class Blocks(Protocol):
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         bias: ArrayView | None,
         addend: ArrayView | None,
         workspace: ArrayView | None,
@@ -120,7 +120,7 @@ class Blocks(Protocol):
         scales: ArrayView,
         q: ArrayView,
         q_scales: ArrayView,
-        tile: tuple[int, int],
+        tile: Tile,
         along: int,
         stream: int,
     ) -> None:

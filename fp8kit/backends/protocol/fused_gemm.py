@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.backends.protocol.cast import Cast
 from fp8kit.backends.protocol.spec import kernel, workspace_of
@@ -126,8 +126,8 @@ class FusedProducts(Protocol):
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         bias: ArrayView | None,
         addend: ArrayView | None,
         q: ArrayView,

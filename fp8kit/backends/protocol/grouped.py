@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol.spec import kernel
 from fp8kit.formats import Format
 
@@ -63,8 +63,8 @@ class GroupedProducts(Protocol):
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         fast_accumulate: bool,
         stream: int,
     ) -> None:
@@ -85,7 +85,7 @@ class GroupedProducts(Protocol):
 
     @kernel(updates="amax", exact=True)
     def group_amax(
-        self, x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
+        self, x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: Tile, slots: int, stream: int
     ) -> None:
         """``amax`` over the rows of groups alone. x: h (M, N); tile: (M, N) for all of them, amax float32 of
         one element, or (M, 1) for each column, of N."""
@@ -101,7 +101,7 @@ class GroupedProducts(Protocol):
         sizes: ArrayView,
         slots: int,
         format: Format,
-        tile: tuple[int, int],
+        tile: Tile,
         power_2: bool,
         epsilon: float,
         stream: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol.gemm import product_flops
 from fp8kit.backends.protocol.spec import kernel
 from fp8kit.formats import Format
@@ -24,8 +24,8 @@ class ModelledProducts(Protocol):
         b_format: Format,
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
-        a_tile: tuple[int, int],
-        b_tile: tuple[int, int],
+        a_tile: Tile,
+        b_tile: Tile,
         accumulation: Accumulation,
         bias: ArrayView | None,
         addend: ArrayView | None,

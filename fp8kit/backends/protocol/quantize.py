@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol.cast import Cast
 from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.formats import Format
@@ -26,7 +26,7 @@ class Quantization(Protocol):
         scale_inv: ArrayView,
         amax: ArrayView | None,
         format: Format,
-        tile: tuple[int, int],
+        tile: Tile,
         saturate: bool,
         stochastic_bits: int,
         draw: int,
@@ -46,13 +46,7 @@ class Quantization(Protocol):
 
     @kernel(writes="x", exact=True)
     def dequantize(
-        self,
-        q: ArrayView,
-        x: ArrayView,
-        scale_inv: ArrayView,
-        format: Format,
-        tile: tuple[int, int],
-        stream: int,
+        self, q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: Tile, stream: int
     ) -> None:
         """x = decode(q) * scale_inv in float32, rounded to x's dtype. q: uint8 (M, N); x: h (M, N); scale_inv
         as in ``quantize``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol.spec import kernel
 
 
@@ -13,7 +13,7 @@ class Scales(Protocol):
     """Amaxes and scaling factors."""
 
     @kernel(updates="amax", exact=True)
-    def amax(self, x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
+    def amax(self, x: ArrayView, amax: ArrayView, tile: Tile, stream: int) -> None:
         """amax[i, j] = max(amax[i, j], max|x| over tile (i, j)). x: h or float64, as float32 (M, N). tile:
         (rows, columns) of a tile; (M, N) is per tensor, (1, N) per row. amax: float32, ceil(M / rows) *
         ceil(N / columns) elements."""

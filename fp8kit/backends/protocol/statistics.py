@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol.cast import Rule
 from fp8kit.backends.protocol.spec import kernel, measured, workspace_of
 from fp8kit.formats import Format
@@ -20,7 +20,7 @@ BRIEF_COUNTS = 4  # elements, NaN, Inf, -Inf
 OVERFLOW_SLACK = 2.0**-22
 
 
-def tile_within(tile: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
+def tile_within(tile: Tile, rows: int, columns: int) -> tuple[int, int]:
     """(rows, columns) of a tile that is no larger than its matrix, at least 1."""
     return max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
 
@@ -41,7 +41,7 @@ class Statistics(Protocol):
         they come of differences from a value among them."""
 
     @kernel(updates="ratios", ordered=True)
-    def tile_statistics(self, x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stream: int) -> None:
+    def tile_statistics(self, x: ArrayView, ratios: ArrayView, tile: Tile, stream: int) -> None:
         """ratios: float64 [2], max-accumulated over tiles of (rows, columns), smaller at the end, of their
         finite values: n amax^2 / sum x^2, the square of amax over the root of the mean square; amax over the
         least magnitude that is not 0. Tiles without any give nothing."""
@@ -55,7 +55,7 @@ class Statistics(Protocol):
         counts: ArrayView,
         sums: ArrayView,
         format: Format,
-        tile: tuple[int, int],
+        tile: Tile,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8kit import arrays, packing
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.reference._numpy import Float32, f32, quiet
 from fp8kit.backends.reference.gemm import decoded, product
 from fp8kit.backends.reference.quantize import member, quantize, table32
@@ -24,7 +24,7 @@ def block_quantize(
     q_t: ArrayView | None,
     scale_inv_t: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,
@@ -45,7 +45,7 @@ def block_quantize_stack(
     q_t: ArrayView | None,
     scale_inv_t: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,
@@ -63,7 +63,7 @@ def _operand(
     q: ArrayView,
     scale_inv: ArrayView,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     largest: float,
@@ -96,8 +96,8 @@ def block_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     bias: ArrayView | None,
     addend: ArrayView | None,
     workspace: ArrayView | None,
@@ -111,9 +111,7 @@ def block_gemm(
     product(left, right.T, out, None, bias, addend)
 
 
-def _decoded(
-    codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int
-) -> Float32:
+def _decoded(codes: ArrayView, format: Format, scale_inv: ArrayView, tile: Tile, rows: int) -> Float32:
     """Returns the float32 values (rows, K) of an operand's first rows."""
     if tile[1] < _BLOCK:
         plain = codes.numpy() if tile[1] == 32 else packing.unpack(codes.numpy())
@@ -134,7 +132,7 @@ def block_operand(
     scales: ArrayView,
     q: ArrayView,
     q_scales: ArrayView,
-    tile: tuple[int, int],
+    tile: Tile,
     along: int,
     stream: int,
 ) -> None:

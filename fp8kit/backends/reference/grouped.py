@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView, as_view
+from fp8kit.arrays import ArrayView, Tile, as_view
 from fp8kit.backends.protocol.block import BLOCK
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.backends.reference import block, scales
@@ -15,7 +15,7 @@ from fp8kit.backends.reference._numpy import Float32, f32, quiet, result, store
 from fp8kit.formats import Format
 
 
-def _values(codes: Float32, scale_inv: ArrayView, tile: tuple[int, int]) -> Float32:
+def _values(codes: Float32, scale_inv: ArrayView, tile: Tile) -> Float32:
     """What an operand's decoded codes stand for, of a matrix or of several."""
     (rows, columns), scales = codes.shape[-2:], scale_inv.numpy()
     if tile == (1, BLOCK):
@@ -74,8 +74,8 @@ def grouped_fp8_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     fast_accumulate: bool,
     stream: int,
 ) -> None:
@@ -109,9 +109,7 @@ def _live(x: ArrayView, sizes: ArrayView, slots: int) -> ArrayView:
     return as_view(values)
 
 
-def group_amax(
-    x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: tuple[int, int], slots: int, stream: int
-) -> None:
+def group_amax(x: ArrayView, amax: ArrayView, sizes: ArrayView, tile: Tile, slots: int, stream: int) -> None:
     """See ``protocol.Kernels.group_amax``."""
     scales.amax(_live(x, sizes, slots), amax, tile, stream)
 
@@ -125,7 +123,7 @@ def block_quantize_groups(
     sizes: ArrayView,
     slots: int,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     power_2: bool,
     epsilon: float,
     stream: int,

@@ -9,7 +9,7 @@ import numpy as np
 from fp8kit import accumulation as models
 from fp8kit import codec
 from fp8kit.accumulation import FLOAT32_BITS, LOWEST, SCALE_BITS, Accumulation
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.reference._numpy import Array, f32, quiet, store
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
@@ -29,8 +29,8 @@ def model_gemm(
     b_format: Format,
     a_scale_inv: ArrayView,
     b_scale_inv: ArrayView,
-    a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
     accumulation: Accumulation,
     bias: ArrayView | None,
     addend: ArrayView | None,
@@ -87,7 +87,7 @@ def model_gemm(
     store(out, found)
 
 
-def _scales(scale_inv: ArrayView, tile: tuple[int, int], rows: int, k: int, count: int) -> Array:
+def _scales(scale_inv: ArrayView, tile: Tile, rows: int, k: int, count: int) -> Array:
     """One scale for each row and block: float32 (rows, count)."""
     high, wide = tile[0] or max(rows, 1), tile[1] or max(k, 1)
     grid = scale_inv.numpy()[:, : max(1, -(-k // wide))]

@@ -13,7 +13,7 @@ from fp8kit.backends.reference.attention import attention_bwd, attention_fwd
 from fp8kit.backends.reference.sequences import pack_sequences, unpack_sequences
 
 
-class _Call:
+class _PaddedBatches:
     """The padded batches of a call."""
 
     def __init__(self, lying: Lying, extras: AttentionExtras, spec: Any) -> None:
@@ -60,7 +60,7 @@ def packed_attention_fwd(
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.packed_attention_fwd``."""
-    call = _Call(lying, extras, spec)
+    call = _PaddedBatches(lying, extras, spec)
     layers = call.unpacked(q, "q"), call.unpacked(k, "kv"), call.unpacked(v, "kv")
     dense = call.empty(o, "q")
     attention_fwd(*layers, dense, lse, extras, call.spec, None, stream)
@@ -87,7 +87,7 @@ def packed_attention_bwd(
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.packed_attention_bwd``."""
-    call = _Call(lying, extras, spec)
+    call = _PaddedBatches(lying, extras, spec)
     dense_dq, dense_dk, dense_dv = call.empty(dq, "q"), call.empty(dk, "kv"), call.empty(dv, "kv")
     attention_bwd(
         call.unpacked(do, "q"),

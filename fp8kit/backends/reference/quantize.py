@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView, as_view
+from fp8kit.arrays import ArrayView, Tile, as_view
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
@@ -129,7 +129,7 @@ def _cast_both(x: Any, scale: Any, how: Any, across: Any, q: Any, q_t: Any, most
         )
 
 
-def _spread(per_tile: Array, shape: tuple[int, int], tile: tuple[int, int], rows: slice) -> Array:
+def _spread(per_tile: Array, shape: tuple[int, int], tile: Tile, rows: slice) -> Array:
     """One value a tile as one value an element of the rows."""
     grid = per_tile.reshape(tiles(shape, tile))
     down, across = np.arange(shape[0])[rows] // max(tile[0], 1), np.arange(shape[1]) // max(tile[1], 1)
@@ -140,7 +140,7 @@ def _cast_by_codec(
     x: Array,
     q: Array,
     scale: Array,
-    tile: tuple[int, int],
+    tile: Tile,
     fmt: Format,
     saturate: bool,
     stochastic_bits: int,
@@ -176,7 +176,7 @@ def quantize(
     scale_inv: ArrayView,
     amax: ArrayView | None,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     saturate: bool,
     stochastic_bits: int,
     draw: int,
@@ -210,7 +210,7 @@ def table32(fmt: Format) -> Array:
 
 
 def dequantize(
-    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int
+    q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: Tile, stream: int
 ) -> None:
     """See ``Kernels.dequantize``."""
     values = x.view(bits_dtype(x.dtype)).numpy()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.reference.cast_rows import amax_row, bits
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.recipe import DELAYED_SCALES, UNFILLED
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 
-def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
+def tiles(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
     """Returns how many tiles, down and across, cover a matrix; an empty matrix has at least one."""
     pairs = zip(shape, tile, strict=True)
     return tuple(max(1, math.ceil(n / max(t, 1))) for n, t in pairs)  # type: ignore[return-value]
@@ -42,7 +42,7 @@ def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
     np.fmax(total, found, out=total)
 
 
-def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
+def amax(x: ArrayView, amax: ArrayView, tile: Tile, stream: int) -> None:
     """See ``Kernels.amax``."""
     if not x.size:  # rows without columns, of which there may be billions
         return

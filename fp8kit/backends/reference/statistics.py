@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec, formats
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol import Rule
 from fp8kit.backends.protocol.statistics import (
     CAST_COUNTS,
@@ -142,7 +142,7 @@ def _tiles(x: Any, height: Any, width: Any, found: Any) -> None:
                 found[i, 1] = max(found[i, 1], most / least)
 
 
-def tile_statistics(x: ArrayView, ratios: ArrayView, tile: tuple[int, int], stream: int) -> None:
+def tile_statistics(x: ArrayView, ratios: ArrayView, tile: Tile, stream: int) -> None:
     """See ``Kernels.tile_statistics``."""
     if x.size:
         rows, columns = x.shape
@@ -196,7 +196,7 @@ def cast_statistics(
     counts: ArrayView,
     sums: ArrayView,
     format: Format,
-    tile: tuple[int, int],
+    tile: Tile,
     workspace: ArrayView | None,
     stream: int,
 ) -> None:

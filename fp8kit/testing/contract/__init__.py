@@ -21,7 +21,7 @@ import numpy as np
 
 from fp8kit import arrays
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends.protocol import KERNELS, SPECS, Kernels, KernelSpec, map_arrays, views
 from fp8kit.formats import HIGH_PRECISION, DType, float32, uint8
 from fp8kit.testing.compare import (
@@ -358,7 +358,7 @@ def put(array: Any, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, copy=True, order="C")), device)
 
 
-def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
+def poisoned(shape: Shape, dtype: DType, device: Device) -> ArrayView:
     """An output to be written: every byte 0xFF (NaN in float types), so that what a kernel leaves out
     shows."""
     return Sampler(None, device).output(*shape, dtype=dtype)

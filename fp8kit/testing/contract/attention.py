@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView, current_stream
+from fp8kit.arrays import ArrayView, Shape, current_stream
 from fp8kit.backends.protocol import SPECS, AttentionExtras, KernelSpec
 from fp8kit.formats import DType, float32, int32
 from fp8kit.testing.attention import ORDERS, Oracle, Rules, Sizes
@@ -69,7 +69,7 @@ def problem(m: int, n: int, options: Options) -> tuple[Sizes, Rules]:
 
 
 def _rows(
-    s: Sampler, rules: Rules, shape: tuple[int, ...], lengths: tuple[int, ...], padding: float | None
+    s: Sampler, rules: Rules, shape: Shape, lengths: tuple[int, ...], padding: float | None
 ) -> ArrayView:
     """Values of (b, h, s, d), beyond the lengths ``padding``, if it is not None."""
     x = s.draw(shape).astype(s.dtype.numpy)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec, formats
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape, Tile
 from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float32, uint8
 from fp8kit.testing.contract import (
@@ -33,7 +33,7 @@ from fp8kit.testing.contract import (
 from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.gemm import fp8_slack, joined, modelled, product_results, sizes
 from fp8kit.testing.contract.rotations import narrow, put_special
-from fp8kit.testing.contract.scales import Tile, each, grid, tile_amax
+from fp8kit.testing.contract.scales import each, grid, tile_amax
 
 _WRITTEN = ("q", "scale_inv", "q_t", "scale_inv_t")
 LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
@@ -75,7 +75,7 @@ def operand(
     return codes, layout, each_scale(layout, codes_shape, tile)
 
 
-def each_scale(layout: Array, shape: tuple[int, ...], tile: Tile) -> Array:
+def each_scale(layout: Array, shape: Shape, tile: Tile) -> Array:
     """The scale_inv of every code."""
     rows = layout.T if tile == LINE else np.repeat(layout, BLOCK, 0)
     return np.asarray(np.repeat(rows, BLOCK, 1)[: shape[0], : shape[1]])

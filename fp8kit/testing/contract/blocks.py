@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8kit import blocks as rules
 from fp8kit import codec, formats
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.formats import E2M1, E4M3, E5M2, FORMATS, bfloat16, float32, uint8
 from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, MX_RULES, Quantizer
 from fp8kit.testing.contract import (
@@ -28,7 +28,7 @@ from fp8kit.testing.contract.casts import largest, scale_of, scaled
 from fp8kit.testing.contract.dropout import philox
 from fp8kit.testing.contract.quantize import USERS
 from fp8kit.testing.contract.rotations import ROTATIONS, SHAPES, drawn, rotated
-from fp8kit.testing.contract.scales import Tile, each
+from fp8kit.testing.contract.scales import each
 
 
 def cast_blocks(

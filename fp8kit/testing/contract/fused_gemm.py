@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.backends.protocol import Rule, block_shapes
 from fp8kit.formats import E4M3, E5M2, Format, dtype, float32, uint8
@@ -44,7 +44,7 @@ _SCALE = 2.0**-3  # of both operands: a sum of K products of -2 ... 2 has a spre
 
 
 def _operand(
-    s: Sampler, rows: int, k: int, fmt: Format, exact: bool, tile: tuple[int, int] = TENSOR
+    s: Sampler, rows: int, k: int, fmt: Format, exact: bool, tile: Tile = TENSOR
 ) -> tuple[ArrayView, ArrayView]:
     """Codes, zero beyond ``rows``, and their scale_inv: of the tensor, or the powers of two of blocks."""
     shape, scales = ((-(-rows // 16) * 16, k), (1,)) if tile == TENSOR else block_shapes(rows, k, tile)

@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8kit import arrays, codec
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Tile
 from fp8kit.backends.protocol import Layout
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float16, float32
 from fp8kit.testing.contract import (
@@ -162,9 +162,7 @@ def modelled(how: Accumulation, kernels: Any, a: Any) -> Results:
     return {"out": host(out)}
 
 
-def _tiles(
-    scale_inv: ArrayView, tile: tuple[int, int] | None, rows: int, k: int
-) -> tuple[ArrayView, tuple[int, int]]:
+def _tiles(scale_inv: ArrayView, tile: Tile | None, rows: int, k: int) -> tuple[ArrayView, tuple[int, int]]:
     """Scales as ``model_gemm`` has them, one a tile and row-major, and the tile."""
     if tile is None:
         return scale_inv.reshape(-1, 1), (int(scale_inv.size > 1), 0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.accumulation import Accumulation
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, Format, bfloat16, float16, float32, int32, uint8
 from fp8kit.testing.contract import (
@@ -35,7 +35,6 @@ from fp8kit.testing.contract.block import LINE, SQUARE, block_quantize, block_qu
 from fp8kit.testing.contract.gemm import fp8_slack, joining_slack, modelled
 from fp8kit.testing.contract.scales import tile_amax, tile_count
 
-Tile = tuple[int, int]
 TENSOR, ROW = (0, 0), (1, 0)
 
 

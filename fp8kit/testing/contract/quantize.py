@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
+from fp8kit.arrays import Tile
 from fp8kit.backends.protocol import Rule
 from fp8kit.formats import E4M3, E5M2, FORMATS, HIGH_PRECISION, Format, bfloat16, float32, float64, uint8
 from fp8kit.testing.contract import (
@@ -23,17 +24,7 @@ from fp8kit.testing.contract import (
 )
 from fp8kit.testing.contract.casts import scale_of, scaled
 from fp8kit.testing.contract.dropout import philox
-from fp8kit.testing.contract.scales import (
-    ROW,
-    SIZES,
-    TILINGS,
-    WHOLE,
-    Tile,
-    each,
-    tile_amax,
-    tile_count,
-    tile_of,
-)
+from fp8kit.testing.contract.scales import ROW, SIZES, TILINGS, WHOLE, each, tile_amax, tile_count, tile_of
 
 USERS = (
     Format("E3M4", 3, 4),

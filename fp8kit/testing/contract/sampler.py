@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import E4M3, DType, Format, float32, int32, int64, uint8
 from fp8kit.testing.compare import Array
@@ -40,9 +40,7 @@ class Sampler:
         self.random = np.random.Generator(np.random.Philox(1))
         self.buffers: list[ArrayView] = []
 
-    def array(
-        self, shape: tuple[int, ...], dtype: DType, fill: Callable[[], Array] | None = None
-    ) -> ArrayView:
+    def array(self, shape: Shape, dtype: DType, fill: Callable[[], Array] | None = None) -> ArrayView:
         """An array that holds what ``fill`` gives, or poison."""
         size = math.prod(shape)
         host = np.full((size + 2 * self.guard) * dtype.itemsize, 0xFF, np.uint8).view(dtype.numpy)
@@ -68,7 +66,7 @@ class Sampler:
         """One float32, or None."""
         return None if value is None else self.full(value, 1)
 
-    def draw(self, shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> Array:
+    def draw(self, shape: Shape, scale: float = 1.0, mean: float = 0.0) -> Array:
         """Normal values on the host, float32."""
         values = self.random.standard_normal(min(math.prod(shape), _POOL), np.float32)
         return np.resize(values * np.float32(scale) + np.float32(mean), shape)
@@ -173,9 +171,7 @@ class Outline(Sampler):
     def __init__(self, dtype: DType) -> None:
         super().__init__(None, arrays.CPU, dtype)
 
-    def array(
-        self, shape: tuple[int, ...], dtype: DType, fill: Callable[[], Array] | None = None
-    ) -> ArrayView:
+    def array(self, shape: Shape, dtype: DType, fill: Callable[[], Array] | None = None) -> ArrayView:
         """An array elsewhere than every other."""
         self.buffers.append(ArrayView((len(self.buffers) + 1) << 40, shape, dtype, self.device))
         return self.buffers[-1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8kit.arrays import Shape, Tile
 from fp8kit.formats import HIGH_PRECISION, float32, float64
 from fp8kit.recipe import UNFILLED
 from fp8kit.testing.contract import (
@@ -21,7 +22,6 @@ from fp8kit.testing.contract import (
 )
 from fp8kit.testing.contract.casts import largest, scale_of
 
-Tile = tuple[int, int]
 WHOLE, ROW = (0, 0), (1, 0)  # 0: as many as the matrix has
 SIZES = ((1, 1), (33, 65), (128, 256), (5, 1000), (0, 8))
 TILINGS: dict[str, Options] = {
@@ -50,7 +50,7 @@ def tile_count(m: int, n: int, tile: Tile) -> int:
     return down * across
 
 
-def each(per_tile: Array, shape: tuple[int, ...], tile: Tile) -> Array:
+def each(per_tile: Array, shape: Shape, tile: Tile) -> Array:
     """Every element's entry of an array of tiles."""
     rows, columns = shape
     down, across = np.indices((rows, columns))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
+from fp8kit.arrays import Tile
 from fp8kit.backends.protocol import Rule
 from fp8kit.backends.protocol.statistics import (
     BRIEF_COUNTS,
@@ -91,9 +92,7 @@ def tensor_statistics_oracle(a: Any) -> Results:
     return {"counts": counts, "moments": (np.array([*ends, *sums, mean, apart]), slack)}
 
 
-def tile_statistics(
-    s: Sampler, m: int, n: int, tile: tuple[int, int] = (1, 32), kind: str = "normal"
-) -> Arguments:
+def tile_statistics(s: Sampler, m: int, n: int, tile: Tile = (1, 32), kind: str = "normal") -> Arguments:
     """Ratios that are less than any, or greater."""
     return {"x": _values(s, m, n, kind), "ratios": s.put([0.0, 2.0**300], float64), "tile": tile}
 
@@ -116,7 +115,7 @@ def cast_statistics(
     m: int,
     n: int,
     fmt: Format = E4M3,
-    tile: tuple[int, int] = (0, 0),
+    tile: Tile = (0, 0),
     kind: str = "strewn",
     scale: float = 1.0,
 ) -> Arguments:

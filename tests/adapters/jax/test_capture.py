@@ -69,7 +69,7 @@ def test_the_operands_of_the_native_model(tmp_path):
     got.save(path)
     assert list(Dump.load(path).gemms) == NAMES
     assert cli.main(["recipes", "compare", str(path), "--recipes", "current", "mxfp8"]) == 0
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
 
 
 def test_kernels_as_pytorch_has_them():
@@ -210,5 +210,5 @@ def test_what_cannot_be_captured():
         fj.capture(forward, run, loss)
     with pytest.raises(KeyError, match="mine"):
         fj.capture(lambda x: {}["mine"], X)
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
     same(fj.capture(forward, run, loss), native())  # nothing is left open

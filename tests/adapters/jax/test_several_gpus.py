@@ -227,7 +227,7 @@ PROGRAMS = {
     # at the end, for the results of a GPU that stands still
     "ends": (
         """
-        calls._mark_used()
+        calls.used.set()
         calls._wait_for_results = lambda client: time.sleep(600)
         several_gpus.failed(Device("cuda", 1), KeyError("mine"))
         """,

@@ -9,7 +9,6 @@ import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch import memory
-from fp8kit_torch.autocast import recipe_of, recipe_parts
 from fp8kit_torch.bound import bind
 from fp8kit_torch.library import OPS, call_by, text_of
 
@@ -25,6 +24,7 @@ from fp8kit.ops.norm import NormSpec, norm
 from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams
+from fp8kit.recipe_fields import of_parts
 from fp8kit.spec import Meta
 
 from .twins import same
@@ -76,7 +76,7 @@ def test_what_has_no_text_is_refused():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.short_name())
 def test_recipes_are_taken_apart_and_made_again(recipe):
-    assert recipe_of(recipe_parts(recipe)) == recipe
+    assert of_parts(recipe.parts()) == recipe
 
 
 def test_blocks_are_aligned():

@@ -375,7 +375,7 @@ def test_examples_run(name, tmp_path):
         debug_api.step()
     finally:
         debug_api.end_debug()
-    assert inspection.inspector is None
+    assert inspection.hooks.inspector is None
     log = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
     lines = [line.split(" \t ") for line in log.read_text().splitlines()]
     assert all(step == "iteration=000000" and re.match("value=[-0-9]", value) for _, step, value in lines)
