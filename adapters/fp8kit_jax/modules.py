@@ -19,6 +19,12 @@ Function = Callable[[Any], Any]
 # the norm that there is not, as the arguments of a function after x
 NO_NORM = None, None, "layernorm", False, 1e-6
 
+
+def dims_of(features: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the output's last dimensions."""
+    return (features,) if isinstance(features, int) else tuple(features)
+
+
 # --- initial values -----------------------------------------------------------------------------------------
 
 

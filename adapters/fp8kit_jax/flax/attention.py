@@ -108,8 +108,6 @@ class DotProductAttention(NamedWell, nn.Module):
         if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
             sequence_descriptor, mask = None, sequence_descriptor
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and "causal" in self.attn_mask_type:
-            options["mask"] = jnp.asarray(mask) != 0
         rate = 0.0 if deterministic else self.attention_dropout
         if rate:
             options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
@@ -130,8 +128,6 @@ class DotProductAttention(NamedWell, nn.Module):
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and "causal" in self.attn_mask_type:
-            options["mask"] = jax.ShapeDtypeStruct(mask.shape, bool)
         if self.softmax_type == "learnable":
             options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
         functions.validate(*layers, **options)
@@ -139,8 +135,8 @@ class DotProductAttention(NamedWell, nn.Module):
     def _options(
         self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
     ) -> dict[str, Any]:
-        """Returns the arguments of the function beside the layers; the mask as it came. ShapeError for layers
-        that do not fit the fields."""
+        """Returns the arguments of the function beside the layers. ShapeError for layers that do not fit the
+        fields."""
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
@@ -180,6 +176,11 @@ class DotProductAttention(NamedWell, nn.Module):
             if not hasattr(mask, "shape") or len(mask.shape) < 2:
                 raise ShapeError(op, "mask", shown(mask), "an array (..., s_q, s_kv)")
             options |= functions.beside_mask(op, self.attn_mask_type, self.window_size)
+            if "causal" in self.attn_mask_type:
+                abstract = isinstance(layers[0], jax.ShapeDtypeStruct)
+                options["mask"] = (
+                    jax.ShapeDtypeStruct(mask.shape, bool) if abstract else jnp.asarray(mask) != 0
+                )
         return options
 
 
@@ -372,9 +373,11 @@ class RelativePositionBiases(NamedWell, nn.Module):
         """Distances up to half the buckets have one each, longer ones share logarithmic buckets up to
         ``max_distance``."""
         distance = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None]
-        buckets = self.num_buckets // 2 if bidirectional else self.num_buckets
-        start = np.where(distance < 0, buckets, 0) if bidirectional else 0
-        distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
+        buckets, start = self.num_buckets, 0
+        if bidirectional:
+            buckets //= 2
+            start, distance = np.where(distance < 0, buckets, 0), np.abs(distance)
+        distance = np.maximum(distance, 0)
         exact = buckets // 2
         wide = (
             np.log(np.maximum(distance, 1) / exact) / math.log(self.max_distance / exact) * (buckets - exact)

@@ -81,8 +81,8 @@ def check_fields(
 ) -> None:
     """ArgumentError for a field that ``rules`` refuse, and for a ``fixed`` field, or one of the ``arguments``
     of a call, with another value; TypeError for an argument that there is not."""
-    op, names = type(module).__name__, [field.name for field in dataclasses.fields(module)]
-    check(op, rules, {name: getattr(module, name) for name in names})
+    op = type(module).__name__
+    check(op, rules, vars(module))
     for name in arguments.keys() - fixed.keys():
         raise TypeError(f"{op}: unexpected argument {name!r}")
     for name, (value, why) in fixed.items():
@@ -94,9 +94,8 @@ def check_fields(
 
 def shared_fields(module: Any, child: type, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a child: ``options``, and the module's own fields that the child has too."""
-    names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
-    own = {field.name for field in dataclasses.fields(module)} - FIXED.keys() - RENAMED.keys()
-    return {name: getattr(module, name) for name in names & own} | options
+    names = {field.name for field in dataclasses.fields(child)} - {"parent", "name", *FIXED, *RENAMED}
+    return {name: value for name, value in vars(module).items() if name in names} | options
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
@@ -117,17 +116,16 @@ def want_fused(module: Any, name: str, *others: str) -> None:
 def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     """``rules`` (logical axis, mesh axes) and those of ``LOGICAL_AXES`` by the MeshResource in force, for
     ``flax.linen.logical_axis_rules``. Fp8kitError where two rules of one name differ."""
-    resource = mesh_resource()
-    own = {}
+    resource, present, found = mesh_resource(), dict(rules), [*rules]
     for name, fields in LOGICAL_AXES.items():
-        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
-        own[name] = axes[0] if len(axes) == 1 else axes or None
-    present = dict(rules)
-    for name, axes in own.items():
-        if present.get(name, axes) != axes:
+        given = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
+        axes = given[0] if len(given) == 1 else given or None
+        if name not in present:
+            found.append((name, axes))
+        elif present[name] != axes:
             wanted = f"{axes!r}, as the MeshResource has it"
             raise ArgumentError("extend_logical_axis_rules", name, repr(present[name]), wanted)
-    return (*rules, *((name, axes) for name, axes in own.items() if name not in present))
+    return tuple(found)
 
 
 def _rules() -> Any:

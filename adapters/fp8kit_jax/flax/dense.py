@@ -30,13 +30,9 @@ from fp8kit_jax.flax.common import (
     want_fused,
 )
 from fp8kit_jax.flax.lora import adapted
-from fp8kit_jax.modules import dropped
+from fp8kit_jax.modules import dims_of, dropped
 
 Axes = tuple[Any, ...]
-
-
-def _features(features: int | Sequence[int]) -> tuple[int, ...]:
-    return (features,) if isinstance(features, int) else tuple(features)
 
 
 def _last_axis(module: Any) -> None:
@@ -162,8 +158,8 @@ class DenseGeneral(NamedWell, nn.Module):
         check_fields(self)
         check_fused("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
-        features = _features(self.features)
-        along = (self.axis,) if isinstance(self.axis, int) else self.axis
+        features = dims_of(self.features)
+        along = dims_of(self.axis)
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
             raise ShapeError("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
         axis = tuple(range(inputs.ndim)[d] for d in along)
@@ -219,7 +215,7 @@ class LayerNormDenseGeneral(NamedWell, nn.Module):
         check_fields(self)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
-        features, hidden, kind = _features(self.features), inputs.shape[-1], inputs.dtype
+        features, hidden, kind = dims_of(self.features), inputs.shape[-1], inputs.dtype
         norm = norm_parameters(self, hidden, kind)
         kernel = kernel_parameter(self, "kernel", (hidden,), features, self.kernel_axes, kind)
         bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
