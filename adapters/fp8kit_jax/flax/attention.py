@@ -318,9 +318,9 @@ class MultiHeadAttention(NamedWell, nn.Module):
         if self.enable_rotary_pos_emb:
             method = self.rotary_pos_emb_group_method
             choice(op, "rotary_pos_emb_group_method", method, GROUPINGS, FormatError)
-            past_ones = () if past is None else (past.length, past.starts())
+            positions = () if past is None else (past.length, past.starts())
             windows = self.rotary_pos_emb_windows
-            rotate = rotation(self.head_dim, GROUPINGS[method], windows, form(self), *past_ones)
+            rotate = rotation(self.head_dim, GROUPINGS[method], windows, form(self), *positions)
 
         def norm(name: str, kind: str) -> LayerNorm:
             return LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name)

@@ -95,12 +95,12 @@ class TransformerLayer(NamedWell, nnx.Module):
         """``x``: h (b, s, H); ``options``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
         Returns h like x."""
         functions.known("TransformerLayer", options)
+
+        def add(*summands: Any) -> Any:
+            return residual_sum(*summands, self.dropout(), self.path())
+
+        idle = self.dropout.idle and self.path.idle
         branches = (self.attention, self.attention_norm, options), (self.mlp, self.mlp_norm, {})
         for branch, norm, own in branches:
-
-            def add(*summands: Any) -> Any:
-                return residual_sum(*summands, self.dropout(), self.path())
-
-            idle = self.dropout.idle and self.path.idle
             x = joined(partial(branch, x, **own), x, norm, idle, add)
         return x
