@@ -30,6 +30,7 @@ def want_arrangement(operation: str, arguments: Mapping[str, Any]) -> None:
     for (given, asked), others in _GOES_WITH.items():
         for argument, usual in others.items() if arguments.get(given) == asked else ():
             value = arguments.get(argument, usual)
+            value = bool(value) if usual is False else value
             if value != usual:
                 beside = given if asked is True else f"{given} {asked!r}"
                 got = repr(value) if isinstance(value, str) else value

@@ -375,7 +375,7 @@ class RelativePositionBiases(NamedWell, nn.Module):
         distance = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None]
         buckets, start = self.num_buckets, 0
         if bidirectional:
-            buckets //= 2
+            buckets = buckets // 2
             start, distance = np.where(distance < 0, buckets, 0), np.abs(distance)
         distance = np.maximum(distance, 0)
         exact = buckets // 2

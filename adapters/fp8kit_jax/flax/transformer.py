@@ -154,14 +154,14 @@ class TransformerLayer(NamedWell, nn.Module):
             def branch(**asked: bool) -> Any:
                 if post and "join_residual" in asked:
                     asked = {"join_layernorm_output": True}
-                elif asked:
+                elif "return_residual" in asked:
                     asked["return_layernorm_output"] = post
                 layer = kind(**shared_fields(self, kind, options | asked | {"name": name}))
                 y, normed, *rest = layer(x, *args, deterministic=deterministic, **more)
                 return (y, normed if post else rest[0], rest[1]) if rest else y
 
-            fused = deterministic or not (self.hidden_dropout > 0 or path > 0)
-            fused &= not post or kind is MultiHeadAttention
+            undropped = deterministic or not (self.hidden_dropout > 0 or path > 0)
+            fused = undropped and not (post and kind is LayerNormMLP)
             gain = (1.0 if self.norm_gain is None else self.norm_gain) - self.zero_centered_gamma
             last = norm(scale_init=nn.initializers.constant(gain), name=f"{name}_norm") if after else None
             add = partial(add_residual, self, deterministic=deterministic, path=path)
