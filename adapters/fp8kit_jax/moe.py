@@ -180,6 +180,7 @@ def _token_rows(operation: str, x: Any, group_sizes: Any, tokens_per_expert: Any
     counts = as_array(operation, "tokens_per_expert", tokens_per_expert)
     if counts.shape != sizes.shape:
         raise ShapeError(operation, "tokens_per_expert", f"shape {counts.shape}", f"{sizes.shape}")
+    sizes, counts = sizes.astype(jnp.int32), counts.astype(jnp.int32)  # sums of small integers overflow
     ends, rows = jnp.cumsum(sizes), jnp.arange(x.shape[0])
     group = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, sizes.size - 1)
     return (rows - (ends - sizes)[group] < counts[group]).astype(x.dtype)
@@ -221,6 +222,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
         )
     if _is_known(split_sizes) and _is_known(sorted_indices):
         want_chunks(op, ("split_sizes", "sorted_indices"), split_sizes, sorted_indices, inp.shape[0])
+    sizes = sizes.astype(jnp.int32)
     starts, moved = (jnp.cumsum(sizes) - sizes)[order], sizes[order]
     shifts = jnp.repeat(starts - (jnp.cumsum(moved) - moved), moved, total_repeat_length=inp.shape[0])
     rows = jnp.arange(inp.shape[0]) + shifts

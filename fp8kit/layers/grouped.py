@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -224,17 +225,20 @@ class GroupedMLP(Layer):
         into: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> Any:
         """``forward``; ``into``: further arguments of fc1's and of fc2's call."""
-        x = self.as_input("inp", inp, self.hidden_size)
-        hidden = self.fc1(x, m_splits, is_first_microbatch, **into[0])
-        if tokens_per_expert is not None:
-            if probs is not None:
+        x, weights = self.as_input("inp", inp, self.hidden_size), None
+        if probs is not None:  # what is refused is so before fc1 records anything
+            if tokens_per_expert is not None:
                 wanted = "None with probs, which are 0 in rows of padding"
                 raise ArgumentError("GroupedMLP", "tokens_per_expert", shown(tokens_per_expert), wanted)
-            probs = self.token_rows(hidden, m_splits, tokens_per_expert)
+            weights, rows = self.as_input("probs", probs), math.prod(x.shape[:-1])
+            if tuple(weights.shape) != (rows,):
+                raise ShapeError("GroupedMLP", "probs", f"shape {tuple(weights.shape)}", f"({rows},)")
+        elif tokens_per_expert is not None:
+            weights = self.token_rows(x, m_splits, tokens_per_expert)
+        hidden = self.fc1(x, m_splits, is_first_microbatch, **into[0])
         spec = self.spec_for("ActivationSpec", self.activation, self.features)
         hidden = self.call(activation_operation, spec, {"x": hidden})["y"]
-        if probs is not None:
-            weights = self.as_input("probs", probs)
+        if weights is not None:
             spec = self.spec_for("ScaleRowsSpec", hidden.shape[-1])
             hidden = self.call(scale_rows, spec, {"x": hidden, "probs": weights})["y"]
         return self.fc2(hidden, m_splits, is_first_microbatch, **into[1])

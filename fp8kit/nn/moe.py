@@ -14,7 +14,7 @@ import numpy as np
 from fp8kit import inspection
 from fp8kit.arguments import choice, integer, listed, shown
 from fp8kit.autocast import current
-from fp8kit.autograd import Tensor, apply, tensor
+from fp8kit.autograd import Tensor, apply, tensor, validate
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
@@ -198,9 +198,11 @@ def expert_product(
     experts, *sides = inputs["weight"].shape
     if layout == "oi":
         sides.reverse()
-    once = cached is not None and fp8 is not None
-    spec = spec_object("ExpertLinearSpec", experts, *sides, layout, fp8, slots, once)
+    how = experts, *sides, layout, fp8, slots
+    spec = spec_object("ExpertLinearSpec", *how)
     if cached is not None and fp8 is not None:
+        validate(expert_linear, spec, inputs)  # a cast is kept, but not for what is refused
+        spec = spec_object("ExpertLinearSpec", *how, True)
         inputs |= cached(fp8)
     reads = fp8 is None or fp8.dgrad.compute == "high_precision"
     return apply(expert_linear, spec, inputs)["y"], reads

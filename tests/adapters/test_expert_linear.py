@@ -294,6 +294,18 @@ def test_micro_batches_of_a_native_module_share_the_cast_weights(recipe):
     assert_same_bits("another recipe", other[0], cast[0])
 
 
+def test_a_refused_first_micro_batch_of_a_native_module_casts_nothing():
+    layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")
+    with fk.autocast(recipe=RECIPES["current"]):
+        want = layer(X, sizes, True).numpy()
+        with fk.no_grad():
+            layer.weight2.zero_()
+        with pytest.raises(FormatError):
+            layer(fk.tensor(X, dtype="bfloat16", device="cpu"), sizes, True)
+        assert_same_bits("the first one's codes", layer(X, sizes, False).numpy(), want)
+        assert (layer(X, sizes, True).numpy() != want).any()
+
+
 def test_what_native_modules_read_on_the_host():
     """Sizes in an array on the CPU, unless it is asked for otherwise; what refuses them on the device."""
     layer, sizes = native_module(), fk.tensor(SIZES, device="cpu")

@@ -253,6 +253,30 @@ def test_refusals():
         fk.nn.GroupedMLP(E, H, F, device="cpu", use_grouped_tensor=3)
 
 
+@pytest.mark.parametrize("kind", [fk.nn.GroupedMLP, ft.GroupedMLP], ids=["native", "torch"])
+def test_what_is_refused_records_nothing(kind):
+    layer, x, p = kind(2, 8, 4, device="cpu"), as_given(kind, X[:3, :8]), as_given(kind, P[:3])
+    mode = fk if kind is fk.nn.GroupedMLP else ft
+    refused = [
+        {"probs": p, "tokens_per_expert": [1, 0]},
+        {"probs": as_given(kind, P[:2])},
+        {"tokens_per_expert": [2, 0]},
+    ]
+
+    def history():
+        state = layer.fc1.fp8_meta["scaling_fwd"]
+        return np.array(state.views["amax_history"].numpy())
+
+    with mode.autocast(recipe=RECIPES["delayed"]):
+        layer(x, [1, 2], p)
+    before = history()
+    assert before.any()
+    for given in refused:
+        with mode.autocast(recipe=RECIPES["delayed"]), pytest.raises((ArgumentError, ShapeError)):
+            layer(x * 9, [1, 2], **given)
+        assert_same_bits(str(given), history(), before)
+
+
 @pytest.mark.parametrize("place", ["compiled", pytest.param("captured", marks=pytest.mark.gpu)])
 def test_a_padded_step_needs_nothing_of_the_host(place):
     """Router, dispatch, experts and the way back: compiled whole, or in a CUDA graph, which follows other

@@ -45,7 +45,7 @@ def parameters(wide):
     return made
 
 
-def step(kind, activations, given, recipe, probs=P, sizes=SIZES, **more):
+def step(kind, activations, given, recipe, probs=P, sizes=SIZES, x=X, g=G, **more):
     """name -> y and the gradients of G's product with it, of one compiled step."""
     rule = {"enabled": recipe is not None, "recipe": recipe}
     if kind == "linen":
@@ -67,7 +67,7 @@ def step(kind, activations, given, recipe, probs=P, sizes=SIZES, **more):
             y, pull = jax.vjp(call, own, x, p)
         return y, pull(g)
 
-    y, (own, x, p) = run(given, X, probs, G)
+    y, (own, x, p) = run(given, x, probs, g)
     made = {"y": y, "x": x, **({} if probs is None else {"probs": p})}
     made |= {f"{part}.{name}": v for part, values in own.items() for name, v in values.items()}
     return {name: np.asarray(value) for name, value in made.items()}
@@ -155,6 +155,19 @@ def test_padding_becomes_nothing(kind):
         for name in made:
             assert_same_bits(name, made[name], want[name])
             assert_same_bits(name, without[name], ones[name])
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_small_integers_are_sizes(kind, dtype):
+    """Their sums, as of 300 rows, are larger than they can say."""
+    given, x, sizes, counts = parameters(2 * F), np.tile(X, (10, 1))[:300], [100] * 3, [90, 100, 70]
+    made = []
+    for own in (dtype, "int32"):
+        more = {"sizes": np.array(sizes, own), "tokens_per_expert": jnp.array(counts, own)}
+        made.append(step(kind, ("silu", "linear"), given, None, None, x=x, g=x, **more))
+    for name, want in made[1].items():
+        assert_same_bits(name, made[0][name], want)
 
 
 def test_recipes_and_names():
