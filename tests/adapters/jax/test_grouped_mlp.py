@@ -158,12 +158,11 @@ def test_padding_becomes_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
-def test_small_integers_are_sizes(kind, dtype):
+def test_small_integers_are_sizes(kind):
     """Their sums, as of 300 rows, are larger than they can say."""
     given, x, sizes, counts = parameters(2 * F), np.tile(X, (10, 1))[:300], [100] * 3, [90, 100, 70]
     made = []
-    for own in (dtype, "int32"):
+    for own in ("int8", "int32"):
         more = {"sizes": np.array(sizes, own), "tokens_per_expert": jnp.array(counts, own)}
         made.append(step(kind, ("silu", "linear"), given, None, None, x=x, g=x, **more))
     for name, want in made[1].items():
