@@ -312,16 +312,21 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
         multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
-        scale. Recipes are then those whose scales follow from the data (per tensor, the weights each by
+        scale. On the CPU their values are looked at. Recipes are then those whose scales follow from the data (per tensor, the weights each by
         itself, the input as a whole; per row; by blocks of 128). Other tensors are read on the host, and so
         is one on a GPU with delayed scaling and with options that want to know the sizes, unless
         ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
-        those of ``m_splits``.
+        those of ``m_splits``; ArgumentError for a tensor on the CPU that claims more rows than there are.
         """
         if unknown:
             self.refuse_names(unknown)
+        if isinstance(m_splits, Tensor) and (
+            not is_integer(m_splits) or m_splits.shape != (self.num_gemms,)
+        ):
+            wanted = f"integers of shape ({self.num_gemms},)"
+            raise ShapeError("GroupedLinear", "m_splits", shown(m_splits), wanted)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
@@ -349,10 +354,6 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
-        if not is_integer(sizes) or sizes.shape != (self.num_gemms,):
-            raise ShapeError(
-                "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
-            )
         if (name := self.wants_sizes()) is not None:
             raise self.unread_sizes(name)
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
@@ -374,7 +375,12 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         cached = None if first is None else partial(self._cast_once, first)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
-        y = expert_product(*given, read=read, cached=cached, main=main)
+        try:
+            y = expert_product(*given, read=read, cached=cached, main=main)
+        except ArgumentError as error:  # of the sizes' values, on the CPU
+            if error.argument != "m_splits":
+                raise
+            raise error.renamed("GroupedLinear", "m_splits") from None
         return (y, biases) if self.return_bias else y
 
     def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:

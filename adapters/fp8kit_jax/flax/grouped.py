@@ -19,6 +19,7 @@ from fp8kit_jax.flax.common import (
     quantizer_set,
     want_array,
 )
+from fp8kit_jax.scopes import recipe_in_force
 
 _RULES = RULES | {"experts": size, "features": size, "use_bias": flag}
 
@@ -47,6 +48,8 @@ class GroupedDense(NamedWell, nn.Module):
         """``inputs``: h (M, K), groups of rows one after the other; ``group_sizes``: integers (E,), on the
         device. Returns h (M, N). See ``fp8kit_jax.grouped_dense``."""
         check_fields(self, rules=_RULES)
+        path = ".".join(map(str, self.path)) or self.name or ""
+        grouped.want_scales_of_data("GroupedDense", recipe_in_force("GroupedDense", path))
         x = constrained(want_array(self, "inputs", inputs), self.input_axes)
         init = self.kernel_init or nn.initializers.variance_scaling(
             1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0

@@ -13,6 +13,7 @@ from fp8kit_jax import grouped
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.nnx.dense import _Quantizers, _value, _zeros, want_rngs
+from fp8kit_jax.scopes import recipe_in_force
 
 _RULES = RULES | {"experts": size, "in_features": size, "features": size, "use_bias": flag}
 
@@ -45,6 +46,8 @@ class GroupedDense(NamedWell, nnx.Module):
         """``x``: h (M, K), groups of rows one after the other; ``group_sizes``: integers (experts,), on the
         device. Returns h (M, N). See ``fp8kit_jax.grouped_dense``."""
         x = as_array("GroupedDense", "x", x)
+        recipe = recipe_in_force("GroupedDense", self.quantizers.layer)
+        grouped.want_scales_of_data("GroupedDense", recipe)
         arrays = _value(self.kernel, x.dtype), group_sizes
         return grouped.grouped_dense(
             x, *arrays, bias=_value(self.bias, x.dtype), quantizer_set=self.quantizers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import pickle
 import stat
@@ -30,6 +31,22 @@ def keep(compiled: Any) -> Any:
     return compiled
 
 
+def _say_that_it_compiles(folder: Path) -> None:
+    """Tell, once in a process, that compiling begins, where ``folder`` has nothing yet: it takes long enough
+    for a program to look as if it hung."""
+    if not _SAID and not next(folder.rglob("*.nbi"), None):
+        log.warning(
+            "first use of the CPU engine: Numba compiles its functions as they are called, some 20 seconds in "
+            "all on a free core, up to two minutes on a busy one; they are kept in %s",
+            folder,
+        )
+    _SAID[:] = [True]
+
+
+_SAID: list[bool] = []  # whether that was looked at
+log = logging.getLogger("fp8kit")
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -38,6 +55,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             filename_base=self._impl.filename_base,
             source_stamp=self._impl.locator.get_source_stamp(),
         )
+
+    def load_overload(self, *of: Any) -> Any:
+        """The machine code of a signature, None where it is to be compiled."""
+        found = super().load_overload(*of)
+        if found is None:
+            _say_that_it_compiles(Path(self.cache_path).parent)
+        return found
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
