@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fp8kit import layers
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import AutocastState, current, traced_state
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
@@ -339,7 +340,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda):
             found = self._on_device(x, m_splits, is_first_microbatch)
         else:
-            found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
+            sizes = [int(count) for count in m_splits]
+            # what compiled code reads from a tensor compares neither way
+            if torch.compiler.is_compiling() and not all(
+                guard_or_false(n >= 0) or guard_or_false(n < 0) for n in sizes
+            ):
+                raise UnsupportedError("GroupedLinear", "m_splits", *_READ_SIZES)
+            found = self.multiply(x, sizes, is_first_microbatch)
         if out is None:
             return found
         y, *biases = found if self.return_bias else (found,)
@@ -454,6 +461,11 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
         said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
 
+
+_READ_SIZES = (
+    "a list that compiled code reads from a tensor (tolist)",
+    "the tensor itself, with use_grouped_tensor=True: for lists a graph is made for each",
+)
 
 # option -> ``_on_device`` where torch.compile breaks, or says why it cannot
 _LEFT_TO_EAGER = {
