@@ -243,7 +243,7 @@ SAID = {
         "--ptx",
         "--variant",
         "T=f8",
-    ): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
+    ): "variant: got 'T=f8', expected T to be one of f32, bf16, f16, which the source lists",
     ("show", "rope", "--ptx", "--variant", "f8"): "variant: got 'f8'",
     ("check", "add", "--device", "moon"): "got 'moon'",
     (
