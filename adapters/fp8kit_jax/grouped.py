@@ -47,7 +47,8 @@ def grouped_dense(
       (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16; parameters of another h
       than x's are rounded to it first.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
-      count on a GPU; on the CPU it is an ArgumentError, as a negative one is, and JAX's where they are traced.
+      count on a GPU; on the CPU it is an ArgumentError, as a negative one is, and where they are traced JAX's
+      own.
     * ``preferred_element_type``: y's dtype, an h, rounded from x's; None is x's.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Recipes whose scales follow
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.

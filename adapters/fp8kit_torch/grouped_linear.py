@@ -313,19 +313,17 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
         multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
-        scale. On the CPU their values are looked at. Recipes are then those whose scales follow from the data (per tensor, the weights each by
-        itself, the input as a whole; per row; by blocks of 128). Other tensors are read on the host, and so
-        is one on a GPU with delayed scaling and with options that want to know the sizes, unless
-        ``use_grouped_tensor`` is True.
+        scale. On the CPU their values are looked at. Recipes are then those whose scales follow from the data
+        (per tensor, the weights each by itself, the input as a whole; per row; by blocks of 128). Other
+        tensors are read on the host, and so is one on a GPU with delayed scaling and with options that want
+        to know the sizes, unless ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
         those of ``m_splits``; ArgumentError for a tensor on the CPU that claims more rows than there are.
         """
         if unknown:
             self.refuse_names(unknown)
-        if isinstance(m_splits, Tensor) and (
-            not is_integer(m_splits) or m_splits.shape != (self.num_gemms,)
-        ):
+        if isinstance(m_splits, Tensor) and (not is_integer(m_splits) or m_splits.shape != (self.num_gemms,)):
             wanted = f"integers of shape ({self.num_gemms},)"
             raise ShapeError("GroupedLinear", "m_splits", shown(m_splits), wanted)
         if not torch.compiler.is_compiling():

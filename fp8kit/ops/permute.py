@@ -21,7 +21,6 @@ from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
-
 # what functions of these operations call their inputs, for ``errors.on_behalf_of``
 MAP_ARGUMENTS = {"row_map": "row_id_map", "routing": "routing_map", "x": "inp"}
 

@@ -105,9 +105,7 @@ def check_indices(
         raise ArgumentError(operation, name, f"{int(values[wrong][0])} among them", wanted)
 
 
-def check_groups(
-    operation: str, name: str, sizes: ArrayView | None, rows: int, slots: int = 0
-) -> None:
+def check_groups(operation: str, name: str, sizes: ArrayView | None, rows: int, slots: int = 0) -> None:
     """Refuse sizes of groups on the CPU that are negative or claim more than there are, ``rows``; with
     ``slots``, more than so many each. Such of another shape or dtype are left to ``infer``."""
     values = _host(sizes)
@@ -117,7 +115,9 @@ def check_groups(
         wanted = f"numbers of rows in [0, {slots}]" if slots else "numbers of rows, at least 0"
         raise ArgumentError(operation, name, _shown(values), wanted)
     if not slots and (total := int(values.sum(dtype=np.int64))) > rows:
-        raise ArgumentError(operation, name, f"{total} rows together", f"at most {rows}, as many as there are")
+        raise ArgumentError(
+            operation, name, f"{total} rows together", f"at most {rows}, as many as there are"
+        )
 
 
 def _host(view: ArrayView | None) -> np.ndarray[Any, Any] | None:

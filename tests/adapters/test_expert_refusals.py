@@ -8,20 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import flax.nnx
+import fp8kit_jax as fj
+import fp8kit_torch as te
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-
-import fp8kit as fk
-import fp8kit_jax as fj
-import fp8kit_torch as te
-from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError, UnsupportedError
-from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import flax as fj_flax
 from fp8kit_jax import nnx as fj_nnx
 from fp8kit_torch import router
+
+import fp8kit as fk
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError, UnsupportedError
+from fp8kit.recipe import DelayedScaling
 from tests.support.operands import normal
 
 TOKENS, EXPERTS, FEATURES = 6, 3, 8

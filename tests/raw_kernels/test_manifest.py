@@ -62,7 +62,7 @@ def test_words_are_those_that_a_head_lists(sources: Path) -> None:
     copy = manifest.foreign(head + KERNEL.format("f", "i64 n"), "b.cu")
     for text in ("T=bf17", "T=f32:bf17", "T=64", "N=0,T=bf17"):
         for unit in (None, copy):
-            with pytest.raises(ValueError, match="^T to be one of f32, bf16, which the source lists$"):
+            with pytest.raises(ValueError, match=r"^T to be one of f32, bf16, which the source lists$"):
                 manifest.asked(text, entry, unit)
     further = manifest.foreign(head.replace("bf16", "bf16,f16") + KERNEL.format("f", "i64 n"), "c.cu")
     found = manifest.asked("T=f16,N=48", entry, further).all_of(entry.variants)

@@ -36,8 +36,8 @@ def _say_that_it_compiles(folder: Path) -> None:
     for a program to look as if it hung."""
     if not _SAID and not next(folder.rglob("*.nbi"), None):
         log.warning(
-            "first use of the CPU engine: Numba compiles its functions as they are called, some 20 seconds in "
-            "all on a free core, up to two minutes on a busy one; they are kept in %s",
+            "first use of the CPU engine: Numba compiles its functions when they are first called, some 20 "
+            "seconds in all on a free core, up to two minutes on a busy one; they are kept in %s",
             folder,
         )
     _SAID[:] = [True]

@@ -173,5 +173,5 @@ def test_a_list_that_compiled_code_reads_is_refused_by_name():
         x = torch.randn(8, WIDTH)
         assert torch.equal(call(x, sizes), layer(x, sizes))
     read = torch.compile(lambda x, sizes: layer(x, sizes.tolist()), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="GroupedLinear.*the tensor itself, with use_grouped_tensor=True"):
+    with pytest.raises(Exception, match=r"GroupedLinear.*the tensor itself, with use_grouped_tensor=True"):
         read(torch.randn(8, WIDTH), torch.tensor([2, 3, 1, 2]))
