@@ -262,20 +262,18 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _OperationCall:
     return _OperationCall(spec, inputs, flat, (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1]))
 
 
-def beside_mask(
-    operation: str, kind: str, window: tuple[int, int] | None
-) -> tuple[str, tuple[int, int] | None, bool | None]:
+def beside_mask(operation: str, kind: str, window: tuple[int, int] | None) -> dict[str, Any]:
     """``attn_mask_type``, ``window_size`` and ``bottom_right_diagonal`` of an attention with a mask array
     besides the mask ``kind`` and the window: "arbitrary", and a window that ends at the causal diagonal, in
     its corner."""
-    kind = ALIASES.get(kind, kind)
-    if "causal" not in kind:
-        return "arbitrary", window, None
-    left, right = window or (-1, -1)
-    if right > 0:
-        wanted = f"right -1 or 0: mask {kind!r} sees nothing right of the diagonal"
-        raise ShapeError(operation, "window_size", shown(window), wanted)
-    return "arbitrary", (left, 0), kind.endswith("bottom_right")
+    kind, corner = ALIASES.get(kind, kind), None
+    if "causal" in kind:
+        left, right = window or (-1, -1)
+        if right > 0:
+            wanted = f"right -1 or 0: mask {kind!r} sees nothing right of the diagonal"
+            raise ShapeError(operation, "window_size", shown(window), wanted)
+        window, corner = (left, 0), kind.endswith("bottom_right")
+    return {"attn_mask_type": "arbitrary", "window_size": window, "bottom_right_diagonal": corner}
 
 
 def running_sums(lengths: Any) -> Any:

@@ -92,4 +92,5 @@ RULES: dict[str, Rule] = {
     "layernorm_type": one("layernorm", "rmsnorm"),
     "softmax_type": one(*SOFTMAX_TYPES, "off_by_one"),
 }
+GROUPED = RULES | {"experts": size, "features": size}  # of experts, whose features are one number
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype

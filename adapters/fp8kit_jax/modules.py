@@ -1,5 +1,5 @@
-"""What the Flax and the NNX modules have in common: norms, rotary embedding and layers of attention, residual
-connections with dropout."""
+"""What the Flax and the NNX modules are composed of: how parameters start, the layers of attention, branches
+with their norms, dropout and residual connections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,33 @@ import jax.numpy as jnp
 from fp8kit.arguments import choice
 from fp8kit.errors import FormatError
 from fp8kit.layers.attention_inputs import QK_NORMS, normed_and_rotated
+from fp8kit.layers.residual import residual_sum as summed
 from fp8kit_jax import functional
 
 Function = Callable[[Any], Any]
+# the norm that there is not, as the arguments of a function after x
+NO_NORM = None, None, "layernorm", False, 1e-6
 
+
+def dims_of(features: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the output's last dimensions."""
+    return (features,) if isinstance(features, int) else tuple(features)
+
+
+# --- initial values -----------------------------------------------------------------------------------------
+
+
+def fan_in(features: int) -> Any:
+    """Initialiser of kernels whose first dimension is the input: variance 1 / fan-in, truncated normal."""
+    return jax.nn.initializers.variance_scaling(
+        1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, features + 1))
+    )
+
+
+# of kernels (experts, in, out)
+fan_in_of_experts = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
+)
 
 # --- attention ----------------------------------------------------------------------------------------------
 
@@ -93,14 +116,32 @@ def _plain_norm(x: Any, kind: str, eps: float) -> Any:
 # --- residual connections -----------------------------------------------------------------------------------
 
 
-def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None) -> Any:
-    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
+def joined(branch: Callable[..., Any], x: Any, norm: Function | None, fused: bool, add: Any) -> Any:
+    """Returns x after a branch: x + dropout(branch(x)), or with the branch's ``norm`` x +
+    dropout(norm(branch(x))).
+
+    ``branch(**asked)`` calls its module, which returns y, and where they are asked for where the residual
+    starts and the bias that it has not added. ``fused``: nothing lies between the branch's last product and
+    the residual, and the product adds it. ``add(y, bias, residual)``: ``residual_sum``."""
+    if norm is not None:
+        return add(norm(branch()), None, x)
+    if fused:
+        return branch(join_residual=True)
+    y, residual, bias = branch(return_residual=True, return_bias=True)
+    return add(y, bias, residual)
+
+
+def dropped(
+    x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None, residual: Any = None
+) -> Any:
+    """residual + dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's
     ``broadcast_dims``)."""
-    if not dims or not rate:
-        return functional.dropout_add(x, None, bias, rate, key)
+    if not (dims and rate):
+        return functional.dropout_add(x, residual, bias, rate, key)
     x = x if bias is None else functional.dropout_add(x, bias=bias)
     shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
-    return x * functional.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+    x = x * functional.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+    return x if residual is None else functional.dropout_add(x, residual)
 
 
 def residual_sum(
@@ -112,12 +153,13 @@ def residual_sum(
     dims: Sequence[int] = (),
     qkv_format: str = "bshd",
 ) -> Any:
-    """residual + dropout(branch + bias); whole samples of dropout(...) are dropped too. ``dropout``,
-    ``path``: probability and key of each; ``dims``: see ``dropped``."""
-    if not path[0] and not (dropout[0] and dims):
-        return functional.dropout_add(branch, residual, bias, *dropout)
-    if bias is not None or dropout[0]:
-        branch = dropped(branch, *dropout, dims, bias)
-    if not path[0]:
-        return functional.dropout_add(branch, residual)
-    return functional.drop_path(branch, residual, *path, qkv_format)
+    """``fp8kit.layers.residual.residual_sum``. ``dropout``, ``path``: probability and key of each; ``dims``:
+    see ``dropped``."""
+
+    def add(x: Any, bias: Any, residual: Any) -> Any:
+        return dropped(x, *dropout, dims, bias, residual)
+
+    def drop(x: Any, residual: Any) -> Any:
+        return functional.drop_path(x, residual, *path, qkv_format)
+
+    return summed(branch, bias, residual, dropout[0], path[0], add, drop)

@@ -11,6 +11,7 @@ from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
 from fp8kit.layers.base import Init, child_name, picked
+from fp8kit.layers.residual import residual_sum, want_arrangement
 from fp8kit.ops.drop_path import drop_path
 from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences
@@ -38,24 +39,13 @@ _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
     device fuse_wgrad_accumulation get_rng_state_tracker tp_group tp_size sequence_parallel
     set_parallel_mode"""
-# what some arguments go with: (argument, its value) -> others, and their values
-_GOES_WITH: dict[tuple[str, Any], dict[str, Any]] = {
-    ("parallel_attention_mlp", True): {
-        "layer_type": "encoder",
-        "output_layernorm": False,
-        "apply_residual_connection_post_layernorm": False,
-    },
-    ("norm_position", "after"): {
-        "parallel_attention_mlp": False,
-        "output_layernorm": False,
-        "apply_residual_connection_post_layernorm": False,
-    },
-    ("norm_position", "before"): {"norm_gain": None},
-}
-# whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
 # the norms after the branches
 _NORMS = ("self_attention_norm", "inter_attention_norm", "mlp_norm")
-_STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
+# whether a residual starts after a branch's norm -> its name in ``Branch``, and how to ask for it
+_STREAMS: dict[bool, tuple[str, dict[str, Any]]] = {
+    False: ("residual", {"residual": True}),
+    True: ("normed", {"return_norm": True}),
+}
 
 
 class TransformerLayer(AttentionBase):
@@ -203,12 +193,7 @@ class TransformerLayer(AttentionBase):
                 enc_dec_window_size=enc_dec_window_size,
                 enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
-        for (given, asked), others in _GOES_WITH.items():
-            for argument, usual in others.items() if getattr(arguments, given) == asked else ():
-                value = getattr(arguments, argument)
-                if value != usual:
-                    beside = given if asked is True else f"{given} {asked!r}"
-                    raise ArgumentError(op, argument, repr(value), f"{usual!r} with {beside}")
+        want_arrangement(op, vars(arguments))
         before = self.norm_position == "before"
         self.take_group(arguments)
         shared = picked(arguments, _OF_BRANCHES) | {"return_bias": not parallel_attention_mlp}
@@ -392,8 +377,6 @@ class TransformerLayer(AttentionBase):
         ``MultiheadAttention.compute``; ``paths``: see ``_add_residual``."""
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
-        if self.norm_position == "after":
-            return self._layer_with_norms_after(x, first, core, cross, paths)
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out = self.call_branch(attention, x, first, bias=bias, residual=True, **core)
@@ -402,47 +385,39 @@ class TransformerLayer(AttentionBase):
             return self._add_residual(both, None, other.residual, paths)
 
         post = self.apply_residual_connection_post_layernorm
-        a = self._attend(attention, x, first, core, post and attention.input_layernorm, paths)
+        norms = [getattr(self, name) if self.norm_position == "after" else None for name in _NORMS]
+        own = post and attention.input_layernorm
+        x = self._join(attention, attention.parts["proj"], x, first, core, own, paths, norms[0])
         if inter is not None:
-            a = self._attend(inter, a, first, cross, post, None)
-        if not post and self._may_fuse(paths, mlp):
-            y = self.call_branch(mlp, a, first, bias="add" if mlp.use_bias else "none", fused_residual=True).y
-        else:
-            stream, ask = _STREAMS[post]
-            bias = self._last_bias(mlp, mlp)
-            out = self.call_branch(mlp, a, first, bias=bias, **ask)
-            last = mlp.fc2_bias if bias == "deferred" else None
-            y = self._add_residual(out.y, last, getattr(out, stream), paths)
+            x = self._join(inter, inter.parts["proj"], x, first, cross, post, None, norms[1])
+        y = self._join(mlp, mlp, x, first, {}, post, paths, norms[2])
         return y if self.layernorm is None else self.layernorm(y)
 
-    def _layer_with_norms_after(
-        self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
+    def _join(
+        self,
+        branch: Any,
+        last: Any,
+        x: Any,
+        first: bool | None,
+        more: Mapping[str, Any],
+        post: bool,
+        paths: Any,
+        norm: Any,
     ) -> Any:
-        """``_layer`` where each branch ends with a norm."""
-        mlp, inter = self.parts["layernorm_mlp"], self.inter_attention
-        own = self.parts["self_attention"]
-        branches = [(own, own.proj.use_bias, self.self_attention_norm, core, paths)]
-        if inter is not None:
-            branches.append((inter, inter.proj.use_bias, self.inter_attention_norm, cross, None))
-        branches.append((mlp, mlp.use_bias, self.mlp_norm, {}, paths))
-        for branch, biased, norm, more, dropped in branches:
-            y = self.call_branch(branch, x, first, bias="add" if biased else "none", **more).y
-            x = self._add_residual(norm(y), None, x, dropped)
-        return x
-
-    def _attend(
-        self, layer: Any, x: Any, first: bool | None, core: Mapping[str, Any], post: bool, paths: Any
-    ) -> Any:
-        """x, or with ``post`` its norm, plus the output of the attention ``layer``."""
-        stream, ask = _STREAMS[post]
-        proj = layer.parts["proj"]
-        if self._may_fuse(paths, layer, proj):
-            bias = "add" if proj.use_bias else "none"
-            return self.call_branch(layer, x, first, bias=bias, fused_residual=stream, **core, **ask).y
-        bias = self._last_bias(layer, proj)
-        out = self.call_branch(layer, x, first, bias=bias, **core, **ask)
-        last = layer.proj_bias if bias == "deferred" else None
-        return self._add_residual(out.y, last, getattr(out, stream), paths)
+        """x, or with ``post`` its norm, after a branch, whose last product is that of ``last``; ``norm``: the
+        branch's own, or None. ``more``: further arguments of its ``compute``."""
+        bias = "add" if last.use_bias else "none"
+        if norm is not None:
+            y = self.call_branch(branch, x, first, bias=bias, **more).y
+            return self._add_residual(norm(y), None, x, paths)
+        (stream, ask), is_mlp = _STREAMS[post], branch is last
+        if not (post and is_mlp) and self._may_fuse(paths, branch, last):
+            ask = {"fused_residual": True} if is_mlp else {"fused_residual": stream, **ask}
+            return self.call_branch(branch, x, first, bias=bias, **more, **ask).y
+        bias = self._last_bias(branch, last)
+        out = self.call_branch(branch, x, first, bias=bias, **more, **ask)
+        unadded = getattr(branch, "fc2_bias" if is_mlp else "proj_bias") if bias == "deferred" else None
+        return self._add_residual(out.y, unadded, getattr(out, stream), paths)
 
     def _may_fuse(self, paths: Any, *parts: Any) -> bool:
         """Whether a branch's last product adds the residual: no dropout lies between, and no hook reads the
@@ -478,20 +453,20 @@ class TransformerLayer(AttentionBase):
         p = self.hidden_dropout if self.training else 0.0
         rate = self.drop_path_rate if self.training and paths is not None else 0.0
         residual = self.same_dtype(residual, branch)
-        summed = branch
-        if not rate or p or bias is not None:
-            inputs = {
-                "x": branch,
-                "bias": None if bias is None else self.detached(bias, branch),
-                "residual": None if rate else residual,
-            }
+
+        def add(x: Any, bias: Any, residual: Any) -> Any:
+            bias = None if bias is None else self.detached(bias, x)
             spec = self.spec_for("DropoutAddSpec", self.hidden_size, p, False)
-            summed = self.call(dropout_add, spec, inputs, rng=bool(p))["y"]
-        if not rate or paths is None:
-            return summed
-        inputs = {"x": summed, "residual": residual}
-        if self.attn_input_format == "thd":
-            starts = sequence_starts(*paths)
-            inputs["starts"] = None if starts is None else self.constant("cu_seqlens_q", starts, branch)
-        spec = self.spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format)
-        return self.call(drop_path, spec, inputs, rng=True)["y"]
+            return self.call(dropout_add, spec, {"x": x, "bias": bias, "residual": residual}, rng=bool(p))[
+                "y"
+            ]
+
+        def drop(x: Any, residual: Any) -> Any:
+            inputs = {"x": x, "residual": residual}
+            if paths is not None and self.attn_input_format == "thd":
+                starts = sequence_starts(*paths)
+                inputs["starts"] = None if starts is None else self.constant("cu_seqlens_q", starts, branch)
+            spec = self.spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format)
+            return self.call(drop_path, spec, inputs, rng=True)["y"]
+
+        return residual_sum(branch, bias, residual, p, rate, add, drop)

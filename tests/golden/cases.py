@@ -75,6 +75,10 @@ RECIPES: dict[str, Recipe | None] = {
     "block_g_2d": Float8BlockScaling(
         fp8_format=Format.HYBRID, w_block_scaling_dim=1, grad_block_scaling_dim=2
     ),
+    "delayed_margin": DelayedScaling(2, amax_history_len=3),
+    "delayed_e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_history_len=3),
+    "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
+    "block_hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
     "block_f32": Float8BlockScaling(True, fp8_quant_bwd_grad=QParams(amax_epsilon=0.5)),
 }
 FOUR = ("none", "delayed", "current", "block")
@@ -109,7 +113,7 @@ class Case(NamedTuple):
         return "/".join([part for part in parts if part] + (["exact"] if self.exact else []))
 
 
-def _each(
+def each(
     frontend: str,
     program: str,
     names: Iterable[str],
@@ -117,6 +121,7 @@ def _each(
     dtypes: Iterable[str] = ("float32",),
     **more: Any,
 ) -> Iterator[Case]:
+    """A case for each of the names, dtypes and recipes."""
     for name in names:
         for dtype in dtypes:
             for recipe in recipes:
@@ -135,24 +140,24 @@ _CACHED = (
 
 def _shared(frontend: str) -> Iterator[Case]:
     """The cases of native code and of PyTorch."""
-    yield from _each(frontend, "steps", ["Linear.plain"], RECIPES, DTYPES)
-    yield from _each(frontend, "steps", ["Linear.blocks"], [r for r in RECIPES if r.startswith("block")])
-    yield from _each(frontend, "steps", [name for name in LINEAR if name != "Linear.plain"], FOUR)
-    yield from _each(frontend, "steps", NORMS, PLAIN, DTYPES)
-    yield from _each(frontend, "steps", [*NORM_LINEAR, *MLP], FOUR)
-    yield from _each(frontend, "steps", ACTS, ("none", "delayed"))
-    yield from _each(frontend, "steps", ATTENTION, PLAIN, DTYPES[:2])
-    yield from _each(frontend, "steps", [*MHA, *TRANSFORMER], FOUR)
-    yield from _each(frontend, "steps", ["LayerNormMLP.swiglu", "TransformerLayer.llama"], RECIPES)
-    yield from _each(frontend, "steps", [*_FUSED, "TransformerLayer.llama"], FOUR, DTYPES[1:])
-    yield from _each(frontend, "twice", ["Linear.plain", "LayerNormMLP.gelu"], FP8)
-    yield from _each(frontend, "recompute", _BOTH, FOUR)
-    yield from _each(frontend, "recompute", ["TransformerLayer.dropout"], ("none", "delayed"))
-    yield from _each(frontend, "microbatches", [*_BOTH, "MultiheadAttention.cross_fused"], FP8)
-    yield from _each(frontend, "calibrating", _BOTH, ("delayed", "current"))
-    yield from _each(frontend, "evaluation", [*_BOTH, "TransformerLayer.dropout"], FOUR)
-    yield from _each(frontend, "loaded", _BOTH, ("none", "delayed"))
-    yield from _each(frontend, "function", FUNCTIONS, PLAIN, DTYPES[:2])
+    yield from each(frontend, "steps", ["Linear.plain"], RECIPES, DTYPES)
+    yield from each(frontend, "steps", ["Linear.blocks"], [r for r in RECIPES if r.startswith("block")])
+    yield from each(frontend, "steps", [name for name in LINEAR if name != "Linear.plain"], FOUR)
+    yield from each(frontend, "steps", NORMS, PLAIN, DTYPES)
+    yield from each(frontend, "steps", [*NORM_LINEAR, *MLP], FOUR)
+    yield from each(frontend, "steps", ACTS, ("none", "delayed"))
+    yield from each(frontend, "steps", ATTENTION, PLAIN, DTYPES[:2])
+    yield from each(frontend, "steps", [*MHA, *TRANSFORMER], FOUR)
+    yield from each(frontend, "steps", ["LayerNormMLP.swiglu", "TransformerLayer.llama"], RECIPES)
+    yield from each(frontend, "steps", [*_FUSED, "TransformerLayer.llama"], FOUR, DTYPES[1:])
+    yield from each(frontend, "twice", ["Linear.plain", "LayerNormMLP.gelu"], FP8)
+    yield from each(frontend, "recompute", _BOTH, FOUR)
+    yield from each(frontend, "recompute", ["TransformerLayer.dropout"], ("none", "delayed"))
+    yield from each(frontend, "microbatches", [*_BOTH, "MultiheadAttention.cross_fused"], FP8)
+    yield from each(frontend, "calibrating", _BOTH, ("delayed", "current"))
+    yield from each(frontend, "evaluation", [*_BOTH, "TransformerLayer.dropout"], FOUR)
+    yield from each(frontend, "loaded", _BOTH, ("none", "delayed"))
+    yield from each(frontend, "function", FUNCTIONS, PLAIN, DTYPES[:2])
     for recipe in FOUR:
         for options in _CACHED:
             yield Case(frontend, "inference", "", recipe, options=options)
@@ -160,15 +165,15 @@ def _shared(frontend: str) -> Iterator[Case]:
         chain = "Linear.plain LayerNorm.chain LayerNormMLP.chain Linear.chain"
         yield Case(frontend, "chain", chain, recipe)
         yield Case(frontend, "chain", chain, recipe, options={"high": 2})
-    yield from _each(
+    yield from each(
         frontend, "steps", [n for n in EXACT if n.split(".")[0] in _EXACT_NORMS], PLAIN, exact=True
     )
-    yield from _each(frontend, "steps", ["Linear.plain", "Linear.blocks"], RECIPES, exact=True)
-    yield from _each(frontend, "steps", ["Linear.plain"], FOUR, DTYPES[1:], exact=True)
+    yield from each(frontend, "steps", ["Linear.plain", "Linear.blocks"], RECIPES, exact=True)
+    yield from each(frontend, "steps", ["Linear.plain"], FOUR, DTYPES[1:], exact=True)
     products = [n for n in EXACT if n.split(".")[0] in ("LayerNormLinear", "LayerNormMLP")]
-    yield from _each(frontend, "steps", ["Linear.odd", "Linear.split", *products], FOUR, exact=True)
+    yield from each(frontend, "steps", ["Linear.odd", "Linear.split", *products], FOUR, exact=True)
     for program in ("microbatches", "calibrating", "evaluation", "loaded", "recompute", "twice"):
-        yield from _each(frontend, program, ["Linear.plain", "LayerNormMLP.exact"], ("delayed",), exact=True)
+        yield from each(frontend, program, ["Linear.plain", "LayerNormMLP.exact"], ("delayed",), exact=True)
 
 
 _EXACT_NORMS = ("LayerNorm", "RMSNorm", "DotProductAttention")
@@ -184,8 +189,8 @@ _QUANTIZED = [
 
 def _native() -> Iterator[Case]:
     yield from _shared("native")
-    yield from _each("native", "steps", OTHERS, PLAIN, DTYPES)
-    yield from _each("native", "steps", OTHERS, PLAIN, exact=True)
+    yield from each("native", "steps", OTHERS, PLAIN, DTYPES)
+    yield from each("native", "steps", OTHERS, PLAIN, exact=True)
     for kind, settings in (_ADAMW, _SGD, ("SGD", {"lr": 0.01})):
         for recipe, dtype in (("none", "float32"), ("delayed", "float32"), ("current", "bfloat16")):
             for write in (False, True):
@@ -211,7 +216,7 @@ def _native() -> Iterator[Case]:
                 continue
             for exact in (False, True):
                 yield Case("native", "matmul", options={"left": left, "right": right}, exact=exact)
-    yield from _each("native", "saved", _BOTH, ("none", "delayed"))
+    yield from each("native", "saved", _BOTH, ("none", "delayed"))
     yield Case("native", "saved", "Linear.plain", "delayed", exact=True)
     yield Case("native", "random", exact=True)
     yield Case("native", "draw_from", "TransformerLayer.dropout", "delayed")
@@ -224,23 +229,24 @@ def _native() -> Iterator[Case]:
 
 def _torch() -> Iterator[Case]:
     yield from _shared("torch")
-    yield from _each("torch", "function", TORCH_FUNCTIONS, PLAIN, DTYPES[:2])
-    yield from _each("torch", "steps", GROUPED, FOUR, DTYPES[:2])
-    yield from _each("torch", "steps", ["GroupedLinear.plain"], FOUR, exact=True)
-    yield from _each("torch", "microbatches", ["GroupedLinear.plain"], FP8)
+    yield from each("torch", "function", TORCH_FUNCTIONS, PLAIN, DTYPES[:2])
+    yield from each("torch", "steps", GROUPED, FOUR, DTYPES[:2])
+    yield from each("torch", "steps", ["GroupedLinear.plain"], FOUR, exact=True)
+    yield from each("torch", "microbatches", ["GroupedLinear.plain"], FP8)
     for name in ("Linear", "LayerNormLinear"):
-        yield from _each("torch", "fp8_edges", [f"{name}.plain"], FP8, DTYPES[:2])
-    yield from _each("torch", "fp8_edges", ["Linear.plain"], FP8, exact=True)
+        yield from each("torch", "fp8_edges", [f"{name}.plain"], FP8, DTYPES[:2])
+    yield from each("torch", "fp8_edges", ["Linear.plain"], FP8, exact=True)
     for name in ("Linear.plain", "LayerNormMLP.swiglu", "TransformerLayer.fused", "GroupedLinear.plain"):
-        yield from _each("torch", "main_grad", [name], FOUR, ("bfloat16",))
-    yield from _each("torch", "main_grad", ["Linear.plain"], FOUR, exact=True)
+        yield from each("torch", "main_grad", [name], FOUR, ("bfloat16",))
+    yield from each("torch", "main_grad", ["Linear.plain"], FOUR, exact=True)
     for name in ("Linear.plain", "LayerNormMLP.swiglu", "TransformerLayer.fused"):
-        yield from _each("torch", "quantized_init", [name], FP8, ("bfloat16",))
+        yield from each("torch", "quantized_init", [name], FP8, ("bfloat16",))
     for name in OPS:
-        yield from _each("torch", "ops", [name], FOUR)
-    yield from _each("torch", "recompute", ["TransformerLayer.dropout"], FOUR, options={"reentrant": False})
-    yield from _each("torch", "torch_autocast", ["TransformerLayer.plain"], FOUR)
-    yield from _each("torch", "convert", [""], FOUR)
+        yield from each("torch", "ops", [name], FOUR)
+    yield from each("torch", "recompute", ["TransformerLayer.dropout"], FOUR, options={"reentrant": False})
+    yield from each("torch", "torch_autocast", ["TransformerLayer.plain"], FOUR)
+    yield from each("torch", "extra", [""], FOUR)
+    yield from each("torch", "convert", ["", "norms", "encoder"], FOUR)
     for options in (
         {"optimizer": "FusedAdam", "lr": 0.01, "weight_decay": 0.1},
         {"optimizer": "FusedAdam", "adam_w_mode": False, "bias_correction": False},
@@ -248,13 +254,13 @@ def _torch() -> Iterator[Case]:
         {"optimizer": "FusedSGD", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         {"optimizer": "FusedSGD", "lr": 0.01},
     ):
-        yield from _each("torch", "optimized", ["LayerNormMLP.swiglu"], ("none", "delayed"), options=options)
+        yield from each("torch", "optimized", ["LayerNormMLP.swiglu"], ("none", "delayed"), options=options)
     for options in (
         {"optimizer": "FusedAdam", "master_weights": True},
         {"optimizer": "FusedAdam", "master_weights": True, "store_param_remainders": True},
         {"optimizer": "FusedAdam", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "uint8"},
     ):
-        yield from _each(
+        yield from each(
             "torch", "optimized", ["LayerNormMLP.swiglu"], ("current",), ("bfloat16",), options=options
         )
     yield Case("torch", "unpermuted")
@@ -269,29 +275,29 @@ def _torch() -> Iterator[Case]:
         ("inductor", "Linear.plain", ("delayed",)),
         ("inductor", "TransformerLayer.fused", ("delayed",)),
     ):
-        yield from _each("torch", "compiled", [name], recipes, options={"backend": backend})
+        yield from each("torch", "compiled", [name], recipes, options={"backend": backend})
     for recipe in ("none", "delayed"):
         yield Case("torch", "graphed", "LayerNormMLP.gelu", recipe, "bfloat16", device="cuda")
 
 
 def _jax() -> Iterator[Case]:
     fixed = tuple(name for name in RECIPES if not name.startswith("delayed"))  # compiled ten times sooner
-    yield from _each("jax", "steps", ["dense.plain", "layernorm_mlp.gated"], fixed, DTYPES[:2])
-    yield from _each("jax", "steps", JAX_FP8, FOUR)
-    yield from _each("jax", "steps", ["dense.plain"], ("delayed_recent",))
-    yield from _each("jax", "steps", ["layernorm_mlp.gated"], ("delayed",), ("bfloat16",))
-    yield from _each("jax", "steps", [name for name in JAX if name not in JAX_FP8], PLAIN, DTYPES[:2])
-    yield from _each("jax", "steps", JAX_EXACT, PLAIN, exact=True)
+    yield from each("jax", "steps", ["dense.plain", "layernorm_mlp.gated"], fixed, DTYPES[:2])
+    yield from each("jax", "steps", JAX_FP8, FOUR)
+    yield from each("jax", "steps", ["dense.plain"], ("delayed_recent",))
+    yield from each("jax", "steps", ["layernorm_mlp.gated"], ("delayed",), ("bfloat16",))
+    yield from each("jax", "steps", [name for name in JAX if name not in JAX_FP8], PLAIN, DTYPES[:2])
+    yield from each("jax", "steps", JAX_EXACT, PLAIN, exact=True)
     exact = ("dense.plain", "layernorm_dense.exact", "layernorm_mlp.exact")
-    yield from _each("jax", "steps", exact, FOUR[1:], exact=True)
-    yield from _each("jax", "linen", FLAX, ("current",))
-    yield from _each("jax", "linen", ["LayerNormMLP", "TransformerLayer"], ("none", "block"))
+    yield from each("jax", "steps", exact, FOUR[1:], exact=True)
+    yield from each("jax", "linen", FLAX, ("current",))
+    yield from each("jax", "linen", ["LayerNormMLP", "TransformerLayer"], ("none", "block"))
     stateful = ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP.dropout", "TransformerLayer.decoder")
-    yield from _each("jax", "linen", stateful, ("delayed",))
-    yield from _each("jax", "nnx", NNX, ("current",))
-    yield from _each("jax", "nnx", ["LayerNormMLP", "TransformerLayer"], ("none", "block"))
-    yield from _each("jax", "nnx", ["DenseGeneral", "TransformerLayer"], ("delayed",))
-    yield from _each("jax", "decode", ["TransformerLayer"], ("none", "block"))
+    yield from each("jax", "linen", stateful, ("delayed",))
+    yield from each("jax", "nnx", NNX, ("current",))
+    yield from each("jax", "nnx", ["LayerNormMLP", "TransformerLayer"], ("none", "block"))
+    yield from each("jax", "nnx", ["DenseGeneral", "TransformerLayer"], ("delayed",))
+    yield from each("jax", "decode", ["TransformerLayer"], ("none", "block"))
     for scaling in ("tensor", "row", "block_1x128", "block_128x128"):
         yield Case("jax", "quantize", options={"scaling": scaling}, exact=True)
     for name in ("dense.plain", "layernorm_mlp.gated"):

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from typing import Any
 import fp8kit as fk
 from tests.golden.cases import CASES, Case
 from tests.golden.values import digest
+from tests.golden.wide import WIDE
 
 FRONTENDS = ("native", "torch", "jax")
 Hashes = dict[str, dict[str, str]]
@@ -32,11 +34,13 @@ _XLA = (
 )
 
 
-def selected(device: str, frontends: Iterable[str] = FRONTENDS, pattern: str = "*") -> list[Case]:
+def selected(
+    device: str, frontends: Iterable[str] = FRONTENDS, pattern: str = "*", cases: Iterable[Case] = CASES
+) -> list[Case]:
     """The cases of these frontends that run on a device and whose names match."""
     return [
         case
-        for case in CASES
+        for case in cases
         if case.frontend in frontends and case.device in ("", device) and fnmatchcase(case.name, pattern)
     ]
 
@@ -92,7 +96,15 @@ def about(device: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "none"
     variables = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "XLA_FLAGS")
+    head = subprocess.run(
+        ("git", "log", "-1", "--format=%h %cs %s"),
+        cwd=Path(fk.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return {
+        "commit": head.stdout.strip() or "none",
         "device": device,
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -128,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--frontend", nargs="+", choices=FRONTENDS, default=FRONTENDS)
     parser.add_argument("--case", default="*", metavar="PATTERN", help="of names, as native/steps/Linear*")
+    parser.add_argument("--all", action="store_true", help="the cases of tests/golden/wide.py too")
     parser.add_argument("--exact", action="store_true", help="only the cases whose sums are exact")
     parser.add_argument("--say", action="store_true", help="print each case's time, and errors in full")
     options = parser.parse_args(argv)
@@ -139,7 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # the frameworks make objects by the million, and few cycles
     cases = [
         case
-        for case in selected(options.device, options.frontend, options.case)
+        for case in selected(
+            options.device, options.frontend, options.case, (*CASES, *WIDE) if options.all else CASES
+        )
         if case.exact or not options.exact
     ]
     started = time.perf_counter()

@@ -50,6 +50,8 @@ _JAX_THD = {
     "max_seqlen_q": 12,
     "max_seqlen_kv": 12,
 }
+_PLAIN_ACTS = ("gelu", "quick_gelu", "relu", "squared_relu", "silu")
+_JAX_ACTS = (*((name,) for name in _PLAIN_ACTS), *((name, "linear") for name in (*_PLAIN_ACTS, "sigmoid")))
 JAX = {
     "dense.plain": Function("dense", {**_DENSE, "bias": Array((40,), "shift")}),
     "dense.oi": Function(
@@ -101,6 +103,18 @@ JAX = {
             "activation_params": {"limit": 1.0, "alpha": 1.5},
         },
     ),
+    **{
+        f"layernorm_mlp.{'_'.join(names)}": Function(
+            "layernorm_mlp",
+            {
+                **_JAX_MLP,
+                "kernels": (Array((48, len(names), 64), "weight"), Array((64, 48), "weight")),
+                "biases": (Array((len(names), 64), "shift"), Array((48,), "shift")),
+                "activation_type": names,
+            },
+        )
+        for names in _JAX_ACTS
+    },
     "layernorm.plain": Function("layernorm", _NORM),
     "rmsnorm.plain": Function("rmsnorm", {"x": _X, "gamma": _GAMMA, "zero_centered_gamma": True}),
     "l2norm.plain": Function("l2norm", {"x": _X}),
@@ -111,7 +125,31 @@ JAX = {
     "activation.geglu": Function(
         "activation", {"x": Array((20, 2, 32)), "activation_type": ("gelu", "linear")}
     ),
+    **{
+        f"activation.{'_'.join(names)}": Function(
+            "activation", {"x": Array((20, len(names), 32)), "activation_type": names}
+        )
+        for names in _JAX_ACTS
+    },
     "attention.causal": Function("dot_product_attention", _JAX_QKV),
+    "attention.alibi": Function(
+        "dot_product_attention",
+        {**_JAX_QKV, "alibi_slopes": Fixed((0.5, 0.25, 1.0, 0.125), "float32"), "attn_bias_type": "alibi"},
+    ),
+    "attention.off_by_one": Function("dot_product_attention", {**_JAX_QKV, "softmax_type": "off-by-one"}),
+    "attention.lengths": Function(
+        "dot_product_attention", {**_JAX_QKV, "attn_mask_type": "padding", **LENGTHS}
+    ),
+    "attention.gaps": Function(
+        "dot_product_attention",
+        {
+            **_JAX_THD,
+            "attn_mask_type": "padding",
+            "cu_seqlens_q_padded": Fixed((0, 8, 24)),
+            "cu_seqlens_kv_padded": Fixed((0, 10, 24)),
+        },
+    ),
+    "running_sums.plain": Function("running_sums", {"lengths": Fixed((3, 0, 5))}),
     "attention.groups": Function(
         "dot_product_attention",
         {
@@ -213,7 +251,8 @@ JAX_EXACT = {
 
 
 class Model(NamedTuple):
-    """A Flax module: its name, its fields or its constructor's arguments, and its inputs."""
+    """A Flax module: its name, its fields or its constructor's arguments, its inputs, and what else its call
+    takes, by name."""
 
     module: str
     args: dict[str, Any]
@@ -264,7 +303,199 @@ FLAX = {
         (_B, _B),
     ),
 }
+_HEADS = Array((2, 8, 4, 8))
+_ATTENTION = {"head_dim": 8, "num_attention_heads": 4}
+_HIDES = {"mask": mask(2, 1, 8, 8)}
+FLAX |= {
+    "DenseGeneral.axes": Model("DenseGeneral", {"features": 24, "axis": (1, 2), "return_bias": True}, (_B,)),
+    "DenseGeneral.residual": Model("DenseGeneral", {"features": 32, "use_bias": False}, (_B, _B)),
+    "LayerNorm.rms": Model("LayerNorm", {"layernorm_type": "rmsnorm", "epsilon": 1e-3}, (_B,)),
+    "LayerNormDenseGeneral.rms": Model(
+        "LayerNormDenseGeneral",
+        {
+            "features": 24,
+            "layernorm_type": "rmsnorm",
+            "zero_centered_gamma": True,
+            "depth_scaling": 2.0,
+            "return_residual": True,
+        },
+        (_B,),
+    ),
+    "LayerNormDenseGeneral.no_norm": Model(
+        "LayerNormDenseGeneral",
+        {"features": 24, "enable_layernorm": False, "enable_low_rank_adaptation": True},
+        (_B,),
+    ),
+    "LayerNormMLP.joined": Model(
+        "LayerNormMLP", {"intermediate_dim": 48, "use_bias": True, "join_residual": True}, (_B,)
+    ),
+    "LayerNormMLP.returns": Model(
+        "LayerNormMLP",
+        {
+            "intermediate_dim": 48,
+            "use_bias": True,
+            "return_residual": True,
+            "return_bias": True,
+            "return_layernorm_output": True,
+            "enable_low_rank_adaptation": True,
+            "zero_centered_gamma": True,
+        },
+        (_B,),
+    ),
+    "DotProductAttention": Model("DotProductAttention", _ATTENTION, (_HEADS, _HEADS, _HEADS)),
+    "DotProductAttention.packed": Model(
+        "DotProductAttention",
+        {**_ATTENTION, "qkv_layout": "bs3hd", "softmax_type": "learnable", "window_size": (3, 0)},
+        (Array((2, 8, 3, 4, 8)),),
+    ),
+    "DotProductAttention.padding": Model(
+        "DotProductAttention",
+        {**_ATTENTION, "attn_mask_type": "padding_causal", "attention_dropout": 0.2},
+        (_HEADS, _HEADS, _HEADS),
+        {"sequence_descriptor": Fixed((5, 8))},
+    ),
+    "DotProductAttention.masked": Model(
+        "DotProductAttention",
+        {**_ATTENTION, "attn_mask_type": "padding", "scale_factor": 0.3, "attn_bias_type": "post_scale_bias"},
+        (_HEADS, _HEADS, _HEADS),
+        {**_HIDES, "bias": Array((1, 4, 8, 8), grad=False)},
+    ),
+    "RelativePositionBiases": Model(
+        "RelativePositionBiases",
+        {"num_buckets": 8, "max_distance": 16, "num_attention_heads": 4},
+        (),
+        {"q_seqlen": 8, "k_seqlen": 11},
+    ),
+    "MultiHeadAttention.joined": Model(
+        "MultiHeadAttention",
+        {**_ATTENTION, "use_bias": True, "join_residual": True, "softmax_type": "off-by-one"},
+        (_B, _B),
+    ),
+    "MultiHeadAttention.returns": Model(
+        "MultiHeadAttention",
+        {
+            **_ATTENTION,
+            "use_bias": True,
+            "return_layernorm_output": True,
+            "return_residual": True,
+            "return_bias": True,
+            "fuse_qkv_params": False,
+            "qk_norm_type": "LayerNorm",
+            "low_rank_adaptation_scope": "all",
+            "low_rank_adaptation_dim": 4,
+        },
+        (_B, _B),
+    ),
+    "MultiHeadAttention.no_norm": Model(
+        "MultiHeadAttention",
+        {
+            **_ATTENTION,
+            "input_layernorm": False,
+            "attn_mask_type": "padding",
+            "qk_norm_type": "L2Normalization",
+            "qk_norm_before_rope": True,
+            "enable_rotary_pos_emb": True,
+            "rotary_pos_emb_group_method": "alternate",
+            "window_size": (3, 2),
+        },
+        (_B, _B),
+        _HIDES,
+    ),
+    "TransformerLayer.post_norm": Model(
+        "TransformerLayer",
+        {
+            **_LINEN_LAYER,
+            "apply_residual_connection_post_layernorm": True,
+            "output_layernorm": True,
+            "mlp_activations": ("silu", "linear"),
+            "num_gqa_groups": 2,
+            "enable_rotary_pos_emb": True,
+        },
+        (_B,),
+    ),
+    "TransformerLayer.dropout_dims": Model(
+        "TransformerLayer",
+        {
+            **_LINEN_LAYER,
+            "hidden_dropout": 0.2,
+            "hidden_dropout_dims": (1,),
+            "intermediate_dropout": 0.2,
+            "attention_dropout": 0.1,
+            "layernorm_type": "rmsnorm",
+            "zero_centered_gamma": True,
+            "self_attn_mask_type": "no_mask",
+        },
+        (_B,),
+    ),
+}
 NNX = {
+    "DenseGeneral.returns": Model(
+        "DenseGeneral", {"in_features": 32, "features": 24}, (_B,), {"return_bias": True}
+    ),
+    "LayerNorm.rms": Model(
+        "LayerNorm", {"num_features": 32, "layernorm_type": "rmsnorm", "zero_centered_gamma": True}, (_B,)
+    ),
+    "LayerNormDenseGeneral.rms": Model(
+        "LayerNormDenseGeneral",
+        {"in_features": 32, "features": 24, "layernorm_type": "rmsnorm", "epsilon": 1e-3},
+        (_B,),
+        {"return_residual": True},
+    ),
+    "LayerNormMLP.gated": Model(
+        "LayerNormMLP",
+        {"num_features": 32, "intermediate_dim": 48, "activations": ("gelu", "linear"), "use_bias": True},
+        (_B,),
+        {"join_residual": True},
+    ),
+    "LayerNormMLP.returns": Model(
+        "LayerNormMLP",
+        {"num_features": 32, "intermediate_dim": 48, "use_bias": True},
+        (_B,),
+        {"return_residual": True, "return_bias": True},
+    ),
+    "DotProductAttention": Model(
+        "DotProductAttention",
+        {"num_attention_heads": 4, "softmax_type": "learnable", "window_size": (4, 0)},
+        (_HEADS, _HEADS, _HEADS),
+    ),
+    "MultiHeadAttention.cross": Model(
+        "MultiHeadAttention",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "cross": True,
+            "qk_norm_type": "RMSNorm",
+            "attn_mask_type": "arbitrary",
+        },
+        (_B, _B),
+        _HIDES,
+    ),
+    "MultiHeadAttention.no_norm": Model(
+        "MultiHeadAttention",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "head_dim": 12,
+            "input_layernorm": False,
+            "qk_norm_type": "L2Normalization",
+            "qk_norm_before_rope": True,
+            "rotary": True,
+            "attention_dropout": 0.2,
+        },
+        (_B,),
+        {"join_residual": True},
+    ),
+    "TransformerLayer.llama": Model(
+        "TransformerLayer",
+        {
+            **_JAX_LAYER,
+            "mlp_activations": ("silu", "linear"),
+            "layernorm_type": "rmsnorm",
+            "num_gqa_groups": 2,
+            "rotary": True,
+        },
+        (_B,),
+    ),
     "DenseGeneral": Model("DenseGeneral", {"in_features": 32, "features": 24}, (_B,)),
     "LayerNorm": Model("LayerNorm", {"num_features": 32}, (_B,)),
     "LayerNormDenseGeneral": Model(

@@ -484,7 +484,18 @@ TORCH_FUNCTIONS = {
     ),
 }
 
+_PLAIN_ACTS = ("GELU", "QGELU", "ReLU", "SReLU", "SiLU")
+_GATED_ACTS = ("GEGLU", "GLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU")
 OPS = {
+    **{
+        f"act.{name}": (
+            ("BasicLinear", {"in_features": 48, "out_features": 32}),
+            (name, {}),
+            ("Bias", {"size": 32 if name in _PLAIN_ACTS else 16}),
+            ("Identity", {}),
+        )
+        for name in (*_PLAIN_ACTS, *_GATED_ACTS)
+    },
     "linear": (("Linear", {"in_features": 48, "out_features": 40}),),
     "mlp": (
         ("RMSNorm", {"normalized_shape": 48}),

@@ -185,8 +185,14 @@ def fresh(variables: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(made, variables)
 
 
-def _linen(model: Model) -> Any:
-    kwargs = dict(model.args)
+def _made(case: Case, model: Model) -> dict[str, Any]:
+    """The constructor's arguments; computed in the case's dtype."""
+    own = {} if case.dtype == "float32" else {"dtype": jnp.dtype(case.dtype)}
+    return {**model.args, **own}
+
+
+def _linen(case: Case, model: Model) -> Any:
+    kwargs = _made(case, model)
     if "layer_type" in kwargs:
         kwargs["layer_type"] = getattr(fp8kit_jax.flax.TransformerLayerType, kwargs["layer_type"])
     return getattr(fp8kit_jax.flax, model.module)(**kwargs)
@@ -197,20 +203,26 @@ def _inputs(f: Jax, case: Case, model: Model, step: int) -> list[Any]:
     return [f.put(host) for host in values(case, "inputs", named, step).values()]
 
 
+def _given(f: Jax, case: Case, model: Model) -> dict[str, Any]:
+    """What a call takes beside its inputs, by name, the same at each step."""
+    return model.call | {name: f.put(host) for name, host in values(case, "call", model.call, 0).items()}
+
+
 def linen(f: Jax, case: Case, record: Record) -> None:
     """A Flax linen module."""
     model = FLAX[case.what]
-    module = _linen(model)
+    module = _linen(case, model)
+    given = _given(f, case, model)
 
     def loss(params: Any, metas: Any, inputs: Any, key: Any) -> Any:
-        outputs = module.apply({"params": params, **metas}, *inputs, rngs={"dropout": key})
+        outputs = module.apply({"params": params, **metas}, *inputs, **given, rngs={"dropout": key})
         return weighted(case, outputs), outputs
 
     step_of = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
     with f.scope(case):
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        shapes = jax.eval_shape(lambda: module.init(rngs, *_inputs(f, case, model, 0)))
-        metas, shapes = flax.core.pop(flax.linen.unbox(shapes), "params")
+        shapes = jax.eval_shape(lambda: module.init(rngs, *_inputs(f, case, model, 0), **given))
+        metas, shapes = flax.core.pop({"params": {}, **flax.linen.unbox(shapes)}, "params")
         params, metas = filled(case.what, shapes, case), fresh(metas)
         for step in range(STEPS):
             (grads, state, inputs), outputs = step_of(
@@ -226,7 +238,7 @@ def linen(f: Jax, case: Case, record: Record) -> None:
 def decode(f: Jax, case: Case, record: Record) -> None:
     """A Flax layer token by token over a cache."""
     model = FLAX[case.what]
-    module = _linen(model)
+    module = _linen(case, model)
     (x,) = _inputs(f, case, model, 0)
 
     @jax.jit
@@ -249,14 +261,15 @@ def decode(f: Jax, case: Case, record: Record) -> None:
 def nnx_module(f: Jax, case: Case, record: Record) -> None:
     """A Flax NNX module."""
     model, meta = NNX[case.what], fp8kit_jax.nnx.Fp8Meta
+    given = _given(f, case, model)
     with f.scope(case):
-        kwargs = dict(model.args) | ({} if model.module == "LayerNorm" else {"rngs": nnx.Rngs(0)})
+        kwargs = _made(case, model) | ({} if model.module == "LayerNorm" else {"rngs": nnx.Rngs(0)})
         made = getattr(fp8kit_jax.nnx, model.module)(**kwargs)
         graph, params, metas, rest = nnx.split(made, nnx.Param, meta, ...)
         params = _refilled(case, params)
 
         def loss(params: Any, metas: Any, inputs: Any, rest: Any) -> Any:
-            outputs = nnx.merge(graph, params, metas, rest, copy=True)(*inputs)
+            outputs = nnx.merge(graph, params, metas, rest, copy=True)(*inputs, **given)
             return weighted(case, outputs), outputs
 
         step_of = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))

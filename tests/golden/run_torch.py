@@ -183,6 +183,20 @@ def ops(f: Torch, case: Case, record: Record) -> None:
         train(f, case, record, module, layer, step)
 
 
+def extra(f: Torch, case: Case, record: Record) -> None:
+    """A Sequential of ``te.ops`` that hands out what goes in, and adds another input to what comes out."""
+    linear = te.ops.Linear(48, 48, device=f.device)
+    module = te.ops.Sequential(te.ops.MakeExtraOutput(), linear, te.ops.AddExtraInput())
+    module = f.filled("extra", module, case)
+    layer = Layer("", {}, {"input": Array((20, 48)), "other": Array((20, 48))})
+
+    def call(**kwargs: Any) -> Any:
+        return module(*kwargs.values())
+
+    for step in range(STEPS):
+        train(f, case, record, module, layer, step, call)
+
+
 def torch_autocast(f: Torch, case: Case, record: Record) -> None:
     """float32 parameters under torch's own autocast."""
     layer = LAYERS[case.what]
@@ -199,10 +213,15 @@ def torch_autocast(f: Torch, case: Case, record: Record) -> None:
 def convert(f: Torch, case: Case, record: Record) -> None:
     """A plain model, converted and reverted."""
     nn = torch.nn
-    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
+    models = {
+        "": lambda: (nn.LayerNorm(32), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False)),
+        "norms": lambda: (nn.RMSNorm(32), nn.Linear(32, 32), nn.LayerNorm(32, bias=False)),
+        "encoder": lambda: (nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, norm_first=True),),
+    }
+    model = nn.Sequential(*models[case.what]())
     model = te.convert(f.filled("convert", model.to(f.device), case))
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.01)
-    layer = Layer("", {}, {"input": Array((20, 32))})
+    layer = Layer("", {}, {"input": Array((20, 2, 32) if case.what == "encoder" else (20, 32))})
     for step in range(STEPS):
         train(f, case, record, model, layer, step)
         optimizer.step()
@@ -270,6 +289,19 @@ def multi_tensor(f: Torch, case: Case, record: Record) -> None:
     apply("multi_tensor_sgd", [g, p, m], 0.1, 0.9, 0.0, 0.01, True, False, False, 0.5)
     for i, tensor in enumerate((*p, *m)):
         record(f"sgd.{i}", tensor)
+    two, rate = (torch.full((1,), value, device=f.device) for value in (2.0, 0.01))
+    for i, tensor in enumerate(apply("multi_tensor_unscale_l2norm", [some("a")], two, True)):
+        record(f"unscale_l2norm.{i}", tensor)
+    apply("multi_tensor_scale_tensor", [some("a"), out], two)
+    step = torch.full((1,), 3, dtype=torch.int32, device=f.device)
+    adam = (rate, 0.9, 0.99, 1e-8, step, 1, 1, 0.1, 1 / two)
+    g, p, m, v = some("g"), some("p"), some("m"), [tensor.square() for tensor in some("v")]
+    apply("multi_tensor_adam_capturable", [g, p, m, v], *adam)
+    masters = [tensor.clone() for tensor in p]
+    low = [[tensor.bfloat16() for tensor in part] for part in (g, p)]
+    apply("multi_tensor_adam_capturable_master", [*low, m, v, masters], *adam)
+    for i, tensor in enumerate((*out, *p, *m, *v, *low[1], *masters)):
+        record(f"capturable.{i}", tensor)
 
 
 def general_gemm(f: Torch, case: Case, record: Record) -> None:
@@ -315,6 +347,7 @@ PROGRAMS: dict[str, Callable[[Any, Case, Record], None]] = layers.PROGRAMS | {
         main_grad,
         quantized_init,
         ops,
+        extra,
         torch_autocast,
         convert,
         unpermuted,

@@ -17,11 +17,15 @@ To write the file anew, where results are meant to change::
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.golden import log
+from tests.golden.cases import CASES
 from tests.golden.command import FRONTENDS, differences, main, read, run, selected
 
 FILE = Path(__file__).with_name("hashes_cpu.json")
@@ -67,3 +71,45 @@ def test_a_case_that_fails_is_a_result(capsys):
     broken = case._replace(what="no such layer")
     assert run([broken, case], "cpu")[broken.name] == {"error": "KeyError"}
     assert "KeyError" in capsys.readouterr().err
+
+
+THEN, NOW = {"commit": "then", "numpy": "2"}, {"commit": "now", "numpy": "3"}
+EXPLAINED = "torch/unpermuted/none/float32"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "well", "said"),
+    [
+        ({"0.y": "a"}, {"0.y": "a"}, True, "0 cases on one side alone, 0 failed, 0 arrays differ"),
+        ({"0.y": "a"}, {"0.y": "b"}, False, "0.y: a -> b\n  why is not known"),
+        ({"0.y": "a"}, {}, False, "0.y: a -> missing\n  why is not known"),
+        ({"0.d.probs": "a"}, {"0.d.probs": "b"}, True, "0.d.probs: a -> b\n  a float32 sum"),
+        ({"error": "E"}, {"error": "E"}, False, "2 failed"),
+    ],
+)
+def test_the_log_says_what_differs_and_why(before, after, well, said):
+    text, found = log.text(THEN, NOW, {EXPLAINED: before}, {EXPLAINED: after})
+    assert found is well
+    assert said in text
+    assert "numpy 2 then 3" in text
+    assert f"torch: 1 cases, {len(after)} arrays" in text
+
+
+def test_the_log_counts_cases_of_one_side_alone():
+    text, well = log.text(THEN, NOW, {EXPLAINED: {"0.y": "a"}}, {})
+    assert not well
+    assert f"1 cases on one side alone, 0 failed, 0 arrays differ\n{EXPLAINED}" in text
+
+
+def test_parts_of_unlike_runs_are_not_joined(tmp_path):
+    files = [tmp_path / name for name in ("one.json", "two.json")]
+    for file, about in zip(files, (THEN, NOW), strict=True):
+        file.write_text(json.dumps({"about": about, "cases": {file.stem: {}}}))
+    assert log.joined([files[0]]) == (THEN, {"one": {}})
+    with pytest.raises(ValueError, match="not alike"):
+        log.joined(files)
+
+
+def test_every_reason_is_of_a_case():
+    for pattern, _ in log.REASONS:
+        assert fnmatch.filter([case.name for case in CASES], pattern), pattern

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8kit.arguments import NamedWell, choice, shown
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit_jax import attention as functions
-from fp8kit_jax.arguments import check_fused
 from fp8kit_jax.checks import UNTYPED
 from fp8kit_jax.context_parallel import SPLIT, placed
 from fp8kit_jax.flax import cache, lora
@@ -26,19 +25,21 @@ from fp8kit_jax.flax.common import (
     RENAMED,
     check_fields,
     draws_keys,
-    fan_in,
     form,
     partitioned,
     shared_fields,
     want_array,
+    want_fused,
 )
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
-from fp8kit_jax.modules import attention_layers, layer_structs, qk_norms, rotation
+from fp8kit_jax.modules import attention_layers, fan_in, layer_structs, qk_norms, rotation
 from fp8kit_jax.scopes import plain_attention
 from fp8kit_jax.sequences import SequenceDescriptor
 
 # and how many arrays they are
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
+# fields that are the function's arguments
+_OPTIONS = "attn_mask_type", "attn_bias_type", "scale_factor", "window_size", "softmax_type"
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
 
@@ -107,8 +108,6 @@ class DotProductAttention(NamedWell, nn.Module):
         if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
             sequence_descriptor, mask = None, sequence_descriptor
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and "causal" in self.attn_mask_type:
-            options["mask"] = jnp.asarray(mask) != 0
         rate = 0.0 if deterministic else self.attention_dropout
         if rate:
             options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
@@ -129,8 +128,6 @@ class DotProductAttention(NamedWell, nn.Module):
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and "causal" in self.attn_mask_type:
-            options["mask"] = jax.ShapeDtypeStruct(mask.shape, bool)
         if self.softmax_type == "learnable":
             options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
         functions.validate(*layers, **options)
@@ -138,8 +135,8 @@ class DotProductAttention(NamedWell, nn.Module):
     def _options(
         self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any
     ) -> dict[str, Any]:
-        """Returns the arguments of the function beside the layers; the mask as it came. ShapeError for layers
-        that do not fit the fields."""
+        """Returns the arguments of the function beside the layers. ShapeError for layers that do not fit the
+        fields."""
         op, heads, dim = "DotProductAttention", self.num_attention_heads, self.head_dim
         count = QKV_LAYOUTS[choice(op, "qkv_layout", self.qkv_layout, QKV_LAYOUTS, FormatError)]
         last = (self.num_gqa_groups or heads) if count > 1 else heads
@@ -151,8 +148,8 @@ class DotProductAttention(NamedWell, nn.Module):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         packed = self.qkv_layout.startswith("t")
-        options: dict[str, Any] = {name: getattr(self, name) for name in SPLIT}
-        options["qkv_format"] = "thd" if packed else form(self)
+        options = {name: getattr(self, name) for name in (*SPLIT, *_OPTIONS)}
+        options |= {"qkv_format": "thd" if packed else form(self), "mask": mask, "bias": bias}
         how = placed(options)
         if packed:
             if not isinstance(sequence_descriptor, SequenceDescriptor):
@@ -171,25 +168,20 @@ class DotProductAttention(NamedWell, nn.Module):
             pair = (sequence_descriptor,) * 2 if lone else sequence_descriptor
             if len(pair) != 2:
                 raise ShapeError(op, "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair")
-            sums = functions.running_sums(pair[0])
-            options |= {"cu_seqlens_q": sums, "cu_seqlens_kv": sums}
-            if pair[1] is not pair[0]:
-                options["cu_seqlens_kv"] = functions.running_sums(pair[1])
-        kind, window, corner = self.attn_mask_type, self.window_size, None
+            q, kv = pair
+            sums = functions.running_sums(q)
+            options |= {"cu_seqlens_q": sums}
+            options |= {"cu_seqlens_kv": sums if kv is q else functions.running_sums(kv)}
         if mask is not None:
             if not hasattr(mask, "shape") or len(mask.shape) < 2:
                 raise ShapeError(op, "mask", shown(mask), "an array (..., s_q, s_kv)")
-            kind, window, corner = functions.beside_mask(op, kind, window)
-        return options | {
-            "attn_mask_type": kind,
-            "mask": mask,
-            "bias": bias,
-            "attn_bias_type": self.attn_bias_type,
-            "scale_factor": self.scale_factor,
-            "window_size": window,
-            "bottom_right_diagonal": corner,
-            "softmax_type": self.softmax_type,
-        }
+            options |= functions.beside_mask(op, self.attn_mask_type, self.window_size)
+            if "causal" in self.attn_mask_type:
+                abstract = isinstance(layers[0], jax.ShapeDtypeStruct)
+                options["mask"] = (
+                    jax.ShapeDtypeStruct(mask.shape, bool) if abstract else jnp.asarray(mask) != 0
+                )
+        return options
 
 
 class MultiHeadAttention(NamedWell, nn.Module):
@@ -276,27 +268,23 @@ class MultiHeadAttention(NamedWell, nn.Module):
     ) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fields(self, fixed, FIXED | RENAMED)
-        op, asked = "MultiHeadAttention", {"return_bias": self.return_bias}
-        check_fused(op, self.join_residual, return_residual=self.return_residual, **asked)
-        asked["join_residual"] = self.join_residual
-        check_fused(op, self.join_layernorm_output, "join_layernorm_output", **asked)
-        heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
-        own = inputs_q is inputs_kv
+        want_fused(self, "join_residual", "return_residual", "return_bias")
+        want_fused(self, "join_layernorm_output", "return_bias", "join_residual")
+        op, heads = "MultiHeadAttention", self.num_attention_heads
+        groups, own = self.num_gqa_groups or heads, inputs_q is inputs_kv
 
-        def projection(kind: Any, name: str, features: Any, parts: int = 1, **more: Any) -> Any:
+        def projection(kind: Any, name: str, features: Any, **more: Any) -> Any:
             """Returns the module of a projection, with ``more`` fields."""
-            out, query = name == "out", name in ("qkv", "query")
-            base, depth = self.kernel_init or fan_in(min(parts, 2)), math.sqrt(self.head_dim)
+            out, several = name == "out", isinstance(features, tuple)
+            base, depth = self.kernel_init or fan_in(1 + several), math.sqrt(self.head_dim)
 
-            def start(key: Any, shape: Any, dtype: Any) -> Any:
+            def scaled(key: Any, shape: Any, dtype: Any) -> Any:
                 kernel = base(key, shape, dtype)
-                if not (query and self.scaled_query_init):
-                    return kernel
-                return kernel.at[:, 0].divide(depth) if parts > 1 else kernel / depth
+                return kernel.at[:, 0].divide(depth) if several else kernel / depth
 
-            columns = ("nvte_w_joined", "nvte_w_tp")[parts == 1 :]
+            columns = ("nvte_w_joined", "nvte_w_tp")[not several :]
             fields = {
-                "kernel_init": start,
+                "kernel_init": scaled if self.scaled_query_init and name in ("qkv", "query") else base,
                 "kernel_axes": ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *columns),
                 "bias_axes": ("nvte_w_no_shard",) if out else columns,
                 "name": name,
@@ -326,19 +314,24 @@ class MultiHeadAttention(NamedWell, nn.Module):
             "window_size": window,
         }
         core = DotProductAttention(**shared_fields(self, DotProductAttention, options))
-        rotate = self._rotation(past)
-        norms = qk_norms(
-            op,
-            self.qk_norm_type,
-            lambda name, kind: LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name),
-            self.qk_norm_learned,
-        )
+        rotate = None
+        if self.enable_rotary_pos_emb:
+            method = self.rotary_pos_emb_group_method
+            choice(op, "rotary_pos_emb_group_method", method, GROUPINGS, FormatError)
+            positions = () if past is None else (past.length, past.starts())
+            windows = self.rotary_pos_emb_windows
+            rotate = rotation(self.head_dim, GROUPINGS[method], windows, form(self), *positions)
+
+        def norm(name: str, kind: str) -> LayerNorm:
+            return LayerNorm(self.qk_norm_eps, kind, dtype=self.dtype, name=name)
+
+        norms = qk_norms(op, self.qk_norm_type, norm, self.qk_norm_learned)
         seen = (structs[1:], mask, bias) if past is None else past.structs(mask, bias)
         core.validate([structs[0], *seen[0]], sequence_descriptor, seen[2], seen[1])
         width, output = heads * self.head_dim, self.return_layernorm_output or self.join_layernorm_output
         first = projection(
             LayerNormDenseGeneral,
-            *(("qkv", (3, width), 3) if packed else ("query", width)),
+            *(("qkv", (3, width)) if packed else ("query", width)),
             enable_layernorm=self.input_layernorm,
             epsilon=self.layernorm_epsilon,
             return_layernorm_output=output or (own and not packed),
@@ -349,30 +342,19 @@ class MultiHeadAttention(NamedWell, nn.Module):
         projections = [y]
         if not packed:
             width, source = groups * self.head_dim, ln if own else inputs_kv
-            rest = [("kv", (2, width), 2)] if self.fuse_qkv_params else [("key", width), ("value", width)]
-            projections += [projection(DenseGeneral, *one, return_bias=False)(source) for one in rest]
+            rest = {"kv": (2, width)} if self.fuse_qkv_params else {"key": width, "value": width}
+            projections += [projection(DenseGeneral, *one, return_bias=False)(source) for one in rest.items()]
         layers = attention_layers(self, projections, separate, norms, rotate)
         if past is not None:
-            layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
-        layers += [None] * (3 - len(layers))
+            layers[1:], mask, bias = past.extended(layers[1:], mask, bias)
+        beside = {"sequence_descriptor": sequence_descriptor, "bias": bias, "mask": mask}
         with plain_attention(past is not None):
-            o = core(*layers, sequence_descriptor, bias, deterministic=deterministic, mask=mask)
+            o = core(*layers, deterministic=deterministic, **beside)
         o = o if past is None else past.checked(o)
         out = projection(DenseGeneral, "out", inputs_q.shape[-1])
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
         y = out(o.reshape(*o.shape[:-2], -1), stream)
-        y, *unadded = y if self.return_bias else (y,)
-        return returned(self, y, ln, residual, *unadded)
-
-    def _rotation(self, past: cache.Past | None) -> Any:
-        """Returns the rotary embedding as a function, None where there is none."""
-        if not self.enable_rotary_pos_emb:
-            return None
-        method = self.rotary_pos_emb_group_method
-        choice("MultiHeadAttention", "rotary_pos_emb_group_method", method, GROUPINGS, FormatError)
-        positions = (None, None) if past is None else (past.length, past.starts())
-        windows = self.rotary_pos_emb_windows
-        return rotation(self.head_dim, GROUPINGS[method], windows, form(self), *positions)
+        return returned(self, *(y if self.return_bias else (y,)), normed=ln, residual=residual)
 
 
 class RelativePositionBiases(NamedWell, nn.Module):
@@ -391,9 +373,11 @@ class RelativePositionBiases(NamedWell, nn.Module):
         """Distances up to half the buckets have one each, longer ones share logarithmic buckets up to
         ``max_distance``."""
         distance = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None]
-        buckets = self.num_buckets // 2 if bidirectional else self.num_buckets
-        start = np.where(distance < 0, buckets, 0) if bidirectional else 0
-        distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
+        buckets, start = self.num_buckets, 0
+        if bidirectional:
+            buckets = buckets // 2
+            start, distance = np.where(distance < 0, buckets, 0), np.abs(distance)
+        distance = np.maximum(distance, 0)
         exact = buckets // 2
         wide = (
             np.log(np.maximum(distance, 1) / exact) / math.log(self.max_distance / exact) * (buckets - exact)

@@ -34,46 +34,45 @@ class Past:
         if module.attn_bias_type == "alibi":
             raise FormatError(op, "attn_bias_type", "'alibi'", "another one where decode is True")
         ready = module.has_variable("cache", "cached_key")
-        self.key = module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
-        self.value = module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        self.module, self.new = module, (key, value)
+        self.kept = [
+            module.variable("cache", f"cached_{name}", jnp.zeros, layer.shape, layer.dtype)
+            for name, layer in (("key", key), ("value", value))
+        ]
         self.count = module.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
         self.index = self.count.value if ready else None
-        self.module, order, self.fresh_key, self.fresh_value = module, form(module), key, value
-        self.at, self.batch = order.index("s"), key.shape[order.index("b")]
-        self.length, self.fresh = self.key.value.shape[self.at], key.shape[self.at]
+        self.at, self.batch = form(module).index("s"), key.shape[form(module).index("b")]
+        self.length, self.fresh = (layer.shape[self.at] for layer in (self.kept[0].value, key))
 
     def starts(self) -> Any:
         """Returns the first position of every sequence, int32 (b,), None where it is 0."""
         return None if self.index is None else jnp.broadcast_to(self.index, (self.batch,))
 
-    def extended(self, key: Any, value: Any, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:
-        """Keys and values of all tokens, the mask of what the new ones do not see, and their rows of the
-        bias."""
+    def extended(self, layers: Any, mask: Any, bias: Any) -> tuple[Any, Any, Any]:
+        """``layers``, keys and values, of all tokens, the mask of what the new ones do not see, and their
+        rows of the bias."""
         if self.index is None:
-            return (key, value), mask, bias
-        found = self._extended(self.index, key, value, mask, bias)
-        self.key.value, self.value.value = found[0]
+            return layers, mask, bias
+        found = self._extended(self.index, layers, mask, bias)
+        for variable, layer in zip(self.kept, found[0], strict=True):
+            variable.value = layer
         self.count.value = self.index + self.fresh
         return found
 
-    def structs(self, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:
+    def structs(self, mask: Any, bias: Any) -> tuple[Any, Any, Any]:
         """What ``extended`` will return, or shapes and dtypes of that. ShapeError for a mask that does not
         fit."""
-        layers = self.fresh_key, self.fresh_value
         if self.index is None:
-            return layers, mask, bias
+            return self.new, mask, bias
         mask = None if mask is None else want_array(self.module, "mask", mask)
-        return jax.eval_shape(self._extended, self.index, *layers, mask, bias)  # type: ignore[no-any-return]
+        return jax.eval_shape(self._extended, self.index, self.new, mask, bias)  # type: ignore[no-any-return]
 
-    def _extended(
-        self, index: Any, key: Any, value: Any, mask: Any, bias: Any
-    ) -> tuple[tuple[Any, Any], Any, Any]:
+    def _extended(self, index: Any, layers: Any, mask: Any, bias: Any) -> tuple[Any, Any, Any]:
         """``extended`` of a step that begins at ``index``, which changes no variable."""
-        every, new = (self.key.value, self.value.value), (key, value)
-        key, value = (
-            jax.lax.dynamic_update_slice_in_dim(old, own.astype(old.dtype), index, self.at)
-            for old, own in zip(every, new, strict=True)
-        )
+        layers = [
+            jax.lax.dynamic_update_slice_in_dim(old.value, own.astype(old.value.dtype), index, self.at)
+            for old, own in zip(self.kept, layers, strict=True)
+        ]
         rows, columns = index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
         left, right = self.module.window_size or (-1, -1)
         no_mask = self.module.attn_mask_type == "no_mask"
@@ -91,7 +90,7 @@ class Past:
                 raise ShapeError(type(self.module).__name__, "mask", got, wanted) from None
         if bias is not None and bias.shape[-2] not in (1, self.fresh):
             bias = jax.lax.dynamic_slice_in_dim(bias, index, self.fresh, -2)
-        return (key, value), hidden, bias
+        return layers, hidden, bias
 
     def checked(self, o: Any) -> Any:
         """o, NaN where the tokens go beyond the cache."""

@@ -19,9 +19,9 @@ from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax.activations import activation_of
-from fp8kit_jax.arguments import as_array
+from fp8kit_jax.arguments import as_array, check_fused
 from fp8kit_jax.checks import RULES
-from fp8kit_jax.modules import residual_sum
+from fp8kit_jax.modules import NO_NORM, fan_in, residual_sum
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_names, state_variables
 from fp8kit_jax.scopes import history_of, keys_from, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
@@ -81,8 +81,8 @@ def check_fields(
 ) -> None:
     """ArgumentError for a field that ``rules`` refuse, and for a ``fixed`` field, or one of the ``arguments``
     of a call, with another value; TypeError for an argument that there is not."""
-    op, names = type(module).__name__, [field.name for field in dataclasses.fields(module)]
-    check(op, rules, {name: getattr(module, name) for name in names})
+    op = type(module).__name__
+    check(op, rules, vars(module))
     for name in arguments.keys() - fixed.keys():
         raise TypeError(f"{op}: unexpected argument {name!r}")
     for name, (value, why) in fixed.items():
@@ -94,14 +94,20 @@ def check_fields(
 
 def shared_fields(module: Any, child: type, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a child: ``options``, and the module's own fields that the child has too."""
-    names = {field.name for field in dataclasses.fields(child) if field.name not in ("parent", "name")}
-    own = {field.name for field in dataclasses.fields(module)} - FIXED.keys() - RENAMED.keys()
-    return {name: getattr(module, name) for name in names & own} | options
+    names = {field.name for field in dataclasses.fields(child)} - {"parent", "name", *FIXED, *RENAMED}
+    return {name: value for name, value in vars(module).items() if name in names} | options
 
 
 def want_array(module: Any, name: str, value: Any) -> Any:
     """Returns the input of a module as a JAX array. FormatError, which names it, if it is not an array."""
     return as_array(type(module).__name__, name, value)
+
+
+def want_fused(module: Any, name: str, *others: str) -> None:
+    """ArgumentError where the field ``name``, which has y added to something, and one of the ``others`` are
+    asked for."""
+    asked = {other: getattr(module, other) for other in others}
+    check_fused(type(module).__name__, getattr(module, name), name, **asked)
 
 
 # --- logical axes -------------------------------------------------------------------------------------------
@@ -110,17 +116,16 @@ def want_array(module: Any, name: str, value: Any) -> Any:
 def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     """``rules`` (logical axis, mesh axes) and those of ``LOGICAL_AXES`` by the MeshResource in force, for
     ``flax.linen.logical_axis_rules``. Fp8kitError where two rules of one name differ."""
-    resource = mesh_resource()
-    own = {}
+    resource, present, found = mesh_resource(), dict(rules), [*rules]
     for name, fields in LOGICAL_AXES.items():
-        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
-        own[name] = axes[0] if len(axes) == 1 else axes or None
-    present = dict(rules)
-    for name, axes in own.items():
-        if present.get(name, axes) != axes:
+        given = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
+        axes = given[0] if len(given) == 1 else given or None
+        if name not in present:
+            found.append((name, axes))
+        elif present[name] != axes:
             wanted = f"{axes!r}, as the MeshResource has it"
             raise ArgumentError("extend_logical_axis_rules", name, repr(present[name]), wanted)
-    return (*rules, *((name, axes) for name, axes in own.items() if name not in present))
+    return tuple(found)
 
 
 def _rules() -> Any:
@@ -213,13 +218,6 @@ def quantizer_set(
     return from_variables(recipe, values, layer, kept_as)
 
 
-def fan_in(features: int) -> Any:
-    """Initialiser of kernels whose first dimension is the input: variance 1 / fan-in, truncated normal."""
-    return nn.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, features + 1))
-    )
-
-
 def partitioned(init: Any, axes: tuple[Any, ...]) -> Any:
     """Returns the initialiser, with the parameter's logical axes where there are some."""
     return nn.with_logical_partitioning(init, axes) if axes else init
@@ -250,25 +248,25 @@ def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[i
     return parameter(module, name, module.bias_init, axes, shape, dtype) if module.use_bias else None
 
 
-def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> list[Any] | None:
-    """Returns the learned numbers ``alpha_p`` and ``alpha_n`` of an activation, None of one that has none."""
+def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> list[Any]:
+    """Returns the learned numbers ``alpha_p`` and ``alpha_n`` of an activation, none of one that has none."""
     name, _ = activation_of(type(module).__name__, activations, None)
-    starts = ALL[name].learned
-    made = [
+    return [
         parameter(module, key, nn.initializers.constant(start), (), (1,), dtype)
-        for key, start in starts.items()
+        for key, start in ALL[name].learned.items()
     ]
-    return made or None
 
 
 def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, ...]:
     """Returns the arguments of ``fp8kit_jax.layernorm`` after x for a module with Transformer Engine's
-    fields: parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options."""
+    fields: parameters ``scale`` and, of a LayerNorm, ``ln_bias``, and the options; ``NO_NORM`` without
+    ``enable_layernorm``."""
+    if not getattr(module, "enable_layernorm", True):
+        return NO_NORM
     usual = nn.initializers.zeros if module.zero_centered_gamma else nn.initializers.ones
     scale = parameter(module, "scale", module.scale_init or usual, module.scale_axes, (features,), dtype)
-    bias = None
+    bias, prefix = None, "ln_" if hasattr(module, "ln_bias_init") else ""
     if module.layernorm_type != "rmsnorm":
-        prefix = "ln_" if hasattr(module, "ln_bias_init") else ""
         init, axes = (getattr(module, f"{prefix}bias_{field}") for field in ("init", "axes"))
         bias = parameter(module, "ln_bias", init, axes, (features,), dtype)
     return scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon

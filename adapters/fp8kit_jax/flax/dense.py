@@ -27,15 +27,12 @@ from fp8kit_jax.flax.common import (
     norm_parameters,
     quantizer_set,
     want_array,
+    want_fused,
 )
 from fp8kit_jax.flax.lora import adapted
-from fp8kit_jax.modules import dropped
+from fp8kit_jax.modules import dims_of, dropped
 
 Axes = tuple[Any, ...]
-
-
-def _features(features: int | Sequence[int]) -> tuple[int, ...]:
-    return (features,) if isinstance(features, int) else tuple(features)
 
 
 def _last_axis(module: Any) -> None:
@@ -45,15 +42,11 @@ def _last_axis(module: Any) -> None:
         )
 
 
-def returned(module: Any, y: Any, normed: Any, residual: Any, *unadded: Any) -> tuple[Any, ...]:
+def returned(module: Any, y: Any, *unadded: Any, normed: Any, residual: Any) -> tuple[Any, ...]:
     """What a module with a norm returns by its fields; ``unadded``: a bias that is not added, where it is
     asked for."""
-    return (
-        y,
-        normed if module.return_layernorm_output else None,
-        *([residual] if module.return_residual else []),
-        *unadded,
-    )
+    more = [residual] if module.return_residual else []
+    return y, normed if module.return_layernorm_output else None, *more, *unadded
 
 
 def _product(
@@ -81,16 +74,17 @@ def _normed_product(
 ) -> tuple[Any, Any, Any]:
     """norm(x) kernel + bias + the adaptation, norm(x) where it is asked for, x as the start of a residual
     connection. ``norm``: see ``norm_parameters``; ``axes``: logical axes of norm(x)."""
-    if norm is not None and not constrains(axes):
+    gamma, beta, *how = norm
+    residual, normed = x, None
+    if gamma is None or constrains(axes):
+        normed = constrained(x if gamma is None else functional.layernorm(x, *norm), axes)
+        y = functions.dense(normed, kernel, bias, quantizer_set=quantizers)
+    else:
         wanted = module.return_layernorm_output or module.enable_low_rank_adaptation
         y, *beside, residual = functions.layernorm_dense(
-            x, kernel, *norm[:2], bias, *norm[2:], quantizers, wanted, return_residual=True
+            x, kernel, gamma, beta, bias, *how, quantizers, wanted, return_residual=True
         )
         normed = beside[0] if wanted else None
-    else:
-        residual = x
-        normed = constrained(x if norm is None else functional.layernorm(x, *norm), axes)
-        y = functions.dense(normed, kernel, bias, quantizer_set=quantizers)
     return adapted(module, y, normed, (x.ndim - 1,), kernel.shape[1:], prefix), normed, residual
 
 
@@ -164,8 +158,8 @@ class DenseGeneral(NamedWell, nn.Module):
         check_fields(self)
         check_fused("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
-        features = _features(self.features)
-        along = (self.axis,) if isinstance(self.axis, int) else self.axis
+        features = dims_of(self.features)
+        along = dims_of(self.axis)
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
             raise ShapeError("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}")
         axis = tuple(range(inputs.ndim)[d] for d in along)
@@ -221,15 +215,15 @@ class LayerNormDenseGeneral(NamedWell, nn.Module):
         check_fields(self)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
-        features, hidden, kind = _features(self.features), inputs.shape[-1], inputs.dtype
-        norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
+        features, hidden, kind = dims_of(self.features), inputs.shape[-1], inputs.dtype
+        norm = norm_parameters(self, hidden, kind)
         kernel = kernel_parameter(self, "kernel", (hidden,), features, self.kernel_axes, kind)
         bias = bias_parameter(self, "bias", self.bias_axes, features, kind)
         y, normed, residual = _normed_product(
             self, inputs, kernel, norm, bias, self.dot_input_axes, quantizer_set(self)
         )
         y = y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)
-        return returned(self, y, normed, residual)
+        return returned(self, y, normed=normed, residual=residual)
 
 
 class LayerNormMLP(NamedWell, nn.Module):
@@ -292,13 +286,12 @@ class LayerNormMLP(NamedWell, nn.Module):
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fields(self)
-        asked = {name: getattr(self, name) for name in ("return_residual", "return_bias")}
-        check_fused("LayerNormMLP", self.join_residual, **asked)
+        want_fused(self, "join_residual", "return_residual", "return_bias")
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         hidden, kind, parts = inputs.shape[-1], inputs.dtype, tuple(self.activations)
         inner = (len(parts), self.intermediate_dim)
-        norm = norm_parameters(self, hidden, kind) if self.enable_layernorm else None
+        norm = norm_parameters(self, hidden, kind)
         kernels = [
             kernel_parameter(self, "wi_kernel", (hidden,), inner, self.kernel_axes_1, kind),
             kernel_parameter(self, "wo_kernel", inner[1:], (hidden,), self.kernel_axes_2, kind),
@@ -309,22 +302,21 @@ class LayerNormMLP(NamedWell, nn.Module):
         ]
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
-        constrained_inputs = constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
-        separate = rate or self.enable_low_rank_adaptation or constrained_inputs
-        if self.smooth_swiglu is not None and separate:
+        separate = rate or self.enable_low_rank_adaptation
+        separate = separate or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
+        smooth, alphas = self.smooth_swiglu, alpha_parameters(self, parts, kind)
+        if smooth is not None and separate:
             wanted = "None with dropout between the products, adaptation, or axes of what lies between"
-            raise ArgumentError("LayerNormMLP", "smooth_swiglu", repr(self.smooth_swiglu), wanted)
-        alphas = alpha_parameters(self, parts, kind)
-        smooth = {"smooth_swiglu": self.smooth_swiglu, "alphas": alphas}
-        if not separate and (norm is not None or (not self.return_layernorm_output and any(smooth.values()))):
-            gamma, beta, *how = (None, None) if norm is None else norm
+            raise ArgumentError("LayerNormMLP", "smooth_swiglu", repr(smooth), wanted)
+        if not separate and (
+            self.enable_layernorm or (not self.return_layernorm_output and (smooth or alphas))
+        ):
             found = functions.layernorm_mlp(
                 inputs,
-                gamma,
-                beta,
+                *norm[:2],
                 kernels,
                 biases,
-                *(how or ("layernorm", False, self.epsilon)),
+                *norm[2:],
                 parts,
                 sets,
                 self.return_layernorm_output,
@@ -332,7 +324,8 @@ class LayerNormMLP(NamedWell, nn.Module):
                 return_residual=not self.join_residual,
                 return_bias=self.return_bias,
                 join_residual=self.join_residual,
-                **smooth,
+                smooth_swiglu=smooth,
+                alphas=alphas,
             )
             y, *beside = found if isinstance(found, tuple) else (found,)
             normed = beside.pop(0) if self.return_layernorm_output else None
@@ -347,4 +340,5 @@ class LayerNormMLP(NamedWell, nn.Module):
                 act = dropped(act, rate, key, tuple(self.intermediate_hidden_dropout_dims))
             act, added = constrained(act, self.dot_2_input_axes), residual if self.join_residual else None
             y, *unadded = _product(self, act, kernels[1], biases[1], sets[1], (act.ndim - 1,), added, "wo_")
-        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *unadded)
+        y = checkpoint_name(y, self.ffn2_ckpt_name)
+        return returned(self, y, *unadded, normed=normed, residual=residual)

@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.arguments import NamedWell, flag
-from fp8kit.layers.arguments import size
+from fp8kit.arguments import NamedWell
 from fp8kit_jax import grouped
-from fp8kit_jax.checks import RULES
+from fp8kit_jax.checks import GROUPED
 from fp8kit_jax.flax.common import (
     bias_parameter,
     check_fields,
@@ -19,9 +18,8 @@ from fp8kit_jax.flax.common import (
     quantizer_set,
     want_array,
 )
+from fp8kit_jax.modules import fan_in_of_experts
 from fp8kit_jax.scopes import recipe_in_force
-
-_RULES = RULES | {"experts": size, "features": size, "use_bias": flag}
 
 
 class GroupedDense(NamedWell, nn.Module):
@@ -47,13 +45,11 @@ class GroupedDense(NamedWell, nn.Module):
     def __call__(self, inputs: Any, group_sizes: Any) -> Any:
         """``inputs``: h (M, K), groups of rows one after the other; ``group_sizes``: integers (E,), on the
         device. Returns h (M, N). See ``fp8kit_jax.grouped_dense``."""
-        check_fields(self, rules=_RULES)
+        check_fields(self, rules=GROUPED)
         path = ".".join(map(str, self.path)) or self.name or ""
         grouped.want_scales_of_data("GroupedDense", recipe_in_force("GroupedDense", path))
         x = constrained(want_array(self, "inputs", inputs), self.input_axes)
-        init = self.kernel_init or nn.initializers.variance_scaling(
-            1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
-        )
+        init = self.kernel_init or fan_in_of_experts
         shape = (self.experts, x.shape[-1], self.features)
         kernel = parameter(self, "kernel", init, self.kernel_axes, shape, x.dtype)
         bias = bias_parameter(self, "bias", self.bias_axes, (self.experts, self.features), x.dtype)

@@ -9,13 +9,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.arguments import NamedWell
-from fp8kit.layers.arguments import size
-from fp8kit_jax.checks import RULES
+from fp8kit_jax.checks import GROUPED
 from fp8kit_jax.flax.common import check_fields, want_array
 from fp8kit_jax.flax.grouped import GroupedDense
 from fp8kit_jax.moe import expert_activation, expert_kind
-
-_RULES = RULES | {"experts": size}
 
 
 class GroupedMLP(NamedWell, nn.Module):
@@ -54,7 +51,7 @@ class GroupedMLP(NamedWell, nn.Module):
         ``tokens_per_expert``, without probs: integers (E,), how many rows of each group are tokens; of the
         rest, padding, it becomes 0, so that its biases change no scale. Returns h (M, H). Differentiable in
         inputs and probs. Raises ShapeError, FormatError, ArgumentError, and what ``GroupedDense`` raises."""
-        check_fields(self, rules=_RULES)
+        check_fields(self, rules=GROUPED)
         expert_kind("GroupedMLP", self.activations, self.activation_params)
         x = want_array(self, "inputs", inputs)
         shared = {name: getattr(self, name) for name in ("kernel_init", "use_bias", "bias_init", "dtype")}

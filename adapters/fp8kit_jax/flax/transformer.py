@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,15 +12,16 @@ from flax import linen as nn
 
 from fp8kit.arguments import NamedWell, optional
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.layers.residual import want_arrangement
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
+from fp8kit_jax.modules import joined
 
 _AXES = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}  # of norms alone
 _RULES = RULES | {"head_dim": optional(RULES["head_dim"])}
-_POST = "apply_residual_connection_post_layernorm"
 
 
 class TransformerLayerType(Enum):
@@ -137,61 +139,62 @@ class TransformerLayer(NamedWell, nn.Module):
         bias = (
             self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         )
+        want_arrangement(op, vars(self))
         post, after = self.apply_residual_connection_post_layernorm, self.norm_position == "after"
-        for name, value in (("output_layernorm", self.output_layernorm), (_POST, post)):
-            if after and value:
-                raise ArgumentError(op, name, True, "False with norm_position 'after'")
-        if not after and self.norm_gain is not None:
-            raise ArgumentError(op, "norm_gain", self.norm_gain, "None with norm_position 'before'")
-        ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
-        # nothing lies between a branch's last product and its residual: the product adds it
-        def fused(path: float) -> bool:
-            return not after and (deterministic or not (self.hidden_dropout > 0 or path > 0))
+        def norm(**more: Any) -> LayerNorm:
+            options = {"bias_init": nn.initializers.zeros, **_AXES, **more}
+            return LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))
 
-        def normed_sum(name: str, y: Any, x: Any, path: float) -> Any:
+        def after_branch(
+            kind: Any, name: str, path: float, options: dict[str, Any], x: Any, *args: Any, **more: Any
+        ) -> Any:
+            """Returns x after the branch ``name``, a module of class ``kind``."""
+
+            def branch(**asked: bool) -> Any:
+                if post and "join_residual" in asked:
+                    asked = {"join_layernorm_output": True}
+                elif "return_residual" in asked:
+                    asked["return_layernorm_output"] = post
+                layer = kind(**shared_fields(self, kind, options | asked | {"name": name}))
+                y, normed, *rest = layer(x, *args, deterministic=deterministic, **more)
+                return (y, normed if post else rest[0], rest[1]) if rest else y
+
+            undropped = deterministic or not (self.hidden_dropout > 0 or path > 0)
+            fused = undropped and not (post and kind is LayerNormMLP)
             gain = (1.0 if self.norm_gain is None else self.norm_gain) - self.zero_centered_gamma
-            own = {"scale_init": nn.initializers.constant(gain), "name": f"{name}_norm"}
-            options = {"bias_init": nn.initializers.zeros, **_AXES, **own}
-            norm = LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))
-            return add_residual(self, norm(y), None, x, deterministic, path)
+            last = norm(scale_init=nn.initializers.constant(gain), name=f"{name}_norm") if after else None
+            add = partial(add_residual, self, deterministic=deterministic, path=path)
+            return joined(branch, x, last, fused, add)
 
-        def summed(found: Any, path: float) -> Any:
-            y, normed, residual, unadded = found
-            return add_residual(self, y, unadded, normed if post else residual, deterministic, path)
-
-        def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
-            first = name == mine
-            path = self.drop_path if first else 0.0
-            options = {
-                "input_layernorm": not (after or (first and self.output_layernorm)),
-                "attn_mask_type": kind,
-                "kernel_init": self.mha_kernel_init,
-                "attn_bias_type": self.self_attn_bias_type if first else None,
-                "window_size": self.window_size if first else None,
-                "name": name,
-            } | (
-                {"join_layernorm_output" if post else "join_residual": True}
-                if fused(path)
-                else {}
-                if after
-                else ask
-            )
-            options["head_dim"] = self.head_dim or self.hidden_size // self.num_attention_heads
-            layer = MultiHeadAttention(**shared_fields(self, MultiHeadAttention, options))
-            call: dict[str, Any] = {"deterministic": deterministic}
-            if first:
-                call |= {"decode": decode, "sequence_descriptor": sequence_descriptor}
-            found = layer(x, kv, mask, bias, **call)
-            if after:
-                return normed_sum(name, found[0], x, path)
-            return found[0] if fused(path) else summed(found, path)
-
-        x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
+        of_attention = {
+            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
+            "kernel_init": self.mha_kernel_init,
+            "input_layernorm": not after,
+        }
+        own = {
+            "attn_mask_type": self.self_attn_mask_type,
+            "attn_bias_type": self.self_attn_bias_type,
+            "input_layernorm": not (after or self.output_layernorm),
+        }
+        x = after_branch(
+            MultiHeadAttention,
+            mine,
+            self.drop_path,
+            of_attention | own,
+            inputs,
+            inputs,
+            attention_mask,
+            bias,
+            decode=decode,
+            sequence_descriptor=sequence_descriptor,
+        )
         if decoder:
-            x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
-        last = fused(self.drop_path) and not post
+            cross = of_attention | {"attn_mask_type": "no_mask", "window_size": None}
+            name, args = "encoder_decoder_attention", (x, encoded, encoder_decoder_mask)
+            x = after_branch(MultiHeadAttention, name, 0.0, cross, *args)
         options = {
+            "intermediate_dim": self.mlp_hidden_size,
             "epsilon": self.layernorm_epsilon,
             "kernel_init": self.mlp_kernel_init,
             "activations": self.mlp_activations,
@@ -199,21 +202,12 @@ class TransformerLayer(NamedWell, nn.Module):
             "intermediate_dropout_rng_name": self.dropout_rng_name,
             "intermediate_dropout_rate": self.intermediate_dropout,
             "intermediate_hidden_dropout_dims": self.intermediate_dropout_dims,
-            "name": "mlp",
-            **({"join_residual": True} if last else {} if after else ask),
             "enable_layernorm": not after,
             "enable_low_rank_adaptation": lora.adapts(self, "mlp"),
             **MLP_AXES,
         }
-        mlp = LayerNormMLP(self.mlp_hidden_size, **shared_fields(self, LayerNormMLP, options))
-        found = mlp(x, deterministic)
-        if after:
-            return normed_sum("mlp", found[0], x, self.drop_path)
-        y = found[0] if last else summed(found, self.drop_path)
-        if not self.output_layernorm:
-            return y
-        options = {"bias_init": nn.initializers.zeros, **_AXES}
-        return LayerNorm(self.layernorm_epsilon, **shared_fields(self, LayerNorm, options))(y)
+        y = after_branch(LayerNormMLP, "mlp", self.drop_path, options, x)
+        return norm()(y) if self.output_layernorm else y
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
         """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the

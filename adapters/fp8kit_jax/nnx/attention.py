@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import NamedWell, check, flag, optional
+from fp8kit.arguments import NamedWell, check, optional
 from fp8kit.errors import ShapeError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.arguments import as_array, check_fused
@@ -133,18 +132,18 @@ class MultiHeadAttention(NamedWell, nnx.Module):
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
         norm = norm_options(locals())
 
-        def projection(features: Any) -> DenseGeneral:
-            if input_layernorm:
+        def projection(features: Any, normed: bool = input_layernorm) -> DenseGeneral:
+            if normed:
                 return LayerNormDenseGeneral(hidden_size, features, **norm | shared)
             return DenseGeneral(hidden_size, features, **shared)
 
-        packed = not cross and self.groups == heads
-        self.qkv = projection((3, heads * self.head_dim)) if packed else None
-        self.query = None if packed else projection(heads * self.head_dim)
-        own = projection if not cross else lambda features: DenseGeneral(hidden_size, features, **shared)
-        self.kv = None if packed else own((2, self.groups * self.head_dim))
+        packed, width = not cross and self.groups == heads, heads * self.head_dim
+        self.qkv = projection((3, width)) if packed else None
+        self.query = None if packed else projection(width)
+        wide = 2, self.groups * self.head_dim
+        self.kv = None if packed else projection(wide, input_layernorm and not cross)
         self.core = DotProductAttention(heads, attention_dropout=attention_dropout, rngs=rngs, **options)
-        self.out = DenseGeneral(heads * self.head_dim, hidden_size, **shared)
+        self.out = DenseGeneral(width, hidden_size, **shared)
 
         def head_norm(name: str, kind: str) -> LayerNorm:
             return LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype)
@@ -166,17 +165,23 @@ class MultiHeadAttention(NamedWell, nnx.Module):
         Returns h like x, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias
         of ``out``, which then is not added, or None. ``join_residual``: x is added to y, by the product of
         ``out``; neither of the two then."""
-        op = "MultiHeadAttention"
-        return_residual = flag(op, "return_residual", return_residual)
-        return_bias = flag(op, "return_bias", return_bias)
-        join_residual = flag(op, "join_residual", join_residual)
-        check_fused(op, join_residual, return_residual=return_residual, return_bias=return_bias)
+        check("MultiHeadAttention", RULES, locals())
+        op, heads = "MultiHeadAttention", self.core.num_attention_heads
+        asked = {"return_residual": bool(return_residual), "return_bias": bool(return_bias)}
+        check_fused(op, join_residual, **asked)
         if (encoded is not None) != self.cross:
             wanted = "an array for cross-attention" if self.cross else "None for self attention"
             raise ShapeError(op, "encoded", None if encoded is None else "an array", wanted)
         source = encoded if self.cross else x
         separate = self.rotary or self.qk_norm_type is not None
-        self._validate(x, source, separate, options)
+        functions.known(op, options)
+        x, source = as_array(op, "x", x), as_array(op, "encoded", source)
+        for name, value in (("x", x), ("encoded", source)):
+            if value.ndim != 3 or value.shape[-1] != self.hidden:
+                raise ShapeError(op, name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})")
+        count = 3 if separate else 1 if self.kv is None else 2
+        structs = layer_structs(x, source, heads, self.groups, self.head_dim, count)
+        self.core.validate(*structs, **options)
         first = self.qkv or self.query
         normed = isinstance(first, LayerNormDenseGeneral)
         y, residual = first(x, return_residual=True) if normed else (first(x), x)
@@ -192,15 +197,3 @@ class MultiHeadAttention(NamedWell, nnx.Module):
         y, *unadded = y if return_bias else (y,)
         more = [*([residual] if return_residual else []), *unadded]
         return (y, *more) if more else y
-
-    def _validate(self, x: Any, source: Any, separate: bool, options: Mapping[str, Any]) -> None:
-        """Raise what the call would raise, before the projections run."""
-        op = "MultiHeadAttention"
-        functions.known(op, options)
-        x, source = as_array(op, "x", x), as_array(op, "encoded", source)
-        for name, value in (("x", x), ("encoded", source)):
-            if value.ndim != 3 or value.shape[-1] != self.hidden:
-                raise ShapeError(op, name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})")
-        heads, count = self.core.num_attention_heads, 3 if separate else 1 if self.kv is None else 2
-        structs = layer_structs(x, source, heads, self.groups, self.head_dim, count)
-        self.core.validate(*structs, **options)

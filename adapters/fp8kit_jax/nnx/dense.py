@@ -16,6 +16,7 @@ from fp8kit_jax import functional, layers
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
+from fp8kit_jax.modules import NO_NORM, dims_of, fan_in
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_variables
 from fp8kit_jax.scopes import goes_by_names, history_of, recipe_in_force
 
@@ -90,9 +91,7 @@ def norm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:
-    init = init or nnx.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, len(shape)))
-    )
+    init = init or fan_in(len(shape) - 1)
     return nnx.Param(init(rngs.params(), shape, dtype))
 
 
@@ -150,7 +149,7 @@ class DenseGeneral(NamedWell, nnx.Module):
     ) -> None:
         check("DenseGeneral", RULES, locals())
         want_rngs("DenseGeneral", rngs)
-        shape = (features,) if isinstance(features, int) else tuple(features)
+        shape = dims_of(features)
         self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
         self.bias = _zeros(shape, dtype, use_bias)
         self.quantizers = _Quantizers(type(self).__name__)
@@ -255,8 +254,7 @@ class LayerNormMLP(NamedWell, nnx.Module):
         x = as_array("LayerNormMLP", "x", x)
         parameters = ((self.wi_kernel, self.wo_kernel), (self.wi_bias, self.wo_bias))
         kernels, biases = ([_value(p, x.dtype) for p in pair] for pair in parameters)
-        gamma, beta, *norm = (None, None) if self.norm is None else self.norm.arguments(x.dtype)
-        norm = norm or ["layernorm", False, 1e-6]  # which say nothing without the norm
+        gamma, beta, *norm = NO_NORM if self.norm is None else self.norm.arguments(x.dtype)
         alphas = [_value(getattr(self, key), x.dtype) for key in self.learned]
         return layers.layernorm_mlp(
             x,

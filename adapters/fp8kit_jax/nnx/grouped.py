@@ -7,15 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import NamedWell, check, flag
-from fp8kit.layers.arguments import size
+from fp8kit.arguments import NamedWell, check
 from fp8kit_jax import grouped
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.checks import RULES
-from fp8kit_jax.nnx.dense import _Quantizers, _value, _zeros, want_rngs
+from fp8kit_jax.checks import GROUPED
+from fp8kit_jax.modules import fan_in_of_experts
+from fp8kit_jax.nnx.dense import _kernel, _Quantizers, _value, _zeros, want_rngs
 from fp8kit_jax.scopes import recipe_in_force
-
-_RULES = RULES | {"experts": size, "in_features": size, "features": size, "use_bias": flag}
 
 
 class GroupedDense(NamedWell, nnx.Module):
@@ -33,12 +31,10 @@ class GroupedDense(NamedWell, nnx.Module):
         kernel_init: Any = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        check("GroupedDense", _RULES, locals())
+        check("GroupedDense", GROUPED, locals())
         want_rngs("GroupedDense", rngs)
-        init = kernel_init or nnx.initializers.variance_scaling(
-            1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
-        )
-        self.kernel = nnx.Param(init(rngs.params(), (experts, in_features, features), dtype))
+        shape = experts, in_features, features
+        self.kernel = _kernel(rngs, shape, dtype, kernel_init or fan_in_of_experts)
         self.bias = _zeros((experts, features), dtype, use_bias)
         self.quantizers = _Quantizers(type(self).__name__)
 

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import NamedWell, check
-from fp8kit.layers.arguments import size
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.checks import RULES
+from fp8kit_jax.checks import GROUPED
 from fp8kit_jax.moe import expert_activation, expert_kind
 from fp8kit_jax.nnx.dense import want_rngs
 from fp8kit_jax.nnx.grouped import GroupedDense
-
-_RULES = RULES | {"experts": size}
 
 
 class GroupedMLP(NamedWell, nnx.Module):
@@ -42,7 +39,7 @@ class GroupedMLP(NamedWell, nnx.Module):
         kernel_init: Any = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        check("GroupedMLP", _RULES, locals())
+        check("GroupedMLP", GROUPED, locals())
         expert_kind("GroupedMLP", activations, activation_params)
         want_rngs("GroupedMLP", rngs)
         self.activations = tuple(activations)

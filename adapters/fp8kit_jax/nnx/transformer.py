@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import NamedWell, check
-from fp8kit.errors import ArgumentError, on_behalf_of
+from fp8kit.errors import on_behalf_of
+from fp8kit.layers.residual import want_arrangement
 from fp8kit_jax import attention as functions
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
-from fp8kit_jax.modules import residual_sum
+from fp8kit_jax.modules import joined, residual_sum
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
 from fp8kit_jax.nnx.dense import LayerNorm, LayerNormMLP, norm_options, want_rngs
 
@@ -74,14 +76,9 @@ class TransformerLayer(NamedWell, nnx.Module):
         want_rngs("TransformerLayer", rngs)
         shared: dict[str, Any] = norm_options(locals()) | {"rngs": rngs, "use_bias": use_bias}
         after = norm_position == "after"
-        if not after and norm_gain is not None:
-            raise ArgumentError(
-                "TransformerLayer", "norm_gain", norm_gain, "None with norm_position 'before'"
-            )
-        if after and options.setdefault("input_layernorm", False):
-            raise ArgumentError(
-                "TransformerLayer", "input_layernorm", True, "False with norm_position 'after'"
-            )
+        if after:
+            options.setdefault("input_layernorm", False)
+        want_arrangement("TransformerLayer", locals() | options)
         self.attention = MultiHeadAttention(
             hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options
         )
@@ -98,14 +95,12 @@ class TransformerLayer(NamedWell, nnx.Module):
         """``x``: h (b, s, H); ``options``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention.
         Returns h like x."""
         functions.known("TransformerLayer", options)
-        if self.attention_norm is not None and self.mlp_norm is not None:
-            y = self.attention_norm(self.attention(x, **options))
-            x = residual_sum(y, None, x, self.dropout(), self.path())
-            return residual_sum(self.mlp_norm(self.mlp(x)), None, x, self.dropout(), self.path())
-        # nothing lies between a branch's last product and its residual: the product adds it
-        if self.dropout.idle and self.path.idle:
-            return self.mlp(self.attention(x, join_residual=True, **options), join_residual=True)
-        for branch, own in ((self.attention, options), (self.mlp, {})):
-            y, residual, bias = branch(x, return_residual=True, return_bias=True, **own)
-            x = residual_sum(y, bias, residual, self.dropout(), self.path())
+
+        def add(*summands: Any) -> Any:
+            return residual_sum(*summands, self.dropout(), self.path())
+
+        idle = self.dropout.idle and self.path.idle
+        branches = (self.attention, self.attention_norm, options), (self.mlp, self.mlp_norm, {})
+        for branch, norm, own in branches:
+            x = joined(partial(branch, x, **own), x, norm, idle, add)
         return x
