@@ -384,7 +384,7 @@ class ExpertLinear(Operation):
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         i, spec, casts = ws.inputs, plan.spec, plan.extra
         x, weight, layout = i["x"].rows(), i["weight"], "nt" if spec.layout == "oi" else "nn"
-        check_groups(self.name, self.argument("group_sizes"), i["group_sizes"], x.shape[0], spec.slots)
+        check_groups(self.name, "m_splits", i["group_sizes"], x.shape[0], spec.slots)
         casts.run(ws, {"x": x, "w": weight}, casts.of(True, not spec.weight_cached), spec.slots)
         self._multiply(plan, ws, "fprop", x, weight, ws.outputs["y"].rows(), layout, i.get("bias"))
 
