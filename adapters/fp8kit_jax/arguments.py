@@ -90,16 +90,18 @@ def check_sums(
     ``total`` tokens and sequences up to ``longest``: for arrays on the CPU that have values. Traced ones are
     looked at when the program runs."""
     check_sequences(
-        operation, {key: _host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest
+        operation, {key: on_host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest
     )
 
 
 def check_targets(operation: str, argument: str, targets: Any, classes: int, ignored: int) -> None:
     """ArgumentError for targets that are no classes, as ``check_sums``."""
-    check_indices(operation, argument, _host(targets), classes, ignored)
+    check_indices(operation, argument, on_host(targets), classes, ignored)
 
 
-def _host(value: Any) -> ArrayView | None:
+def on_host(value: Any) -> ArrayView | None:
+    """Returns integers whose values can be looked at without waiting: on the CPU, and not traced. None for
+    others."""
     if value is None or isinstance(value, jax.core.Tracer) or is_key(value):  # keys are refused elsewhere
         return None
     if isinstance(value, jax.Array) and not (

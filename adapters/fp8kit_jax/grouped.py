@@ -13,8 +13,9 @@ from fp8kit import inspection
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, ExpertLinearSpec, expert_linear
+from fp8kit.ops.values import check_groups
 from fp8kit.recipe import Recipe
-from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of
+from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of, on_host
 from fp8kit_jax.checks import dtype
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, resolve
 from fp8kit_jax.rules import apply
@@ -46,7 +47,8 @@ def grouped_dense(
       (2,)), (E, N, K); ``bias``: h (E, N) or None. h is float32, bfloat16 or float16; parameters of another h
       than x's are rounded to it first.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
-      count.
+      count on a GPU; on the CPU it is an ArgumentError, as a negative one is, and where they are traced JAX's
+      own.
     * ``preferred_element_type``: y's dtype, an h, rounded from x's; None is x's.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Recipes whose scales follow
       from the data: per tensor (each kernel has its own), per row, by blocks of 128.
@@ -86,9 +88,7 @@ def grouped_dense(
     label = name if isinstance(name, str) else ""
     own = recipe_in_force(op, label) if quantizer_set is None else getattr(quantizer_set, "recipe", None)
     own = own.for_layer(op, label) if isinstance(own, Recipe) else None
-    if own is not None and own.history is not None:
-        wanted = "a recipe whose scales follow from the data, Float8CurrentScaling say"
-        raise UnsupportedError(op, "recipe", own.short_name(), wanted)
+    want_scales_of_data(op, own)
     found = resolve(op, quantizer_set, name)
     fp8 = fp8_of(found)
     inspection.unseen(found.layer or op)
@@ -96,8 +96,17 @@ def grouped_dense(
     with on_behalf_of(op, **EXPERT_ARGUMENTS):
         rows = integer(op, "slots", slots, 0, 2**31 - 1)
         spec = ExpertLinearSpec(experts, x.shape[1], n, layout, fp8, rows)
+        check_groups(op, "group_sizes", on_host(inputs["group_sizes"]), x.shape[0], rows)
         y = apply(expert_linear, spec, inputs, kept_as=found.kept_as)["y"]
     return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+def want_scales_of_data(operation: str, recipe: Recipe | None) -> None:
+    """UnsupportedError for a layer's recipe that keeps state, which groups with sizes on the device cannot
+    have."""
+    if recipe is not None and recipe.history is not None:
+        wanted = "a recipe whose scales follow from the data, Float8CurrentScaling say"
+        raise UnsupportedError(operation, "recipe", recipe.short_name(), wanted)
 
 
 def ragged_dot(

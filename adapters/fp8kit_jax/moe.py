@@ -16,9 +16,11 @@ from fp8kit.ops import router as ops
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.permute import (
+    MAP_ARGUMENTS,
     ExpertRowsSpec,
     PermuteSpec,
     UnpermuteSpec,
+    check_map,
     dispatch_rows,
     expert_rows,
     permute,
@@ -27,10 +29,11 @@ from fp8kit.ops.permute import (
 from fp8kit.ops.permute import unpermute as unpermute_operation
 from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation, want_row_probs
 from fp8kit_jax.activations import activation_of
-from fp8kit_jax.arguments import as_array, as_number, as_rows
+from fp8kit_jax.arguments import as_array, as_number, as_rows, on_host
 from fp8kit_jax.rules import apply
 
 
+@on_behalf_of("fused_topk_with_score_function")
 def fused_topk_with_score_function(
     logits: Any,
     topk: int,
@@ -73,13 +76,14 @@ def fused_topk_with_score_function(
     return out["probs"], out["chosen"] != 0
 
 
+@on_behalf_of("fused_moe_aux_loss", counts="tokens_per_expert")
 def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> Any:
     """coeff E / (topk T^2) times the sum of probs[t, e] tokens_per_expert[e]: a scalar of probs' dtype.
 
     ``probs``: h (T, E); ``tokens_per_expert``: int32 or float32 (E,). Differentiable in probs. Raises
     ShapeError, FormatError and ArgumentError when it is traced.
     """
-    op = "moe_aux_loss"
+    op = "fused_moe_aux_loss"
     probs = as_rows(op, "probs", probs, "experts")
     if probs.ndim != 2:
         raise ShapeError(op, "probs", f"shape {probs.shape}", "(tokens, experts)")
@@ -118,10 +122,14 @@ def token_dispatch(
     if jnp.issubdtype(routing.dtype, jnp.inexact):
         raise FormatError(op, "routing_map", routing.dtype.name, "bool or integers")
     routing = (routing != 0).astype(jnp.uint8) if num_experts is None else routing.astype(jnp.int32)
+    weights = None if probs is None else as_array(op, "probs", probs)
     spec = ExpertRowsSpec(*dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts))
-    made = apply(expert_rows, spec, {"routing": routing})
-    inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
-    out = apply(permute, PermuteSpec(probs is not None), inputs)
+    if weights is not None and weights.shape != routing.shape:
+        raise ShapeError(op, "probs", f"shape {weights.shape}", f"{routing.shape}, as routing_map")
+    with on_behalf_of(op, **MAP_ARGUMENTS):
+        made = apply(expert_rows, spec, {"routing": routing})
+        inputs = {"x": inp, "row_map": made["row_map"], "probs": weights}
+        out = apply(permute, PermuteSpec(probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
 
 
@@ -197,8 +205,16 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, num_toke
     if merging_probs is None and num_tokens is None:
         raise ShapeError(op, "num_tokens", None, "the number of tokens, without merging_probs")
     tokens = -1 if num_tokens is None else integer(op, "num_tokens", num_tokens, 0, 2**31 - 1)
-    inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs}
-    return apply(unpermute_operation, UnpermuteSpec(tokens), inputs)["y"]
+    x, row_map = as_array(op, "inp", inp), as_array(op, "row_id_map", row_id_map)
+    weights = None if merging_probs is None else as_array(op, "merging_probs", merging_probs)
+    if weights is not None and weights.ndim == 2:
+        count, slots = weights.shape
+        check_map(op, "row_id_map", on_host(row_map), count, slots)
+    elif weights is None:
+        check_map(op, "row_id_map", on_host(row_map), tokens, None)
+    inputs = {"x": x, "row_map": row_map, "probs": weights}
+    with on_behalf_of(op, probs="merging_probs", **MAP_ARGUMENTS):
+        return apply(unpermute_operation, UnpermuteSpec(tokens), inputs)["y"]
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[Any, Any]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fp8kit import layers
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import AutocastState, current, traced_state
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
@@ -312,16 +313,19 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
         multiplied by one kernel that reads the sizes; rows behind the last group's give 0, and count in no
-        scale. Recipes are then those whose scales follow from the data (per tensor, the weights each by
-        itself, the input as a whole; per row; by blocks of 128). Other tensors are read on the host, and so
-        is one on a GPU with delayed scaling and with options that want to know the sizes, unless
-        ``use_grouped_tensor`` is True.
+        scale. On the CPU their values are looked at. Recipes are then those whose scales follow from the data
+        (per tensor, the weights each by itself, the input as a whole; per row; by blocks of 128). Other
+        tensors are read on the host, and so is one on a GPU with delayed scaling and with options that want
+        to know the sizes, unless ``use_grouped_tensor`` is True.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not
-        those of ``m_splits``.
+        those of ``m_splits``; ArgumentError for a tensor on the CPU that claims more rows than there are.
         """
         if unknown:
             self.refuse_names(unknown)
+        if isinstance(m_splits, Tensor) and (not is_integer(m_splits) or m_splits.shape != (self.num_gemms,)):
+            wanted = f"integers of shape ({self.num_gemms},)"
+            raise ShapeError("GroupedLinear", "m_splits", shown(m_splits), wanted)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
@@ -334,7 +338,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda):
             found = self._on_device(x, m_splits, is_first_microbatch)
         else:
-            found = self.multiply(x, [int(count) for count in m_splits], is_first_microbatch)
+            sizes = [int(count) for count in m_splits]
+            # what compiled code reads from a tensor compares neither way
+            if torch.compiler.is_compiling() and not all(
+                guard_or_false(n >= 0) or guard_or_false(n < 0) for n in sizes
+            ):
+                raise UnsupportedError("GroupedLinear", "m_splits", *_READ_SIZES)
+            found = self.multiply(x, sizes, is_first_microbatch)
         if out is None:
             return found
         y, *biases = found if self.return_bias else (found,)
@@ -349,10 +359,6 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
-        if not is_integer(sizes) or sizes.shape != (self.num_gemms,):
-            raise ShapeError(
-                "GroupedLinear", "m_splits", shown(sizes), f"integers of shape ({self.num_gemms},)"
-            )
         if (name := self.wants_sizes()) is not None:
             raise self.unread_sizes(name)
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
@@ -374,7 +380,12 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         cached = None if first is None else partial(self._cast_once, first)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
-        y = expert_product(*given, read=read, cached=cached, main=main)
+        try:
+            y = expert_product(*given, read=read, cached=cached, main=main)
+        except ArgumentError as error:  # of the sizes' values, on the CPU
+            if error.argument != "m_splits":
+                raise
+            raise error.renamed("GroupedLinear", "m_splits") from None
         return (y, biases) if self.return_bias else y
 
     def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
@@ -448,6 +459,11 @@ def _check_buffer(name: str, buffer: Tensor | None, x: Tensor, features: int) ->
         said = f"a {x.dtype} tensor of shape {tuple(wanted)} on {x.device} without a gradient, or None"
         raise ShapeError("GroupedLinear", name, shown(buffer), said)
 
+
+_READ_SIZES = (
+    "a list that compiled code reads from a tensor (tolist)",
+    "the tensor itself, with use_grouped_tensor=True: for lists a graph is made for each",
+)
 
 # option -> ``_on_device`` where torch.compile breaks, or says why it cannot
 _LEFT_TO_EAGER = {

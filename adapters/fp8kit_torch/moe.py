@@ -10,6 +10,7 @@ and arguments are Transformer Engine's.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
 from fp8kit.layers.arguments import extent, text
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS
-from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
+from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
+from fp8kit.spec import Operation
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
 from fp8kit_torch.experts import expert_product
@@ -58,7 +60,7 @@ def moe_permute(
         row_id_map = _map_of_index(routing_map, num_out_tokens)
     else:
         raise FormatError("moe_permute", "map_type", repr(map_type), '"mask" or "index"')
-    return _permute(inp, row_id_map), row_id_map
+    return _permute("moe_permute", inp, row_id_map), row_id_map
 
 
 def moe_permute_with_probs(
@@ -73,7 +75,7 @@ def moe_permute_with_probs(
         check("moe_permute_with_probs", CALLED, locals())
     _check("moe_permute_with_probs", inp, routing_map, probs)
     row_id_map = _map_of_mask("moe_permute_with_probs", routing_map, num_out_tokens)
-    return *_permute_with_probs(inp, probs, row_id_map), row_id_map
+    return *_permute_with_probs("moe_permute_with_probs", inp, probs, row_id_map), row_id_map
 
 
 def moe_permute_and_pad_with_probs(
@@ -105,7 +107,7 @@ def moe_permute_and_pad_with_probs(
     filled, rows = torch.stack((counts.sum(), padded.sum())).tolist()
     row_id_map = _map_of_mask(op, routing_map, filled)
     whole = _padded(row_id_map, pad_offsets, rows)
-    return *_permute_with_probs(inp, probs, whole), row_id_map, pad_offsets, padded
+    return *_permute_with_probs(op, inp, probs, whole), row_id_map, pad_offsets, padded
 
 
 def token_dispatch(
@@ -141,9 +143,9 @@ def token_dispatch(
     experts, rows, align = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
     rows, like = any_rows(rows, inp)
     spec = spec_for("ExpertRowsSpec", experts, rows, align)
-    made = apply(expert_rows, spec, {"routing": routing, "like": like})
+    made = _named(op, expert_rows, spec, {"routing": routing, "like": like})
     inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
-    out = apply(permute, spec_for("PermuteSpec", probs is not None), inputs)
+    out = _named(op, permute, spec_for("PermuteSpec", probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
 
 
@@ -163,7 +165,8 @@ def grouped_dense(
 
     * ``x``: float32, bfloat16 or float16 (M, K), rows of group 0 first; ``kernel``: (E, K, N), or with
       ``layout`` "oi" (E, N, K); ``bias``: (E, N) or None; all of one dtype.
-    * ``group_sizes``: integer (E,), not looked at. What they claim beyond M does not count.
+    * ``group_sizes``: integer (E,). On a GPU they are not looked at, and what they claim beyond M does not
+      count; on the CPU that is an ArgumentError, and so is a negative one.
     * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
       as in decoding; M is then E * slots.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
@@ -261,7 +264,7 @@ def moe_unpermute(
         tokens = count
     tokens, like = any_rows(tokens, inp) if merging_probs is None else (-1, None)
     inputs = {"x": inp, "row_map": row_id_map, "probs": merging_probs, "like": like}
-    return apply(unpermute, spec_for("UnpermuteSpec", tokens), inputs)["y"]
+    return _named(op, unpermute, spec_for("UnpermuteSpec", tokens), inputs)["y"]
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -370,15 +373,23 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-def _permute(inp: Tensor, row_map: Tensor) -> Tensor:
+def _named(op: str, operation: Operation, spec: Any, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """``apply``, whose refusals are ``op``'s where the call is eager."""
+    if torch.compiler.is_compiling():
+        return apply(operation, spec, inputs)
+    with on_behalf_of(op, **MAP_ARGUMENTS):
+        return apply(operation, spec, inputs)
+
+
+def _permute(op: str, inp: Tensor, row_map: Tensor) -> Tensor:
     """Each row's token, 0 where there is none."""
-    return apply(permute, spec_for("PermuteSpec"), {"x": inp, "row_map": row_map})["y"]
+    return _named(op, permute, spec_for("PermuteSpec"), {"x": inp, "row_map": row_map})["y"]
 
 
-def _permute_with_probs(inp: Tensor, probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+def _permute_with_probs(op: str, inp: Tensor, probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's token and probability, 0 where there is none."""
-    inputs = {"x": inp, "row_map": row_map, "probs": probs}
-    found = apply(permute, spec_for("PermuteSpec", True), inputs)
+    inputs: dict[str, Tensor | None] = {"x": inp, "row_map": row_map, "probs": probs}
+    found = _named(op, permute, spec_for("PermuteSpec", True), inputs)
     return found["y"], found["row_probs"]
 
 
@@ -387,4 +398,5 @@ def _sorted(inp: Tensor, rows: Tensor) -> Tensor:
     if inp.dtype not in FLOATS:
         return inp.index_select(0, rows)
     row_map = torch.stack((rows, torch.zeros_like(rows)), 1).to(torch.int32)
-    return _permute(inp.reshape(inp.size(0), inp.shape[1:].numel()), row_map).view(inp.shape)
+    whole = inp.reshape(inp.size(0), inp.shape[1:].numel())
+    return _permute("moe_sort_chunks_by_index", whole, row_map).view(inp.shape)

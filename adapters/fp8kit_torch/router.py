@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.ops import router as ops
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import check, named, optional, tensor
@@ -63,21 +63,20 @@ def fused_topk_with_score_function(
 
     probs: (..., E) of logits' dtype, differentiable in logits. Raises ShapeError, FormatError, ArgumentError.
     """
+    op = "fused_topk_with_score_function"
     if not torch.compiler.is_compiling():
-        check("router", _RULES, locals())
+        check(op, _RULES, locals())
     if not (qb_histogram is None and qb_bin_bounds is None and qb_histogram_mode is None):
-        raise UnsupportedError("router", "qb_histogram", "a histogram", "None: no histogram is kept")
-    form = _format(routing_map_format)
-    fields = ops.router_fields(
-        logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
-    )
+        raise UnsupportedError(op, "qb_histogram", "a histogram", "None: no histogram is kept")
+    form = _format(op, routing_map_format)
+    given = topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
     bias = None if expert_bias is None else expert_bias.detach().float()
-    out = apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits, "expert_bias": bias})
+    fields, out = _routed(op, logits, given, bias)
     if topk_indices is None:
         return out["probs"], _formatted(out["chosen"], form)
     wanted = (*logits.shape[:-1], fields[1])
     if topk_indices.shape != wanted or topk_indices.is_floating_point() or topk_indices.is_complex():
-        raise ShapeError("router", "topk_indices", shown(topk_indices), f"integers of shape {wanted}")
+        raise ShapeError(op, "topk_indices", shown(topk_indices), f"integers of shape {wanted}")
     order = torch.sort(out["chosen"], dim=-1, descending=True, stable=True).indices
     return out["probs"], topk_indices.copy_(order[..., : fields[1]])
 
@@ -87,11 +86,11 @@ def fused_compute_score_for_moe_aux_loss(
 ) -> tuple[Tensor, Tensor]:
     """(routing_map, scores) for ``fused_moe_aux_loss``: a plain top-k, and float32 (..., E): softmax over all
     experts, or s / (sum of all s + 1e-20). Arguments as ``fused_topk_with_score_function``."""
+    op = "fused_compute_score_for_moe_aux_loss"
     if not torch.compiler.is_compiling():
-        check("router", _RULES, locals())
-    form = _format(routing_map_format)
-    fields = ops.router_fields(logits, topk, False, None, None, None, score_function, dense=True)
-    out = apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits})
+        check(op, _RULES, locals())
+    form = _format(op, routing_map_format)
+    _, out = _routed(op, logits, (topk, False, None, None, None, score_function), dense=True)
     return _formatted(out["chosen"], form), out["probs"]
 
 
@@ -109,7 +108,7 @@ def fused_moe_aux_loss(
     int32, int64 or floating (E,); ``total_num_tokens``: T, an int, or an int64 tensor of one element, which
     is read on the device. Differentiable in probs. Raises ShapeError, FormatError and ArgumentError.
     """
-    op = "moe_aux_loss"
+    op = "fused_moe_aux_loss"
     if not torch.compiler.is_compiling():
         check(op, _RULES, locals())
     counts, inputs = tokens_per_expert.detach(), {"probs": probs}
@@ -126,17 +125,38 @@ def fused_moe_aux_loss(
     inputs["counts"] = counts.float() if counts.is_floating_point() else counts
     numbers = total_num_tokens, num_experts, topk, coeff
     factor = ops.aux_loss_factor(op, tuple(probs.shape), *numbers, total is not None)
-    return apply(ops.moe_aux_loss, spec_for("AuxLossSpec", factor), inputs)["loss"].reshape(())
+    spec = spec_for("AuxLossSpec", factor)
+    if torch.compiler.is_compiling():
+        return apply(ops.moe_aux_loss, spec, inputs)["loss"].reshape(())
+    with on_behalf_of(op, counts="tokens_per_expert"):
+        return apply(ops.moe_aux_loss, spec, inputs)["loss"].reshape(())
 
 
-def _format(value: Any) -> RoutingMapFormat:
+def _routed(
+    op: str, logits: Tensor, given: tuple[Any, ...], bias: Tensor | None = None, dense: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """The fields of the router's spec and its outputs; refusals are ``op``'s where the call is eager."""
+    if not torch.compiler.is_compiling():
+        with on_behalf_of(op):
+            return _routed_as_said(logits, given, bias, dense)
+    return _routed_as_said(logits, given, bias, dense)
+
+
+def _routed_as_said(
+    logits: Tensor, given: tuple[Any, ...], bias: Tensor | None, dense: bool
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    fields = ops.router_fields(logits, *given, dense=dense)
+    return fields, apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits, "expert_bias": bias})
+
+
+def _format(op: str, value: Any) -> RoutingMapFormat:
     """A format by itself, its number or its name in lower case. FormatError otherwise."""
     names = {form.name.lower(): form for form in RoutingMapFormat}
     if isinstance(value, str) and value in names:
         return names[value]
     if isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
         return RoutingMapFormat(value)
-    raise FormatError("router", "routing_map_format", shown(value), "RoutingMapFormat, or bytemap, bitmap_u8")
+    raise FormatError(op, "routing_map_format", shown(value), "RoutingMapFormat, or bytemap, bitmap_u8")
 
 
 def _formatted(chosen: Tensor, form: RoutingMapFormat) -> Tensor:

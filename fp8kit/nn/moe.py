@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import inspection
+from fp8kit import arrays, formats, inspection
 from fp8kit.arguments import choice, integer, listed, shown
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor, validate
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError, on_behalf_of
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear
-from fp8kit.ops.permute import dispatch_rows, expert_rows, permute, unpermute, want_chunks
+from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
 from fp8kit.quantization import Quantization
 
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 
+@on_behalf_of("fused_topk_with_score_function")
 def fused_topk_with_score_function(
     logits: Any,
     topk: int,
@@ -70,6 +71,7 @@ def fused_topk_with_score_function(
     return out["probs"], out["chosen"]
 
 
+@on_behalf_of("fused_compute_score_for_moe_aux_loss")
 def fused_compute_score_for_moe_aux_loss(
     logits: Any, topk: int, score_function: str = "softmax"
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +84,7 @@ def fused_compute_score_for_moe_aux_loss(
     return out["chosen"], out["probs"]
 
 
+@on_behalf_of("fused_moe_aux_loss", counts="tokens_per_expert")
 def fused_moe_aux_loss(
     probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
@@ -111,8 +114,9 @@ def token_dispatch(
     """(rows by expert, their probabilities or None, row_id_map, None, tokens_per_expert).
 
     * ``inp``: h (tokens, hidden).
-    * ``routing_map``: a mask, uint8 (tokens, E), not 0 where the token goes to the expert; or indices, int32
-      (tokens, k), with ``num_experts``. Rows of an expert keep the order of their tokens.
+    * ``routing_map``: a mask, bool or integer (tokens, E), not 0 where the token goes to the expert; or with
+      ``num_experts`` indices, integer (tokens, k), but for bool and uint8, which stay masks. Rows of an
+      expert keep the order of their tokens.
     * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
       ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
       rows as that can need: num_out_tokens + E (align_size - 1), rounded down to a multiple.
@@ -125,13 +129,31 @@ def token_dispatch(
         as_tensor("token_dispatch", "inp", inp),
         as_tensor("token_dispatch", "routing_map", routing_map),
     )
+    routing = _as_routing(routing, num_experts is None)
     experts, rows, align = dispatch_rows(x, routing, num_out_tokens, align_size, num_experts)
-    made = apply(expert_rows, spec_object("ExpertRowsSpec", experts, rows, align), {"routing": routing})
-    inputs = {"x": x, "row_map": made["row_map"]}
-    if probs is not None:
-        inputs["probs"] = as_tensor("token_dispatch", "probs", probs)
-    out = apply(permute, spec_object("PermuteSpec", probs is not None), inputs)
+    weights = None if probs is None else as_tensor("token_dispatch", "probs", probs)
+    if weights is not None and weights.shape != routing.shape:
+        wanted = f"{routing.shape}, as routing_map"
+        raise ShapeError("token_dispatch", "probs", f"shape {weights.shape}", wanted)
+    with on_behalf_of("token_dispatch", **MAP_ARGUMENTS):
+        made = apply(expert_rows, spec_object("ExpertRowsSpec", experts, rows, align), {"routing": routing})
+        inputs = {"x": x, "row_map": made["row_map"], "probs": weights}
+        out = apply(permute, spec_object("PermuteSpec", probs is not None), inputs)
     return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+
+
+def _as_routing(routing: Tensor, is_mask: bool) -> Tensor:
+    """A map of bools or integers of any width as the operation takes them: uint8 for a mask, int32 for
+    indices. FormatError for others."""
+    kind = routing.dtype
+    if kind is formats.uint8 or (kind is formats.int32 and not is_mask):
+        return routing
+    native = arrays.provider(routing.device).native(routing.view)
+    if native.dtype.kind not in "biu":
+        raise FormatError("token_dispatch", "routing_map", kind.name, "bool or integers")
+    mask = is_mask or kind is formats.bool_
+    made = (native != 0).astype(np.uint8) if mask else native.astype(np.int32)
+    return Tensor(arrays.as_view(made))
 
 
 def grouped_dense(
@@ -150,7 +172,7 @@ def grouped_dense(
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or with ``layout`` "oi" (E, N, K), as
       weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.
     * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
-      count.
+      count on a GPU; on the CPU, where they are looked at, it is an ArgumentError, as a negative one is.
     * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
       as in decoding; M is then E * slots.
     * ``name``: what ``recipe.CustomRecipe`` and ``recipe.PerLayer`` call the layer, a "GroupedLinear".
@@ -236,7 +258,8 @@ def token_combine(
         raise ShapeError("token_combine", "num_tokens", None, "the number of tokens, without merging_probs")
     tokens = -1 if num_tokens is None else integer("token_combine", "num_tokens", num_tokens, 0, 2**31 - 1)
     spec = spec_object("UnpermuteSpec", tokens)
-    return apply(unpermute, spec, {"x": x, "row_map": row_map, "probs": weights})["y"]
+    with on_behalf_of("token_combine", probs="merging_probs", **MAP_ARGUMENTS):
+        return apply(unpermute, spec, {"x": x, "row_map": row_map, "probs": weights})["y"]
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> Tensor:

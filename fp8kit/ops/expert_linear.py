@@ -19,6 +19,7 @@ from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, float32, int32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.ops.product_quantized import pad
+from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Gemm, Quantization, Quantizer
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
 
@@ -331,7 +332,9 @@ def _casts(spec: ExpertLinearSpec, rows: int, grads: Container[str]) -> _Casts:
 
 class ExpertLinear(Operation):
     """y[r] = x[r] W_e^T + b_e for the rows r of group e; 0 for rows of no group, whose gradient is 0 too, and
-    which count in no scale of x's and of y's gradient.
+    which count in no scale of x's and of y's gradient. Sizes that are negative or claim more rows than there
+    are are an ArgumentError on the CPU; on a GPU, where nobody looks, such a size counts as 0, and what they
+    claim beyond the rows does not count.
 
     Inputs: x h (..., K); group_sizes int32 (E,); weight h, see ``ExpertLinearSpec``; bias h (E, N) or None;
     with a cached weight ``expert_weight_cast``'s outputs. Output: y h (..., N). Gradients of x, weight and
@@ -381,6 +384,7 @@ class ExpertLinear(Operation):
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
         i, spec, casts = ws.inputs, plan.spec, plan.extra
         x, weight, layout = i["x"].rows(), i["weight"], "nt" if spec.layout == "oi" else "nn"
+        check_groups(self.name, "m_splits", i["group_sizes"], x.shape[0], spec.slots)
         casts.run(ws, {"x": x, "w": weight}, casts.of(True, not spec.weight_cached), spec.slots)
         self._multiply(plan, ws, "fprop", x, weight, ws.outputs["y"].rows(), layout, i.get("bias"))
 

@@ -21,6 +21,9 @@ from fp8kit.ops.partition import Partition
 from fp8kit.ops.product import want
 from fp8kit.spec import Meta, Metas, Needs, Operation, Partitions, Plan, Shapes, Signature, Views, WorkingSet
 
+# what functions of these operations call their inputs, for ``errors.on_behalf_of``
+MAP_ARGUMENTS = {"row_map": "row_id_map", "routing": "routing_map", "x": "inp"}
+
 
 @dataclass(frozen=True)
 class PermuteSpec:
@@ -87,6 +90,18 @@ def want_chunks(operation: str, names: tuple[str, str], sizes: Any, order: Any, 
         raise ShapeError(operation, names[1], shown(places), f"a permutation of {len(counts)} chunks")
 
 
+def check_map(operation: str, name: str, row_map: ArrayView | None, tokens: int, slots: int | None) -> None:
+    """ArgumentError for a map on the CPU, int32 (R, 2), that names a token that there is not, or a slot, a
+    column of the probabilities; ``slots``: None without them."""
+    if row_map is None or row_map.device.kind != "cpu" or row_map.shape[1:] != (2,) or not row_map.size:
+        return
+    limits = [("tokens", tokens, ""), ("slots", slots, " the columns of the probabilities,")]
+    for (what, count, of), values in zip(limits, row_map.numpy().T, strict=True):
+        if count is not None and not -1 <= values.min() <= values.max() < count:
+            got = f"{what} from {values.min()} to {values.max()}"
+            raise ArgumentError(operation, name, got, f"{what} in [0, {count}),{of} or -1 for none")
+
+
 class _ByMap(Operation):
     """What both share. A column of the result needs that column of x alone."""
 
@@ -100,13 +115,7 @@ class _ByMap(Operation):
         return want(self.name, name, metas, (rows, None), *HIGH_PRECISION)
 
     def _check_map(self, row_map: ArrayView, tokens: int, probs: ArrayView | None) -> None:
-        """ArgumentError for a map on the CPU that names a token or a slot that there is not."""
-        if row_map.device.kind == "cpu" and row_map.size:
-            counts = {"tokens": tokens} | ({} if probs is None else {"slots": probs.shape[1]})
-            for (name, count), values in zip(counts.items(), row_map.numpy().T, strict=False):
-                if not -1 <= values.min() <= values.max() < count:
-                    got = f"{name} from {values.min()} to {values.max()}"
-                    raise ArgumentError(self.name, "row_map", got, f"{name} in [0, {count}), or -1 for none")
+        check_map(self.name, "row_map", row_map, tokens, None if probs is None else probs.shape[1])
 
 
 class Permute(_ByMap):

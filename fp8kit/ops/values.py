@@ -105,6 +105,20 @@ def check_indices(
         raise ArgumentError(operation, name, f"{int(values[wrong][0])} among them", wanted)
 
 
+def check_groups(operation: str, name: str, sizes: ArrayView | None, rows: int, slots: int = 0) -> None:
+    """Refuse sizes of groups on the CPU that are negative or claim more than there are, ``rows``; with
+    ``slots``, more than so many each. Such of another shape or dtype are left to ``infer``."""
+    if sizes is None or sizes.device.kind != "cpu" or sizes.dtype is not formats.int32 or sizes.ndim != 1:
+        return
+    counts = sizes.numpy().tolist()
+    if min(counts, default=0) < 0 or (slots and max(counts, default=0) > slots):
+        wanted = f"numbers of rows in [0, {slots}]" if slots else "numbers of rows, at least 0"
+        raise ArgumentError(operation, name, _shown(sizes.numpy()), wanted)
+    if not slots and sum(counts) > rows:
+        wanted = f"at most {rows}, as many as there are"
+        raise ArgumentError(operation, name, f"{sum(counts)} rows together", wanted)
+
+
 def _host(view: ArrayView | None) -> np.ndarray[Any, Any] | None:
     there = view is not None and view.device.kind == "cpu" and view.ndim == 1 and view.dtype is formats.int32
     return view.numpy() if view is not None and there else None

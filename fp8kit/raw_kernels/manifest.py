@@ -19,8 +19,9 @@ A text asks for some of the variants, or for others than those (``asked``)::
 
     T=f16,FORMAT=e5m2             the variants with these values
     PROMOTE=128:64                those with PROMOTE=128, compiled with 64 instead
-    PROMOTE=64,BM=256             of a text from elsewhere: those with BM=256, compiled with a value that the
-                                  source does not list, or with another define that the text names
+    PROMOTE=64,BM=256             of a text from elsewhere: those with BM=256, compiled with a number that the
+                                  source does not list, or with another define that the text names; with a
+                                  word where the text's own head lists it
 
 ``uses`` answers the other way round: which functions an operation launches. A text from elsewhere that takes
 the place of one of these sources (``foreign``) is read by the same rules; ``stands_for`` finds out which.
@@ -44,6 +45,7 @@ _EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
 _DEFINE = re.compile(r"[A-Za-z_]\w*=[^=:,]+(:[^=:,]+)?")
+_NUMBER = re.compile(r"[-+]?\d[\w.]*")  # what a define may be beyond those that a source lists
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
 
@@ -202,9 +204,10 @@ def replaced_by(unit: Unit) -> Source:
 def asked(text: str, entry: Source, unit: Unit | None = None) -> Asked:
     """What ``text`` (see this module's) asks of the variants of ``entry``, or of ``unit``, a text from
     elsewhere in its place. ValueError, which says what was expected, for anything else."""
-    listed: dict[str, set[str]] = {}
-    for name, value in itertools.chain(*entry.variants):
-        listed.setdefault(name, set()).add(value)
+    listed: dict[str, dict[str, None]] = {}
+    own = [] if unit is None else [_product(unit.name, line) for line in _comments(unit.content, "variants")]
+    for name, value in itertools.chain(*entry.variants, *itertools.chain(*own)):
+        listed.setdefault(name, {})[value] = None
     where: list[tuple[str, str]] = []
     instead: list[tuple[str, str]] = []
     expected = f"defines of {entry.name}, such as {said(entry.variants[0])}"
@@ -213,7 +216,10 @@ def asked(text: str, entry: Source, unit: Unit | None = None) -> Asked:
         old, colon, new = value.partition(":")
         if not _DEFINE.fullmatch(part):
             raise ValueError(expected)
-        if old in listed.get(name, ()):
+        words = [known for known in listed.get(name, ()) if not _NUMBER.fullmatch(known)]
+        if words and not {old, new or old} <= listed[name].keys():
+            raise ValueError(f"{name} to be one of {', '.join(words)}, which the source lists")
+        if any((name, old) in variant for variant in entry.variants):
             where.append((name, old))
         elif colon or unit is None:
             raise ValueError(expected)
@@ -221,7 +227,7 @@ def asked(text: str, entry: Source, unit: Unit | None = None) -> Asked:
             re.search(rf"\b{name}\b", content) for content in (unit.content, *(h for _, h in unit.headers))
         ):
             raise ValueError(f"{expected}, or what {unit.name} names")
-        if colon or old not in listed.get(name, ()):
+        if colon or (name, old) not in where:
             instead.append((name, new or old))
     found = Asked(tuple(where), tuple(instead))
     if not found.all_of(entry.variants):

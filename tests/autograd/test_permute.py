@@ -100,7 +100,7 @@ def test_refusals() -> None:
         (ArgumentError, "tokens from -1 to 5", permute, {"x": x, "row_map": tensor(far)}),
         (
             ArgumentError,
-            r"slots from -1 to 3, expected slots in \[0, 3\), or -1",
+            r"slots from -1 to 3, expected slots in \[0, 3\), the columns of the probabilities, or -1",
             unpermute,
             {"x": rows, "row_map": tensor(beside), "probs": probs},
         ),

@@ -168,7 +168,7 @@ def test_what_commands_cannot_take_is_one_line(arguments, capsys):
         (["kernels", "show", "tea"], "fp8kit kernels: name: got 'tea', expected a kernel"),
         (
             ["kernels", "show", "rope", "--ptx", "--variant", "T=tea"],
-            "fp8kit kernels: variant: got 'T=tea', expected defines of rope.cu",
+            "variant: got 'T=tea', expected T to be one of f32, bf16, f16, which the source lists",
         ),
         (["kernels", "watch", "tea.cu"], "file: got 'tea.cu', expected a .cu file that is there"),
         (["kernels", "diff", "add", "rope"], "b: got 'rope', expected a version of"),

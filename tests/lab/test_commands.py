@@ -157,8 +157,8 @@ def test_some_variants_are_compiled(own_folders: Path, capsys: pytest.CaptureFix
     assert (status, len(out.splitlines())) == (0, 2)
     assert "T=bf16" in out
     assert "1 variants for sm_90a, compiled where they are not in the cache yet" in capsys.readouterr().err
-    assert run("compile", "mine.cu", "--variant", "T=f64", "--arch", "sm_90a")[0] == 1
-    assert "mine.cu with {'T': 'f64'} for sm_90a failed" in capsys.readouterr().err
+    assert run("compile", "mine.cu", "--variant", "T=bf17", "--arch", "sm_90a")[0] == 2
+    assert "got 'T=bf17', expected T to be one of f32, bf16, f16, which the source" in capsys.readouterr().err
 
 
 def test_on_a_terminal_a_bar_shows_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ SAID = {
         "--ptx",
         "--variant",
         "T=f8",
-    ): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
+    ): "variant: got 'T=f8', expected T to be one of f32, bf16, f16, which the source lists",
     ("show", "rope", "--ptx", "--variant", "f8"): "variant: got 'f8'",
     ("check", "add", "--device", "moon"): "got 'moon'",
     (

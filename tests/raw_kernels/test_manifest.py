@@ -53,6 +53,22 @@ def test_variants_are_asked_for_by_a_text(sources: Path) -> None:
             manifest.asked(text, entry, unit)
 
 
+def test_words_are_those_that_a_head_lists(sources: Path) -> None:
+    """A number may be another than those of the source; a word, such as a dtype, is a mistake, but where the
+    text's own head has it."""
+    head = "// functions: f\n// variants: T=f32,bf16; N=0,128\n"
+    (sources / "a.cu").write_text(head + KERNEL.format("f", "i64 n"))
+    entry = manifest.source("a.cu")
+    copy = manifest.foreign(head + KERNEL.format("f", "i64 n"), "b.cu")
+    for text in ("T=bf17", "T=f32:bf17", "T=64", "N=0,T=bf17"):
+        for unit in (None, copy):
+            with pytest.raises(ValueError, match=r"^T to be one of f32, bf16, which the source lists$"):
+                manifest.asked(text, entry, unit)
+    further = manifest.foreign(head.replace("bf16", "bf16,f16") + KERNEL.format("f", "i64 n"), "c.cu")
+    found = manifest.asked("T=f16,N=48", entry, further).all_of(entry.variants)
+    assert sorted(map(manifest.said, found)) == ["N=48,T=f16"]
+
+
 def test_parameters_are_read_from_the_code(sources: Path) -> None:
     declared = (
         "const float* x, u8 *q, i64 n, // a remark, with a comma\n f64 p, __grid_constant__ const Table t"

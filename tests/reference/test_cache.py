@@ -3,6 +3,8 @@ hash seed of the process; and nothing is kept where the cache cannot be written.
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ import sys
 
 import pytest
 
+from fp8kit.backends.reference import kept
 from tests.support.source import ROOT
 
 PROGRAM = """
@@ -92,3 +95,40 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable,
         done.stderr,
     )
     assert not list(tmp_path.rglob("*.nbi")) + list(tmp_path.rglob("__pycache__"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stderr", "level"), [(Terminal(), "WARNING"), (io.StringIO(), "INFO")])
+def test_compiling_is_said_once_where_nothing_is_kept_yet(stderr, level, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(kept, "_SAID", [])
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with caplog.at_level(logging.INFO, "fp8kit"):
+        kept._say_that_it_compiles(tmp_path)
+        kept._say_that_it_compiles(tmp_path)
+        assert [(one.levelname, str(tmp_path) in one.getMessage()) for one in caplog.records] == [
+            (level, True)
+        ]
+        monkeypatch.setattr(kept, "_SAID", [])
+        (tmp_path / "some.nbi").write_text("")
+        kept._say_that_it_compiles(tmp_path)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.programs
+def test_a_program_says_that_it_compiles(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "FP8KIT_LOG_LEVEL": "INFO"}
+    for times in (1, 0):
+        done = subprocess.run(
+            [sys.executable, "-c", QUANTISE],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("first use of the CPU engine: Numba compiles") == times

@@ -19,6 +19,7 @@ from fp8kit_jax.flax.common import (
     want_array,
 )
 from fp8kit_jax.modules import fan_in_of_experts
+from fp8kit_jax.scopes import recipe_in_force
 
 
 class GroupedDense(NamedWell, nn.Module):
@@ -45,6 +46,8 @@ class GroupedDense(NamedWell, nn.Module):
         """``inputs``: h (M, K), groups of rows one after the other; ``group_sizes``: integers (E,), on the
         device. Returns h (M, N). See ``fp8kit_jax.grouped_dense``."""
         check_fields(self, rules=GROUPED)
+        path = ".".join(map(str, self.path)) or self.name or ""
+        grouped.want_scales_of_data("GroupedDense", recipe_in_force("GroupedDense", path))
         x = constrained(want_array(self, "inputs", inputs), self.input_axes)
         init = self.kernel_init or fan_in_of_experts
         shape = (self.experts, x.shape[-1], self.features)

@@ -13,6 +13,7 @@ from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import GROUPED
 from fp8kit_jax.modules import fan_in_of_experts
 from fp8kit_jax.nnx.dense import _kernel, _Quantizers, _value, _zeros, want_rngs
+from fp8kit_jax.scopes import recipe_in_force
 
 
 class GroupedDense(NamedWell, nnx.Module):
@@ -41,6 +42,8 @@ class GroupedDense(NamedWell, nnx.Module):
         """``x``: h (M, K), groups of rows one after the other; ``group_sizes``: integers (experts,), on the
         device. Returns h (M, N). See ``fp8kit_jax.grouped_dense``."""
         x = as_array("GroupedDense", "x", x)
+        recipe = recipe_in_force("GroupedDense", self.quantizers.layer)
+        grouped.want_scales_of_data("GroupedDense", recipe)
         arrays = _value(self.kernel, x.dtype), group_sizes
         return grouped.grouped_dense(
             x, *arrays, bias=_value(self.bias, x.dtype), quantizer_set=self.quantizers()

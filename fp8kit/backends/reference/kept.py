@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import pickle
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,27 @@ def keep(compiled: Any) -> Any:
     return compiled
 
 
+def _say_that_it_compiles(folder: Path) -> None:
+    """Tell, once in a process, that compiling begins, where ``folder`` has nothing yet: it takes long enough
+    for a program to look as if it hung. A person at a terminal sees it (WARNING), others where they log
+    INFO."""
+    if _SAID:
+        return
+    _SAID.append(folder)
+    if next(folder.rglob("*.nbi"), None) is None:
+        seen = sys.stderr is not None and sys.stderr.isatty()
+        log.log(
+            logging.WARNING if seen else logging.INFO,
+            "first use of the CPU engine: Numba compiles its functions when they are first called, some 20 "
+            "seconds in all on a free core, up to two minutes on a busy one; they are kept in %s",
+            folder,
+        )
+
+
+_SAID: list[Path] = []
+log = logging.getLogger("fp8kit")
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -38,6 +61,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             filename_base=self._impl.filename_base,
             source_stamp=self._impl.locator.get_source_stamp(),
         )
+
+    def load_overload(self, *of: Any) -> Any:
+        """The machine code of a signature, None where it is to be compiled."""
+        found = super().load_overload(*of)
+        if found is None:
+            _say_that_it_compiles(Path(self.cache_path).parent)
+        return found
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]

@@ -169,3 +169,16 @@ def test_no_rows(rows):
             grads.append((y.detach(), linear.weight.grad, linear.bias.grad))
         for got, want in zip(*grads, strict=True):
             same(got, want, count)
+
+
+def test_a_list_that_compiled_code_reads_is_refused_by_name():
+    """A graph is made for each list of sizes; one that the graph itself reads has no values yet."""
+    layer = ft.GroupedLinear(EXPERTS, WIDTH, FFN, device="cpu")
+    torch._dynamo.reset()
+    call = torch.compile(lambda x, sizes: layer(x, sizes), fullgraph=True, backend="eager")
+    for sizes in ([2, 3, 1, 2], [4, 0, 4, 0], [8, 0, 0, 0]):
+        x = torch.randn(8, WIDTH)
+        assert torch.equal(call(x, sizes), layer(x, sizes))
+    read = torch.compile(lambda x, sizes: layer(x, sizes.tolist()), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"GroupedLinear.*the tensor itself, with use_grouped_tensor=True"):
+        read(torch.randn(8, WIDTH), torch.tensor([2, 3, 1, 2]))
