@@ -151,9 +151,10 @@ def _as_routing(routing: Tensor, is_mask: bool) -> Tensor:
     native = arrays.provider(routing.device).native(routing.view)
     if native.dtype.kind not in "biu":
         raise FormatError("token_dispatch", "routing_map", kind.name, "bool or integers")
-    mask = is_mask or kind is formats.bool_
-    made = (native != 0).astype(np.uint8) if mask else native.astype(np.int32)
-    return Tensor(arrays.as_view(made))
+    if is_mask or kind is formats.bool_:
+        return Tensor(arrays.as_view((native != 0).astype(np.uint8)))
+    least, most = -1 if native.dtype.kind == "i" else 0, min(np.iinfo(native.dtype).max, 2**31 - 1)
+    return Tensor(arrays.as_view(native.clip(least, most).astype(np.int32)))  # what is no expert stays none
 
 
 def grouped_dense(

@@ -151,6 +151,15 @@ def test_dtypes_of_routing_maps(frontend: SimpleNamespace, dtype: Any) -> None:
         assert np.asarray(sizes).tolist() == [4, 4, 4]
 
 
+def test_indices_out_of_range_are_none() -> None:
+    """Also where int32 cannot hold them."""
+    for name in ("native", "torch"):
+        frontend = FRONTENDS[name]
+        x, chosen = frontend.array(normal(3, FEATURES)), np.array([[0], [2**32], [-1]])
+        *_, sizes = frontend.dispatch(x, frontend.array(chosen), 3, num_experts=EXPERTS)
+        assert np.asarray(sizes).tolist() == [1, 0, 0]
+
+
 def test_floats_are_no_mask() -> None:
     for frontend in (FRONTENDS["native"], FRONTENDS["jax"]):
         x, mask = frontend.array(normal(TOKENS, FEATURES)), frontend.array(MASK.astype(np.float32))

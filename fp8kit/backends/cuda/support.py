@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.backends.cuda import cublaslt, cudnn_plans, launch
 from fp8kit.backends.cuda.device import cupy, provider
-from fp8kit.errors import BackendError, Fp8kitError, install
+from fp8kit.errors import BackendError, install
 
 _INSTALL = install("cuda13")
 
@@ -36,16 +35,10 @@ def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
     try:
         return Row(name, "runs", question())
     except Exception as error:  # whatever a broken installation raises is the answer
-        if not (isinstance(error, Fp8kitError) or _has_driver()):  # whose row says what to do
-            return Row(name, "missing", "needs the NVIDIA driver")
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "libcuda.so" in said:  # the loader's words; the driver's row says what to do
+            return Row(name, "missing", "needs the NVIDIA driver")
         return Row(name, "missing", said if "install" in said else f"{said}; {cure}")
-
-
-def _has_driver() -> bool:
-    with suppress(BackendError):
-        return launch.driver() is not None
-    return False
 
 
 def _driver() -> str:
