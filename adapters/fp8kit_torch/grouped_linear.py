@@ -37,7 +37,7 @@ from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import PARAMETERS, own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, is_capturing, own_parameters
 
 _AS_ONE = "experts"  # of the keys of weights that are cast as one
 
@@ -180,6 +180,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _put_side_by_side(self) -> None:
         """Let the groups' weights, and their biases, lie in one memory each, where they can."""
+        self._stacks.anew = ""
         own = own_parameters(self)
         for name in ("weight", "bias") if self.use_bias else ("weight",):
             if name not in self._grouped_names():
@@ -198,8 +199,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.__dict__.setdefault("_stacks", Stacks(True)).anew:
-            self._stacks = Stacks()
+        if self.__dict__.setdefault("_stacks", Stacks("later")).anew == "now":
             self._put_side_by_side()
 
     def weight_inputs(self) -> dict[str, Any]:
@@ -408,8 +408,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             one: Any = own_parameters(self)[name]
             given = self.waiting.held(one) if waits else one
             return given.detach() if alone else given.view_as(one), []
-        members = self._members(name)
-        whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
+        members, whole = self._members(name), None
+        if not torch.compiler.is_compiling():
+            if self._stacks.anew and not (
+                torch.is_inference_mode_enabled() or (members[0].is_cuda and is_capturing())
+            ):
+                self._put_side_by_side()
+            whole = self._stacks.find(name, members)
         if alone:
             return (torch.stack(members).detach(), []) if whole is None else (whole, members)
         given = [*map(self.waiting.held, members)] if waits else members
