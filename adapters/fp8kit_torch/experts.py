@@ -20,6 +20,7 @@ from fp8kit.ops.permute import expert_rows, permute, unpermute
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
+from fp8kit_torch.bound import validate
 from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
@@ -39,15 +40,15 @@ def expert_product(
     said: str = "",
     slots: int = 0,
     read: Sequence[Tensor] = (),
-    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor]] | None = None,
+    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor] | None] | None = None,
     main: StackedMainGrads | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
     it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
     that ``weight`` consists of where they are, which may not change until backward has read them;
-    ``cached``: what gives the weight in FP8, where micro-batches share it; ``main``: where the weight's
-    gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while
+    ``cached``: what gives the weight in FP8, or None where micro-batches do not share it, once the call is
+    known to be refused no more; ``main``: where the weight's gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while
     calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
@@ -69,10 +70,13 @@ def expert_product(
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
         fp8 = None if own is None else own.quantization
-        once = cached is not None and fp8 is not None
-        spec = _spec(said, fields, fp8, slots, once, main is not None)
+        spec = _spec(said, fields, fp8, slots, False, main is not None)
         if cached is not None and fp8 is not None:
-            inputs |= cached(weight, fp8)
+            validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
+            held = cached(weight, fp8)
+            if held is not None:
+                inputs |= held
+                spec = _spec(said, fields, fp8, slots, True, main is not None)
     if main is None:
         y = apply(expert_linear, spec, inputs)["y"]
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fp8kit_torch import checks, graph_capture, graphs, grouped_linear
 
+from fp8kit.errors import FormatError
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
 
 from .replayed import Again
@@ -91,6 +92,18 @@ def test_later_micro_batches_read_the_first_ones_weights(place):
         by_groups = [layer(x, sizes.tolist(), is_first_microbatch=first) for first in (False, True)]
     assert torch.equal(*by_groups)
     assert not torch.equal(by_groups[0], host)
+
+
+def test_a_refused_call_changes_no_shared_cast(place):
+    layer = module(place)
+    x, sizes, _ = batch(layer, 1)
+    with ft.autocast(recipe=RECIPES["current"]):
+        was = layer(x, sizes, is_first_microbatch=True).detach()
+        with torch.no_grad():
+            layer.weight1.mul_(3)
+        with pytest.raises(FormatError, match="x"):
+            layer(x.float(), sizes, is_first_microbatch=True)
+        assert torch.equal(layer(x, sizes, is_first_microbatch=False), was)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
