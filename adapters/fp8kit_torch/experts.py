@@ -48,8 +48,8 @@ def expert_product(
     it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
     that ``weight`` consists of where they are, which may not change until backward has read them;
     ``cached``: what gives the weight in FP8, or None where micro-batches do not share it, once the call is
-    known to be refused no more; ``main``: where the weight's gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while
-    calibrating."""
+    known to be refused no more; ``main``: where the weight's gradient goes, eagerly. UnsupportedError for
+    recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     if not torch.compiler.is_compiling():

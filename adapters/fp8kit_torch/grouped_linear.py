@@ -358,6 +358,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
+        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
         weight, read = self._whole("weight", fused)
@@ -371,20 +372,29 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
-        cached = None if first is None else partial(self._cast_once, first)
+        cached = None
+        if not self.is_compiling() and (first is not None or not recompute.idle()):
+            cached = partial(self._shared, first)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
         y = expert_product(*given, read=read, cached=cached, main=main)
         return (y, biases) if self.return_bias else y
 
-    def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+    def _shared(self, first: bool | None, weight: Tensor, fp8: Quantization) -> dict[str, Tensor] | None:
         """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
-        recipe; else the first one's."""
-        key = _AS_ONE, self.cache_key(fp8)
-        held = self._weights
-        if held is None or held.key != key or (first and not recompute.later()):
-            self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
-        return staying(held.arrays)
+        recipe; else the first one's; in a checkpoint's later pass what the first pass took. None where
+        micro-batches share none."""
+        idle, found = recompute.idle(), None
+        kept = None if idle else recompute.recall(self)
+        if kept is not None:
+            return kept.weights  # type: ignore[no-any-return]
+        if first is not None:
+            key, held = (_AS_ONE, self.cache_key(fp8)), self._weights
+            if first or held is None or held.key != key:
+                self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
+            found = staying(held.arrays)
+        if not idle:
+            recompute.keep(self, None, found)
+        return found
 
     def _cast_as_one(self, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
         spec = spec_object("ExpertLinearSpec", self.num_gemms, self.in_features, self.out_features, "oi", fp8)
