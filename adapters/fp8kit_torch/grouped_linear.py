@@ -17,6 +17,7 @@ from fp8kit import layers
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import AutocastState, current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
@@ -358,6 +359,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
+        want_plain("GroupedLinear", is_first_microbatch)
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None

@@ -313,6 +313,14 @@ def test_refusals():
         GroupedLinear(2, K, N, colour=1)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_only_a_bool_says_which_micro_batch_it_is(place, on_device):
+    layer = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=on_device)
+    sizes, x = torch.tensor(SPLITS, device=place), torch.randn(sum(SPLITS), K, device=place)
+    with autocast(recipe=RECIPES["current"]), pytest.raises(ArgumentError, match="is_first_microbatch: got 1"):
+        layer(x, sizes, is_first_microbatch=1)
+
+
 @pytest.mark.parametrize("return_bias", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias, on_device):
