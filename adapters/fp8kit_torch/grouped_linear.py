@@ -370,7 +370,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         inputs = self.autocast_inputs(inputs)
         read = read if inputs["weight"] is weight else []
         if fused:
-            main = StackedMainGrads(self._main_grads(is_first_microbatch, inputs["x"].dtype), self.num_gemms)
+            main = StackedMainGrads(self._main_grads(first, inputs["x"].dtype), self.num_gemms)
             inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)

@@ -250,6 +250,25 @@ def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
         assert made.grad is None or not made.grad.any()
 
 
+@pytest.mark.parametrize("own", [None, False])
+@pytest.mark.parametrize("first", [True, False, None])
+def test_main_grad_obeys_the_layers_own_micro_batch(place, first, own):
+    """Of calls that do not say one, as of a program's whose CUDA graphs do."""
+    sizes, x = torch.tensor(SPLITS, device=place), torch.ones(sum(SPLITS), K, device=place)
+    for on_device in (True, False):
+        options = {"fuse_wgrad_accumulation": True, "use_grouped_tensor": on_device}
+        layer = GroupedLinear(len(SPLITS), K, N, device=place, **options)
+        layer.microbatch = first
+        for p in layer.parameters():
+            p.main_grad = torch.full_like(p, 1000.0)
+        with autocast(recipe=RECIPES["current"]):
+            layer(x, sizes, own).sum().backward()
+        overwritten = first is True and own is None
+        for i, rows in enumerate(SPLITS):
+            got = layer.get_parameter(f"weight{i}").main_grad
+            assert ((got - rows).round() == (0 if overwritten else 1000)).all()  # less casts' rounding
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 @pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
 def test_compiled_with_sizes_on_the_device_gradients_are_left_to_eager_code(place, option):
@@ -317,7 +336,10 @@ def test_refusals():
 def test_only_a_bool_says_which_micro_batch_it_is(place, on_device):
     layer = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=on_device)
     sizes, x = torch.tensor(SPLITS, device=place), torch.randn(sum(SPLITS), K, device=place)
-    with autocast(recipe=RECIPES["current"]), pytest.raises(ArgumentError, match="is_first_microbatch: got 1"):
+    with (
+        autocast(recipe=RECIPES["current"]),
+        pytest.raises(ArgumentError, match="is_first_microbatch: got 1"),
+    ):
         layer(x, sizes, is_first_microbatch=1)
 
 
