@@ -44,7 +44,7 @@ _AS_ONE = "experts"  # of the keys of weights that are cast as one
 
 
 class _Into(torch.autograd.Function):
-    """``out``, once y is copied into it."""
+    """y, copied into the memory of ``out``, an alias that nobody else has."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, out: Tensor) -> Tensor:
@@ -306,9 +306,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     ) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
         ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
-        them. ``out``: where y is copied to, (..., M), and what is returned; ``dgrad_out``: where the gradient
-        of ``inp`` is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within
-        ``torch.compile``.
+        them. ``out``: where y is copied to, (..., M): what is returned is another tensor over its memory, so
+        that it may be given again once backward has read that; ``dgrad_out``: where the gradient of ``inp``
+        is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within ``torch.compile``.
 
         ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
@@ -339,7 +339,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if out is None:
             return found
         y, *biases = found if self.return_bias else (found,)
-        y = _Into.apply(y, out)
+        y = _Into.apply(y, out.detach())
         return (y, *biases) if self.return_bias else y
 
     def autocast_in_force(self) -> AutocastState | None:

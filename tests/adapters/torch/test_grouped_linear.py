@@ -357,7 +357,8 @@ def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias
     if return_bias:
         assert y[1] == want[1]
         want, y = want[0], y[0]
-    assert y is out
+    assert y.data_ptr() == out.data_ptr()
+    assert not out.requires_grad
     assert_same_bits("out", bits(out), bits(want))
     want.backward(g)
     grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
@@ -370,6 +371,37 @@ def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias
     for name in ("out", "dgrad_out"):
         with pytest.raises(Fp8kitError, match=f"GroupedLinear: {name}"):
             layer(x, sizes, **{name: torch.zeros(3, 3, device=place)})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_buffer_is_there_for_every_step(place, on_device):
+    layer = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=on_device)
+    sizes, rows = torch.tensor(SPLITS, device=place), sum(SPLITS)
+    out = torch.zeros(2 * rows, N, device=place)
+    for step in range(3):
+        found = []
+        for into in (out.split(rows), (None, None)):
+            layer.zero_grad()
+            x = torch.randn(2, rows, K, generator=torch.Generator().manual_seed(step)).to(place)
+            x.requires_grad_()
+            with autocast(recipe=RECIPES["current"]):
+                ys = [layer(part, sizes, out=own) for part, own in zip(x, into, strict=True)]
+            sum(y.pow(2).sum() for y in ys).backward()
+            found.append([*ys, x.grad, *(p.grad for p in layer.parameters())])
+        assert_same_bits("out", bits(out), bits(torch.cat(found[0][:2])))
+        for i, (got, want) in enumerate(zip(*found, strict=True)):
+            assert_same_bits(f"step {step}: {i}", bits(got), bits(want))
+    with torch.no_grad():
+        assert not layer(x[0], sizes, out=out[:rows]).requires_grad
+
+
+def test_a_buffer_that_backward_still_reads_may_not_be_given_again():
+    layer = GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=True)
+    x, sizes, out = torch.randn(8, K), torch.tensor([3, 5]), torch.empty(8, N)
+    loss = layer(x, sizes, out=out).pow(2).sum()
+    layer(x, sizes, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_weights_that_ranks_share():
