@@ -88,6 +88,16 @@ def expert_product(
     return y
 
 
+def expert_numbers(index: Tensor) -> Tensor:
+    """Numbers of experts in int32, what it does not hold as one that no expert has."""
+    if index.dtype in _WIDE:
+        index = index.to(torch.int64).clamp(-1, 2**31 - 1)
+    return index.to(torch.int32)
+
+
+_WIDE = (torch.int64, torch.uint32, torch.uint64)
+
+
 def _spec(
     said: str, fields: tuple[Any, ...], fp8: Quantization | None, slots: int, cached: bool, wide: bool
 ) -> Any:
@@ -148,7 +158,7 @@ class ConvertedExperts(Converted, _Bare):
         if cast is not None:
             x, *parts = (t.to(cast) for t in (x, *parts))
         rows, like = any_rows(index.numel(), x)
-        inputs = {"routing": index.to(torch.int32), "like": like}
+        inputs = {"routing": expert_numbers(index), "like": like}
         made = apply(expert_rows, spec_for("ExpertRowsSpec", experts, rows, 1), inputs)
         row_map, sizes = made["row_map"], made["sizes"]
         y = apply(permute, spec_for("PermuteSpec"), {"x": x, "row_map": row_map})["y"]
