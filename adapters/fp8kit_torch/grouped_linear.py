@@ -31,7 +31,7 @@ from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.offloading import staying
+from fp8kit_torch.offloading import staying, staying_parameter
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -364,6 +364,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
         weight, read = self._whole("weight", fused)
+        if (self.single_grouped_weight or read) and not self.is_compiling():
+            staying_parameter(weight, self.single_grouped_weight)
         inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
