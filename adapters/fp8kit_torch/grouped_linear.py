@@ -25,6 +25,7 @@ from fp8kit.ops.expert_linear import expert_weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.bound import want_no_transform
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
 from fp8kit_torch.experts import expert_product
@@ -38,7 +39,7 @@ from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import PARAMETERS, is_capturing, own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, is_capturing, own_parameters, transforming
 
 _AS_ONE = "experts"  # of the keys of weights that are cast as one
 
@@ -326,6 +327,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
+        if not torch.compiler.is_compiling() and transforming():
+            asked = {"x": x} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
+            want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
         _check_buffer("out", out, x, self.out_features)
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
@@ -428,7 +432,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
                 torch.is_inference_mode_enabled() or (members[0].is_cuda and is_capturing())
             ):
                 self._put_side_by_side()
-            whole = self._stacks.find(name, members)
+            if not transforming():  # which autograd's functions do not follow
+                whole = self._stacks.find(name, members)
         if alone:
             return (torch.stack(members).detach(), []) if whole is None else (whole, members)
         given = [*map(self.waiting.held, members)] if waits else members

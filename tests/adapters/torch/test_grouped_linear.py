@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init
 
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.support.combinations import combinations
@@ -319,6 +319,31 @@ def test_weights_in_fp8(place, recipe):
     assert_tensor_close("y", y, rows, 2.0**-10 * (1 + rows.abs()))
     with pytest.raises(Exception, match="quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x, SPLITS)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch's jvp calls
+@pytest.mark.parametrize("option", ["bias", "delay_wgrad_compute", "single_grouped_weight"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_transforms_are_refused_by_name(option, on_device):
+    layer = GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=on_device, **{option: True})
+    sizes, x = torch.tensor([3, 5]), torch.randn(8, K)
+    own = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def of_weights(given):
+        return torch.func.functional_call(layer, given, (x, sizes)).sum()
+
+    def into(x):
+        return layer(x, sizes, None, torch.empty(8, N), torch.empty(8, K)).sum()
+
+    for argument, call in (
+        ("inp", lambda: torch.func.grad(lambda x: layer(x, sizes).sum())(x)),
+        ("inp", lambda: torch.func.grad(into)(x)),
+        ("inp", lambda: torch.vmap(lambda x: layer(x, sizes))(x[None])),
+        ("inp", lambda: torch.func.jvp(lambda x: layer(x, sizes), (x,), (x,))),
+        ("weight", lambda: torch.func.grad(of_weights)(own)),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"grouped_linear: {argument}0?: got a tensor of torch\."):
+            call()
 
 
 def test_refusals():
