@@ -350,6 +350,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 # Lists of tensors in few kernels.
+foreach_add_: Callable[..., Any] = _required(torch, "_foreach_add_")
 foreach_copy_: Callable[..., Any] = _required(torch, "_foreach_copy_")
 foreach_mul: Callable[..., Any] = _required(torch, "_foreach_mul")
 foreach_norm: Callable[..., Any] = _required(torch, "_foreach_norm")
