@@ -3,8 +3,8 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from fp8kit_torch.side_by_side import want_unchanged
 from fp8kit_torch.specs import any_rows, expert_text, spec_for
 from fp8kit_torch.views import FLOATS
 
+if TYPE_CHECKING:
+    from fp8kit_torch.grouped_linear import GroupedLinear
+
 
 def expert_product(
     x: Tensor,
@@ -40,20 +43,22 @@ def expert_product(
     said: str = "",
     slots: int = 0,
     read: Sequence[Tensor] = (),
-    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor] | None] | None = None,
     main: StackedMainGrads | None = None,
+    owner: GroupedLinear | None = None,
+    first: bool | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
     it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
     that ``weight`` consists of where they are, which may not change until backward has read them;
-    ``cached``: what gives the weight in FP8, or None where micro-batches do not share it, once the call is
-    known to be refused no more; ``main``: where the weight's gradient goes, eagerly. UnsupportedError for
-    recipes that ``expert_linear`` does not carry out, and while calibrating."""
+    ``main``: where the weight's gradient goes, eagerly. ``owner``: the module whose weights micro-batches may
+    share in FP8, and checkpoints keep; ``first``: whether this is a step's first one; None: they do not.
+    UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
+    idle = True
     if not torch.compiler.is_compiling():
-        recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+        idle = recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
         inspection.unseen(layer[1] or layer[0])
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
@@ -71,9 +76,9 @@ def expert_product(
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
         fp8 = None if own is None else own.quantization
         spec = _spec(said, fields, fp8, slots, False, main is not None)
-        if cached is not None and fp8 is not None:
+        if owner is not None and fp8 is not None and not (idle and first is None):
             validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
-            held = cached(weight, fp8)
+            held = owner.shared_weights(first, weight, fp8)
             if held is not None:
                 inputs |= held
                 spec = _spec(said, fields, fp8, slots, True, main is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.offloading import staying, staying_parameter
+from fp8kit_torch.offloading import OPEN, staying, staying_parameter
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -326,10 +326,10 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             self.refuse_names(unknown)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
+            if transforming():
+                asked = {"x": inp} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
+                want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
-        if not torch.compiler.is_compiling() and transforming():
-            asked = {"x": x} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
-            want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
         _check_buffer("out", out, x, self.out_features)
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
@@ -363,13 +363,12 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
-        want_plain("GroupedLinear", is_first_microbatch)
+        if is_first_microbatch is not None:
+            want_plain("GroupedLinear", is_first_microbatch)
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
         weight, read = self._whole("weight", fused)
-        if (self.single_grouped_weight or read) and not self.is_compiling():
-            staying_parameter(weight, self.single_grouped_weight)
         inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
@@ -380,14 +379,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        cached = None
-        if not self.is_compiling() and (first is not None or not recompute.idle()):
-            cached = partial(self._shared, first)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
-        y = expert_product(*given, read=read, cached=cached, main=main)
+        y = expert_product(*given, read=read, main=main, owner=self, first=first)
         return (y, biases) if self.return_bias else y
 
-    def _shared(self, first: bool | None, weight: Tensor, fp8: Quantization) -> dict[str, Tensor] | None:
+    def shared_weights(
+        self, first: bool | None, weight: Tensor, fp8: Quantization
+    ) -> dict[str, Tensor] | None:
         """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
         recipe; else the first one's; in a checkpoint's later pass what the first pass took. None where
         micro-batches share none."""
@@ -422,22 +420,27 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         and of one parameter, none. ``alone``: without a gradient. Gradients of weights wait where
         ``delay_wgrad_compute`` says it."""
         waits = name == "weight" and self.delay_wgrad_compute and not alone and torch.is_grad_enabled()
-        if name in self._grouped_names():
+        compiling, members = torch.compiler.is_compiling(), []
+        if grouped := name in self._grouped_names():
             one: Any = own_parameters(self)[name]
             given = self.waiting.held(one) if waits else one
-            return given.detach() if alone else given.view_as(one), []
-        members, whole = self._members(name), None
-        if not torch.compiler.is_compiling():
-            if self._stacks.anew and not (
-                torch.is_inference_mode_enabled() or (members[0].is_cuda and is_capturing())
-            ):
-                self._put_side_by_side()
-            if not transforming():  # which autograd's functions do not follow
-                whole = self._stacks.find(name, members)
-        if alone:
-            return (torch.stack(members).detach(), []) if whole is None else (whole, members)
-        given = [*map(self.waiting.held, members)] if waits else members
-        return (torch.stack(given), []) if whole is None else (as_one(whole, *given), members)
+            whole = given.detach() if alone else given.view_as(one)
+        else:
+            members, joined = self._members(name), None
+            if not compiling:
+                if self._stacks.anew and not (
+                    torch.is_inference_mode_enabled() or (members[0].is_cuda and is_capturing())
+                ):
+                    self._put_side_by_side()
+                joined = self._stacks.find(name, members)
+            given = [*map(self.waiting.held, members)] if waits else members
+            if joined is None:
+                whole = torch.stack(given)
+                return (whole.detach() if alone else whole), []
+            whole = joined if alone else as_one(joined, *given)
+        if not compiling and OPEN.depth:
+            staying_parameter(whole, grouped)
+        return whole, members
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:

@@ -416,7 +416,7 @@ def staying(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def staying_parameter(tensor: Tensor, one: bool) -> None:
     """Let memory of parameters stay that layers save as another tensor: not that of several (not ``one``)
     where weights are offloaded, which would hold theirs."""
-    if OPEN.depth and (one or not OPEN.weights):
+    if one or not OPEN.weights:
         mark_not_offload(tensor)
 
 
