@@ -188,6 +188,13 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             if name not in self._grouped_names():
                 self._stacks.put(name, [own.get(f"{name}{i}") for i in range(self.num_gemms)])
 
+    def _settle(self) -> None:
+        """What ``_put_side_by_side`` does at a first call; a CUDA graph that is captured keeps addresses."""
+        if next(self.parameters()).is_cuda and is_capturing():
+            self._stacks.anew = ""
+        elif not torch.is_inference_mode_enabled():
+            self._put_side_by_side()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self._kinds()
         super()._apply(fn, recurse)
@@ -326,6 +333,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             self.refuse_names(unknown)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
+            if self._stacks.anew:
+                self._settle()
             if transforming():
                 asked = {"x": inp} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
                 want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
@@ -426,13 +435,8 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             given = self.waiting.held(one) if waits else one
             whole = given.detach() if alone else given.view_as(one)
         else:
-            members, joined = self._members(name), None
-            if not compiling:
-                if self._stacks.anew and not (
-                    torch.is_inference_mode_enabled() or (members[0].is_cuda and is_capturing())
-                ):
-                    self._put_side_by_side()
-                joined = self._stacks.find(name, members)
+            members = self._members(name)
+            joined = None if compiling else self._stacks.find(name, members)
             given = [*map(self.waiting.held, members)] if waits else members
             if joined is None:
                 whole = torch.stack(given)

@@ -11,7 +11,15 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from fp8kit_torch import GroupedLinear, GroupedMLP, autocast, quantized_model_init, side_by_side, torch_compat
+from fp8kit_torch import (
+    GroupedLinear,
+    GroupedMLP,
+    autocast,
+    grouped_linear,
+    quantized_model_init,
+    side_by_side,
+    torch_compat,
+)
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -257,6 +265,18 @@ def test_a_process_that_is_given_a_module_trains_its_parameters():
             parameter.fill_(7)
     assert all((p == 7).all() for p in layer.parameters())
     assert not any(p.is_shared() for p in copy.deepcopy(other).parameters())
+
+
+def test_a_first_call_that_is_captured_moves_nothing(monkeypatch):
+    """Nor does a later one: the graph has the addresses."""
+    layer = _saved(module("cpu"))
+    places = [p.data_ptr() for p in layer.parameters()]
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(grouped_linear, "is_capturing", lambda: True)
+        patch.setattr(Parameter, "is_cuda", True)
+        layer._settle()
+    _called(layer)
+    assert [p.data_ptr() for p in layer.parameters()] == places
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
