@@ -40,12 +40,14 @@ class _Context(ContextDecorator):
         self._hooks = saved_tensors_hooks(self.synchronizer.push_tensor, self.synchronizer.pop_tensor)
         self._hooks.__enter__()
         OPEN.depth += 1
+        OPEN.weights += self.synchronizer.offloads_weights
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
         OPEN.depth -= 1
+        OPEN.weights -= self.synchronizer.offloads_weights
         hooks.__exit__(kind, *error)
         self.synchronizer.end_forward(kind is None)
 

@@ -3,8 +3,8 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from fp8kit.ops.permute import expert_rows, permute, unpermute
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
+from fp8kit_torch.bound import validate
 from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
 from fp8kit_torch.expert_kinds import ExpertKind, kind_of
@@ -27,6 +28,9 @@ from fp8kit_torch.main_grad import StackedMainGrads
 from fp8kit_torch.side_by_side import want_unchanged
 from fp8kit_torch.specs import any_rows, expert_text, spec_for
 from fp8kit_torch.views import FLOATS
+
+if TYPE_CHECKING:
+    from fp8kit_torch.grouped_linear import GroupedLinear
 
 
 def expert_product(
@@ -39,20 +43,22 @@ def expert_product(
     said: str = "",
     slots: int = 0,
     read: Sequence[Tensor] = (),
-    cached: Callable[[Tensor, Quantization], Mapping[str, Tensor]] | None = None,
     main: StackedMainGrads | None = None,
+    owner: GroupedLinear | None = None,
+    first: bool | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
     it; ``said``: what errors call it instead; ``slots``: see ``moe.grouped_dense``. ``read``: the parameters
     that ``weight`` consists of where they are, which may not change until backward has read them;
-    ``cached``: what gives the weight in FP8, where micro-batches share it; ``main``: where the weight's
-    gradient goes, eagerly. UnsupportedError for recipes that ``expert_linear`` does not carry out, and while
-    calibrating."""
+    ``main``: where the weight's gradient goes, eagerly. ``owner``: the module whose weights micro-batches may
+    share in FP8, and checkpoints keep; ``first``: whether this is a step's first one; None: they do not.
+    UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
+    idle = True
     if not torch.compiler.is_compiling():
-        recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+        idle = recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
         inspection.unseen(layer[1] or layer[0])
     state = traced_state() if torch.compiler.is_compiling() else current()
     if state is not None and state.calibrating and not state.enabled:
@@ -69,10 +75,13 @@ def expert_product(
         if own is not None and own.history is not None:
             raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
         fp8 = None if own is None else own.quantization
-        once = cached is not None and fp8 is not None
-        spec = _spec(said, fields, fp8, slots, once, main is not None)
-        if cached is not None and fp8 is not None:
-            inputs |= cached(weight, fp8)
+        spec = _spec(said, fields, fp8, slots, False, main is not None)
+        if owner is not None and fp8 is not None and not (idle and first is None):
+            validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
+            held = owner.shared_weights(first, weight, fp8)
+            if held is not None:
+                inputs |= held
+                spec = _spec(said, fields, fp8, slots, True, main is not None)
     if main is None:
         y = apply(expert_linear, spec, inputs)["y"]
     else:
@@ -82,6 +91,16 @@ def expert_product(
     if read and x.requires_grad and (fp8 is None or fp8.dgrad.compute == "high_precision"):
         want_unchanged(y, read)
     return y
+
+
+def expert_numbers(index: Tensor) -> Tensor:
+    """Numbers of experts in int32, what it does not hold as one that no expert has."""
+    if index.dtype in _WIDE:
+        index = index.to(torch.int64).clamp(-1, 2**31 - 1)
+    return index.to(torch.int32)
+
+
+_WIDE = (torch.int64, torch.uint32, torch.uint64)
 
 
 def _spec(
@@ -144,7 +163,7 @@ class ConvertedExperts(Converted, _Bare):
         if cast is not None:
             x, *parts = (t.to(cast) for t in (x, *parts))
         rows, like = any_rows(index.numel(), x)
-        inputs = {"routing": index.to(torch.int32), "like": like}
+        inputs = {"routing": expert_numbers(index), "like": like}
         made = apply(expert_rows, spec_for("ExpertRowsSpec", experts, rows, 1), inputs)
         row_map, sizes = made["row_map"], made["sizes"]
         y = apply(permute, spec_for("PermuteSpec"), {"x": x, "row_map": row_map})["y"]

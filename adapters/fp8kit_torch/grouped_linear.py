@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from fp8kit import layers
 from fp8kit.arguments import without_unknown
 from fp8kit.autocast import AutocastState, current, traced_state
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.layers.grouped import want_tokens
@@ -25,26 +26,27 @@ from fp8kit.ops.expert_linear import expert_weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import not_compiled, want_input
+from fp8kit_torch.bound import want_no_transform
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
 from fp8kit_torch.experts import expert_product
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.offloading import staying
+from fp8kit_torch.offloading import OPEN, staying, staying_parameter
 from fp8kit_torch.once import once
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
-from fp8kit_torch.torch_compat import PARAMETERS, own_parameters
+from fp8kit_torch.torch_compat import PARAMETERS, is_capturing, own_parameters, transforming
 
 _AS_ONE = "experts"  # of the keys of weights that are cast as one
 
 
 class _Into(torch.autograd.Function):
-    """``out``, once y is copied into it."""
+    """y, copied into the memory of ``out``, an alias that nobody else has."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, out: Tensor) -> Tensor:
@@ -181,10 +183,18 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def _put_side_by_side(self) -> None:
         """Let the groups' weights, and their biases, lie in one memory each, where they can."""
+        self._stacks.anew = ""
         own = own_parameters(self)
         for name in ("weight", "bias") if self.use_bias else ("weight",):
             if name not in self._grouped_names():
                 self._stacks.put(name, [own.get(f"{name}{i}") for i in range(self.num_gemms)])
+
+    def _settle(self) -> None:
+        """What ``_put_side_by_side`` does at a first call; a CUDA graph that is captured keeps addresses."""
+        if next(self.parameters()).is_cuda and is_capturing():
+            self._stacks.anew = ""
+        elif not torch.is_inference_mode_enabled():
+            self._put_side_by_side()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self._kinds()
@@ -199,8 +209,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.__dict__.setdefault("_stacks", Stacks(True)).anew:
-            self._stacks = Stacks()
+        if self.__dict__.setdefault("_stacks", Stacks("later")).anew == "now":
             self._put_side_by_side()
 
     def weight_inputs(self) -> dict[str, Any]:
@@ -306,9 +315,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
     ) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other.
         ``is_first_microbatch``: None casts the weights at each call; True casts and keeps them, False takes
-        them. ``out``: where y is copied to, (..., M), and what is returned; ``dgrad_out``: where the gradient
-        of ``inp`` is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within
-        ``torch.compile``.
+        them. ``out``: where y is copied to, (..., M): what is returned is another tensor over its memory, so
+        that it may be given again once backward has read that; ``dgrad_out``: where the gradient of ``inp``
+        is copied to, (..., K); both of ``inp``'s dtype, without a gradient, not within ``torch.compile``.
 
         ``m_splits`` may be an integer tensor, or NumPy's array. A tensor on a GPU is not looked at
         (``use_grouped_tensor``), so that nothing waits and a CUDA graph can hold the call: the groups are
@@ -328,6 +337,11 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             raise ShapeError("GroupedLinear", "m_splits", shown(m_splits), wanted)
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
+            if self._stacks.anew:
+                self._settle()
+            if transforming():
+                asked = {"x": inp} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
+                want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
         x = want_input("GroupedLinear", "inp", inp, self.in_features)
         _check_buffer("out", out, x, self.out_features)
         _check_buffer("dgrad_out", dgrad_out, x, self.in_features)
@@ -348,7 +362,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if out is None:
             return found
         y, *biases = found if self.return_bias else (found,)
-        y = _Into.apply(y, out)
+        y = _Into.apply(y, out.detach())
         return (y, *biases) if self.return_bias else y
 
     def autocast_in_force(self) -> AutocastState | None:
@@ -364,6 +378,9 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
             option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
+        if is_first_microbatch is not None:
+            want_plain("GroupedLinear", is_first_microbatch)
+        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
         weight, read = self._whole("weight", fused)
@@ -373,29 +390,37 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         inputs = self.autocast_inputs(inputs)
         read = read if inputs["weight"] is weight else []
         if fused:
-            main = StackedMainGrads(self._main_grads(is_first_microbatch, inputs["x"].dtype), self.num_gemms)
+            main = StackedMainGrads(self._main_grads(first, inputs["x"].dtype), self.num_gemms)
             inputs["weight"] = filling(inputs["weight"], main, *self.main_parameters())
         layer = self.layer_name, self.name or ""
         sizes = sizes.to(x.device, torch.int32)
-        first = self.microbatch if is_first_microbatch is None else is_first_microbatch
-        cached = None if first is None else partial(self._cast_once, first)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
         try:
-            y = expert_product(*given, read=read, cached=cached, main=main)
+            y = expert_product(*given, read=read, main=main, owner=self, first=first)
         except ArgumentError as error:  # of the sizes' values, on the CPU
             if error.argument != "m_splits":
                 raise
             raise error.renamed("GroupedLinear", "m_splits") from None
         return (y, biases) if self.return_bias else y
 
-    def _cast_once(self, first: bool, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
+    def shared_weights(
+        self, first: bool | None, weight: Tensor, fp8: Quantization
+    ) -> dict[str, Tensor] | None:
         """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
-        recipe; else the first one's."""
-        key = _AS_ONE, self.cache_key(fp8)
-        held = self._weights
-        if held is None or held.key != key or (first and not recompute.later()):
-            self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
-        return staying(held.arrays)
+        recipe; else the first one's; in a checkpoint's later pass what the first pass took. None where
+        micro-batches share none."""
+        idle, found = recompute.idle(), None
+        kept = None if idle else recompute.recall(self)
+        if kept is not None:
+            return kept.weights  # type: ignore[no-any-return]
+        if first is not None:
+            key, held = (_AS_ONE, self.cache_key(fp8)), self._weights
+            if first or held is None or held.key != key:
+                self._weights = held = WeightCache(key, self._cast_as_one(weight, fp8))
+            found = staying(held.arrays)
+        if not idle:
+            recompute.keep(self, None, found)
+        return found
 
     def _cast_as_one(self, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
         spec = spec_object("ExpertLinearSpec", self.num_gemms, self.in_features, self.out_features, "oi", fp8)
@@ -415,16 +440,22 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         and of one parameter, none. ``alone``: without a gradient. Gradients of weights wait where
         ``delay_wgrad_compute`` says it."""
         waits = name == "weight" and self.delay_wgrad_compute and not alone and torch.is_grad_enabled()
-        if name in self._grouped_names():
+        compiling, members = torch.compiler.is_compiling(), []
+        if grouped := name in self._grouped_names():
             one: Any = own_parameters(self)[name]
             given = self.waiting.held(one) if waits else one
-            return given.detach() if alone else given.view_as(one), []
-        members = self._members(name)
-        whole = None if torch.compiler.is_compiling() else self._stacks.find(name, members)
-        if alone:
-            return (torch.stack(members).detach(), []) if whole is None else (whole, members)
-        given = [*map(self.waiting.held, members)] if waits else members
-        return (torch.stack(given), []) if whole is None else (as_one(whole, *given), members)
+            whole = given.detach() if alone else given.view_as(one)
+        else:
+            members = self._members(name)
+            joined = None if compiling else self._stacks.find(name, members)
+            given = [*map(self.waiting.held, members)] if waits else members
+            if joined is None:
+                whole = torch.stack(given)
+                return (whole.detach() if alone else whole), []
+            whole = joined if alone else as_one(joined, *given)
+        if not compiling and OPEN.depth:
+            staying_parameter(whole, grouped)
+        return whole, members
 
     def _main_grads(self, first: bool | None, dtype: torch.dtype) -> MainGrads:
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8kit.errors import FormatError
 from fp8kit.ops.expert_linear import ExpertLinearSpec
 from fp8kit_torch.once import once
-from fp8kit_torch.torch_compat import applier
+from fp8kit_torch.torch_compat import applier, foreach_add_, foreach_copy_
 from fp8kit_torch.views import dtype_of, kind_of
 
 
@@ -87,10 +87,8 @@ class StackedMainGrads:
         mains = self.each.buffers(tuple(self.each.parameters))
         parts = [gradient[int(name.partition("_")[0])] for name in mains]
         with torch.no_grad():
-            if self.each.overwrite:
-                torch._foreach_copy_([*mains.values()], parts)
-            else:
-                torch._foreach_add_([*mains.values()], parts)
+            put = foreach_copy_ if self.each.overwrite else foreach_add_
+            put([*mains.values()], parts)
         return _nothing(gradient, dtype)
 
 

@@ -22,7 +22,7 @@ from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permut
 from fp8kit.spec import Operation
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
-from fp8kit_torch.experts import expert_product
+from fp8kit_torch.experts import expert_numbers, expert_product
 from fp8kit_torch.specs import any_rows, spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -139,7 +139,7 @@ def token_dispatch(
     if not torch.compiler.is_compiling():
         check(op, _DISPATCHED, locals())
     _check(op, inp, routing_map, probs)
-    routing = (routing_map != 0).to(torch.uint8) if num_experts is None else routing_map.to(torch.int32)
+    routing = (routing_map != 0).to(torch.uint8) if num_experts is None else expert_numbers(routing_map)
     experts, rows, align = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
     rows, like = any_rows(rows, inp)
     spec = spec_for("ExpertRowsSpec", experts, rows, align)

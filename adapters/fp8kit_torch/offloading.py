@@ -31,9 +31,9 @@ HELD, LEAVING, AWAY, COMING = "held", "leaving", "away", "coming"
 
 
 class _Open(threading.local):
-    """How many contexts are open in this thread."""
+    """How many contexts are open in this thread, and how many of them offload weights."""
 
-    depth = 0
+    depth = weights = 0
 
 
 OPEN = _Open()
@@ -411,6 +411,13 @@ def staying(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     if OPEN.depth:
         mark_not_offload(*weights.values())
     return weights
+
+
+def staying_parameter(tensor: Tensor, one: bool) -> None:
+    """Let memory of parameters stay that layers save as another tensor: not that of several (not ``one``)
+    where weights are offloaded, which would hold theirs."""
+    if one or not OPEN.weights:
+        mark_not_offload(tensor)
 
 
 def _forget(address: int) -> None:

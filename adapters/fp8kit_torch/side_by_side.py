@@ -8,6 +8,7 @@ another in its place, is found out at each call, by addresses and layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import Parameter
 
 from fp8kit.errors import AutogradError
 from fp8kit_torch.once import once
-from fp8kit_torch.torch_compat import alike, applier, calls_backward, storage_of, version
+from fp8kit_torch.torch_compat import alike, applier, calls_backward, owners, storage_of, version
 
 # bytes of a part are a multiple: where it begins, kernels find the alignment that memory of its own has
 _ALIGNED = 256
@@ -54,22 +55,24 @@ class _Stack:
 
 
 class Stacks:
-    """The parameters of a module that were put side by side, by the name that they share. ``anew``: that of a
-    deep copy, or what is read from a file, whose parameters have to be put so again."""
+    """The parameters of a module that were put side by side, by the name that they share. ``anew``: "now" of
+    a deep copy, whose parameters have to be put so again; "later", at its first call, of what is read from a
+    file: what else has their memory may not be read yet; "" else, and of what goes to another process."""
 
-    def __init__(self, anew: bool = False) -> None:
+    def __init__(self, anew: str = "") -> None:
         self.anew = anew
         self._known: dict[str, _Stack] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stacks:
-        return Stacks(True)
+        return Stacks("now")
 
     def __reduce__(self) -> Any:
-        return Stacks, (True,)
+        return Stacks, ("later",)
 
     def put(self, name: str, members: Sequence[Any]) -> None:
         """Bring parameters into one memory, where they are plain ones, alike, each another one with memory of
-        its own, on the CPU or a GPU and of whole multiples of 256 bytes; others stay where they are."""
+        its own alone, on the CPU or a GPU and of whole multiples of 256 bytes; others stay where they are, as
+        in memory that processes or other tensors share."""
         first = members[0]
         kind = _kind(first) if type(first) is Parameter else None
         if kind is None or first.nbytes % _ALIGNED or not first.nbytes or len(members) < 2:
@@ -83,6 +86,8 @@ class Stacks:
             or not p.is_contiguous()
             or p.is_inference()
             or p.untyped_storage().nbytes() != p.nbytes  # a part of somebody's memory stays there
+            or owners(p) > 1
+            or (not p.is_cuda and p.is_shared())  # of a GPU's it is always said
             for p in members
         ) or len({*map(id, members)}) < len(members):
             return
@@ -107,6 +112,10 @@ class Stacks:
         shape, dtype, device = known.kind
         whole = torch.empty(0, dtype=dtype, device=device)
         return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
+
+
+# of a process that is given the module: its parameters are the other one's
+ForkingPickler.register(Stacks, lambda stacks: (Stacks, ()))
 
 
 class _AsOne(torch.autograd.Function):

@@ -78,7 +78,7 @@ increment_version: Callable[[list[torch.Tensor]], None] = getattr(
 # (message, count) -> a function whose results, so many, raise when they are differentiated.
 DelayedError: Callable[..., Any] = _required(torch._C._functions, "DelayedError")
 # Whether torch.func transforms run on this thread.
-_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 # A tensor that such a transform left behind: what it wraps.
 unwrap: Callable[[torch.Tensor], torch.Tensor] = getattr(
     getattr(torch._C, "_functorch", None), "unwrap_if_dead", lambda tensor: tensor
@@ -125,7 +125,7 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     quick = super(torch.autograd.Function, function).apply
 
     def apply(*args: Any) -> Any:
-        return function.apply(*args) if _transforming() else quick(*args)
+        return function.apply(*args) if transforming() else quick(*args)
 
     return apply
 
@@ -350,6 +350,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 # Lists of tensors in few kernels.
+foreach_add_: Callable[..., Any] = _required(torch, "_foreach_add_")
 foreach_copy_: Callable[..., Any] = _required(torch, "_foreach_copy_")
 foreach_mul: Callable[..., Any] = _required(torch, "_foreach_mul")
 foreach_norm: Callable[..., Any] = _required(torch, "_foreach_norm")

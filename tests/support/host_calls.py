@@ -47,6 +47,7 @@ def opcodes(step, monkeypatch):
         step()
     finally:
         sys.settrace(before)
+    assert count > 0, "nothing was traced"
     return count
 
 

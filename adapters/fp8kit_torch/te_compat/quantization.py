@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp8kit.errors import RecipeError
-from fp8kit.formats import E2M1
+from fp8kit.formats import E4M3, E5M2
 from fp8kit.recipe import Format, Recipe
 from fp8kit_torch.autocast import autocast, fp8_autocast
 from fp8kit_torch.availability import (
@@ -54,8 +54,17 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
 
 def _format(operation: str, recipe: Recipe, fprop_tensor: bool) -> Any:
-    pair: Format = _want_recipe(operation, "fp8_recipe", recipe).fp8_format  # type: ignore[attr-defined]
-    return pair.forward if fprop_tensor else pair.backward
+    """The 8-bit format. RecipeError where operands have none, or layers recipes of their own."""
+    own: Format | None = getattr(_want_recipe(operation, "fp8_recipe", recipe), "fp8_format", None)
+    if own is not None:
+        return own.forward if fprop_tensor else own.backward
+    found = None
+    if not recipe.by_layer:
+        found = recipe.forward_format if fprop_tensor else recipe.backward_format
+    if found not in (E4M3, E5M2):
+        wanted = "a recipe of E4M3 or E5M2 for all layers, such as DelayedScaling()"
+        raise RecipeError(operation, "fp8_recipe", repr(recipe), wanted)
+    return found
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
@@ -76,7 +85,7 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
     """The 4-bit format of a recipe of NVFP4. RecipeError for others."""
-    if _want_recipe("get_fp4_te_dtype", "fp4_recipe", fp4_recipe).forward_format is not E2M1:
+    if not _want_recipe("get_fp4_te_dtype", "fp4_recipe", fp4_recipe).nvfp4():
         raise RecipeError("get_fp4_te_dtype", "fp4_recipe", repr(fp4_recipe), "NVFP4BlockScaling")
     return DType.kFloat4E2M1
 

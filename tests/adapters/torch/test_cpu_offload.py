@@ -208,6 +208,37 @@ def test_what_stays():
     assert not offloading._STAYING
 
 
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()])
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_of_experts_stay(one, recipe, frozen, monkeypatch):
+    options = {"single_grouped_weight": True} if one else {}
+    pushed, push = [], offloading.OffloadableLayer.push
+    monkeypatch.setattr(
+        offloading.OffloadableLayer, "push", lambda self, t: (pushed.append(t.detach()), push(self, t))[1]
+    )
+    experts = ft.GroupedLinear(
+        2, WIDTH, WIDTH, bias=False, device="cpu", use_grouped_tensor=True, **options
+    ).requires_grad_(not frozen)
+    x, sizes = torch.randn(ROWS, WIDTH, requires_grad=True), torch.tensor([ROWS - 7, 7])
+    places, grads = [p.untyped_storage().data_ptr() for p in experts.parameters()], []
+    for enabled in (True, False):
+        context, synchronize = get_cpu_offload_context(enabled, num_layers=1, model_layers=2)
+        with ft.autocast(enabled=recipe is not None, recipe=recipe):
+            y = x
+            for _ in range(2):
+                with context:
+                    y = experts(y, sizes)
+                y = synchronize(y)
+        wanted = [x, *(p for p in experts.parameters() if p.requires_grad)]
+        grads.append(torch.autograd.grad(y.sum(), wanted))
+    assert all(map(torch.equal, *grads))
+    assert not [t for t in pushed if t.untyped_storage().data_ptr() in places]
+    assert pushed or frozen
+    gc.collect()
+    assert not offloading._STAYING
+
+
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="num_layers: got 2, expected at most 1"):
         get_cpu_offload_context(True, num_layers=2, model_layers=2)

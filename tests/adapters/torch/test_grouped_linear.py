@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init
 
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.support.combinations import combinations
@@ -250,6 +250,25 @@ def test_gradients_go_the_same_way_with_sizes_on_the_device(place, recipe, way):
         assert made.grad is None or not made.grad.any()
 
 
+@pytest.mark.parametrize("own", [None, False])
+@pytest.mark.parametrize("first", [True, False, None])
+def test_main_grad_obeys_the_layers_own_micro_batch(place, first, own):
+    """Of calls that do not say one, as of a program's whose CUDA graphs do."""
+    sizes, x = torch.tensor(SPLITS, device=place), torch.ones(sum(SPLITS), K, device=place)
+    for on_device in (True, False):
+        options = {"fuse_wgrad_accumulation": True, "use_grouped_tensor": on_device}
+        layer = GroupedLinear(len(SPLITS), K, N, device=place, **options)
+        layer.microbatch = first
+        for p in layer.parameters():
+            p.main_grad = torch.full_like(p, 1000.0)
+        with autocast(recipe=RECIPES["current"]):
+            layer(x, sizes, own).sum().backward()
+        overwritten = first is True and own is None
+        for i, rows in enumerate(SPLITS):
+            got = layer.get_parameter(f"weight{i}").main_grad
+            assert ((got - rows).round() == (0 if overwritten else 1000)).all()  # less casts' rounding
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 @pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
 def test_compiled_with_sizes_on_the_device_gradients_are_left_to_eager_code(place, option):
@@ -302,6 +321,31 @@ def test_weights_in_fp8(place, recipe):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x, SPLITS)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch's jvp calls
+@pytest.mark.parametrize("option", ["bias", "delay_wgrad_compute", "single_grouped_weight"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_transforms_are_refused_by_name(option, on_device):
+    layer = GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=on_device, **{option: True})
+    sizes, x = torch.tensor([3, 5]), torch.randn(8, K)
+    own = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def of_weights(given):
+        return torch.func.functional_call(layer, given, (x, sizes)).sum()
+
+    def into(x):
+        return layer(x, sizes, None, torch.empty(8, N), torch.empty(8, K)).sum()
+
+    for argument, call in (
+        ("inp", lambda: torch.func.grad(lambda x: layer(x, sizes).sum())(x)),
+        ("inp", lambda: torch.func.grad(into)(x)),
+        ("inp", lambda: torch.vmap(lambda x: layer(x, sizes))(x[None])),
+        ("inp", lambda: torch.func.jvp(lambda x: layer(x, sizes), (x,), (x,))),
+        ("weight", lambda: torch.func.grad(of_weights)(own)),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"grouped_linear: {argument}0?: got a tensor of torch\."):
+            call()
+
+
 def test_refusals():
     grouped = GroupedLinear(2, K, N, device="cpu")
     for splits in ([3], [3, 4], [-1, 9]):
@@ -311,6 +355,17 @@ def test_refusals():
         GroupedLinear(2, K, N, use_grouped_tensor="yes")
     with pytest.raises(TypeError, match="colour"):
         GroupedLinear(2, K, N, colour=1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_only_a_bool_says_which_micro_batch_it_is(place, on_device):
+    layer = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=on_device)
+    sizes, x = torch.tensor(SPLITS, device=place), torch.randn(sum(SPLITS), K, device=place)
+    with (
+        autocast(recipe=RECIPES["current"]),
+        pytest.raises(ArgumentError, match="is_first_microbatch: got 1"),
+    ):
+        layer(x, sizes, is_first_microbatch=1)
 
 
 @pytest.mark.parametrize("return_bias", [False, True])
@@ -327,7 +382,8 @@ def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias
     if return_bias:
         assert y[1] == want[1]
         want, y = want[0], y[0]
-    assert y is out
+    assert y.data_ptr() == out.data_ptr()
+    assert not out.requires_grad
     assert_same_bits("out", bits(out), bits(want))
     want.backward(g)
     grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
@@ -340,6 +396,37 @@ def test_results_and_gradients_go_where_the_caller_wants_them(place, return_bias
     for name in ("out", "dgrad_out"):
         with pytest.raises(Fp8kitError, match=f"GroupedLinear: {name}"):
             layer(x, sizes, **{name: torch.zeros(3, 3, device=place)})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_buffer_is_there_for_every_step(place, on_device):
+    layer = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=on_device)
+    sizes, rows = torch.tensor(SPLITS, device=place), sum(SPLITS)
+    out = torch.zeros(2 * rows, N, device=place)
+    for step in range(3):
+        found = []
+        for into in (out.split(rows), (None, None)):
+            layer.zero_grad()
+            x = torch.randn(2, rows, K, generator=torch.Generator().manual_seed(step)).to(place)
+            x.requires_grad_()
+            with autocast(recipe=RECIPES["current"]):
+                ys = [layer(part, sizes, out=own) for part, own in zip(x, into, strict=True)]
+            sum(y.pow(2).sum() for y in ys).backward()
+            found.append([*ys, x.grad, *(p.grad for p in layer.parameters())])
+        assert_same_bits("out", bits(out), bits(torch.cat(found[0][:2])))
+        for i, (got, want) in enumerate(zip(*found, strict=True)):
+            assert_same_bits(f"step {step}: {i}", bits(got), bits(want))
+    with torch.no_grad():
+        assert not layer(x[0], sizes, out=out[:rows]).requires_grad
+
+
+def test_a_buffer_that_backward_still_reads_may_not_be_given_again():
+    layer = GroupedLinear(2, K, N, device="cpu", use_grouped_tensor=True)
+    x, sizes, out = torch.randn(8, K), torch.tensor([3, 5]), torch.empty(8, N)
+    loss = layer(x, sizes, out=out).pow(2).sum()
+    layer(x, sizes, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_weights_that_ranks_share():

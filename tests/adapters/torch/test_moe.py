@@ -205,6 +205,18 @@ def test_empty_inputs_and_refusals():
         moe.token_dispatch(x, mask, 6, num_experts=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+@pytest.mark.parametrize("odd", [2**32, 2**32 + 1, 2**31, 2**33 - 1, -(2**32), -(2**63)])
+def test_indices_that_int32_does_not_hold_are_no_experts(odd, dtype):
+    if dtype is torch.uint32 and not 0 <= odd < 2**32:
+        odd = 2**32 - 1
+    x, index = draw(0, 2, 4), torch.tensor([[1], [odd]], dtype=dtype)
+    rows, _, row_map, _, sizes = moe.token_dispatch(x, index, 2, num_experts=3)
+    assert sizes.tolist() == [0, 1, 0]
+    assert_same_bits("rows", rows.numpy(), torch.stack((x[0], torch.zeros(4))).numpy())
+    assert row_map.tolist() == [[0, 0], [-1, -1]]
+
+
 def padded_and_back(x, probs, mask):
     rows, weights, row_id_map, offsets, _ = moe.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 8)
     rows = rows * rows * weights[:, None]

@@ -7,10 +7,19 @@ import gc
 import io
 import pickle
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from fp8kit_torch import GroupedLinear, GroupedMLP, autocast, quantized_model_init, side_by_side, torch_compat
+from fp8kit_torch import (
+    GroupedLinear,
+    GroupedMLP,
+    autocast,
+    grouped_linear,
+    quantized_model_init,
+    side_by_side,
+    torch_compat,
+)
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -112,6 +121,12 @@ def test_names_order_and_values_are_as_ever():
     assert joined(mlp.fc2) is not None
 
 
+def _called(layer):
+    """After a first call, before which nothing that was read from a file moves."""
+    layer(torch.ones(sum(SIZES), K, dtype=layer.weight0.dtype), torch.tensor(SIZES))
+    return layer
+
+
 def _saved(layer):
     file = io.BytesIO()
     torch.save(layer, file)
@@ -125,8 +140,8 @@ MOVES = {
     "to where it is": lambda layer: layer.to("cpu"),
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
-    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
-    "torch.save": _saved,
+    "pickle": lambda layer: _called(pickle.loads(pickle.dumps(layer))),
+    "torch.save": lambda layer: _called(_saved(layer)),
     "of the meta device": lambda layer: _loaded(module("meta").to_empty(device="cpu"), layer),
     "made after meta": lambda layer: _loaded(_reset(module("meta")), layer),
     "loaded": lambda layer: _loaded(module("cpu"), layer),
@@ -239,6 +254,42 @@ def test_memory_is_gone_with_the_parameters():
         setattr(layer, f"weight{i}", Parameter(torch.zeros(N, K)))
     gc.collect()
     assert memory.expired()
+
+
+def test_a_process_that_is_given_a_module_trains_its_parameters():
+    layer = module("cpu")
+    layer.share_memory()
+    other = _called(pickle.loads(bytes(ForkingPickler.dumps(layer))))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7)
+    assert all((p == 7).all() for p in layer.parameters())
+    assert not any(p.is_shared() for p in copy.deepcopy(other).parameters())
+
+
+def test_a_first_call_that_is_captured_moves_nothing(monkeypatch):
+    """Nor does a later one: the graph has the addresses."""
+    layer = _saved(module("cpu"))
+    places = [p.data_ptr() for p in layer.parameters()]
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(grouped_linear, "is_capturing", lambda: True)
+        patch.setattr(Parameter, "is_cuda", True)
+        layer._settle()
+    _called(layer)
+    assert [p.data_ptr() for p in layer.parameters()] == places
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_tied_memory_of_a_file_stays_tied(first):
+    layer, tied = module("cpu"), torch.nn.Linear(K, N)
+    tied.weight.data = layer.weight2.data
+    layer, tied = _saved((layer, tied)) if first else reversed(_saved((tied, layer)))
+    _called(layer)
+    with torch.no_grad():
+        tied.weight.fill_(7)
+    assert (layer.weight2 == 7).all()
+    assert joined(layer) is None
+    assert joined(layer, "bias") is not None
 
 
 def test_odd_sizes_and_weights_in_fp8_stay_apart():

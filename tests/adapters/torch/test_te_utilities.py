@@ -12,6 +12,8 @@ import torch
 from fp8kit_torch.te_compat import parallel, quantization, utilities
 
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError
+from fp8kit.recipe import CustomRecipe, PerLayer
+from fp8kit.recipes import NAMED
 
 
 def test_weights_start_as_the_functions_say():
@@ -136,3 +138,11 @@ def test_formats_of_recipes():
     assert quantization.check_recipe_support(hybrid) is None
     with pytest.raises(RecipeError, match="a Recipe"):
         quantization.get_fp8_max("delayed")
+    rows = NAMED["rowwise"].recipe
+    assert quantization.get_fp8_te_dtype(rows) is ft.DType.kFloat8E4M3
+    assert quantization.get_fp8_max(rows, False) == rows.backward_format.max
+    others = [*(NAMED[name].recipe for name in ("mxfp4", "quartet")), PerLayer(nvfp4), PerLayer(hybrid)]
+    for recipe in (*others, CustomRecipe(lambda role: None)):
+        for ask in (quantization.get_fp8_te_dtype, quantization.get_fp8_max, quantization.get_fp4_te_dtype):
+            with pytest.raises(RecipeError, match=f"{ask.__name__}: fp._recipe: got"):
+                ask(recipe)
