@@ -107,7 +107,8 @@ def token_dispatch(
 
     * ``inp``: h (tokens, hidden).
     * ``routing_map``: a mask, bool or integer (tokens, E), not 0 where the token goes to the expert; with
-      ``num_experts`` E indices, int32 (tokens, k). Rows of an expert keep the order of their tokens.
+      ``num_experts`` E indices, integer (tokens, k), those out of [0, E) none; bool and uint8 are masks then
+      too. Rows of an expert keep the order of their tokens.
     * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
       ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
       rows as that can need: num_out_tokens + E (align_size - 1), rounded down to a multiple.
@@ -121,7 +122,8 @@ def token_dispatch(
     inp, routing = as_array(op, "inp", inp), as_array(op, "routing_map", routing_map)
     if jnp.issubdtype(routing.dtype, jnp.inexact):
         raise FormatError(op, "routing_map", routing.dtype.name, "bool or integers")
-    routing = (routing != 0).astype(jnp.uint8) if num_experts is None else routing.astype(jnp.int32)
+    mask = num_experts is None or routing.dtype in (jnp.bool_, jnp.uint8)
+    routing = (routing != 0).astype(jnp.uint8) if mask else routing.astype(jnp.int32)
     weights = None if probs is None else as_array(op, "probs", probs)
     spec = ExpertRowsSpec(*dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts))
     if weights is not None and weights.shape != routing.shape:

@@ -255,15 +255,21 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             self._put_side_by_side()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Weights and biases of checkpoints come as one or as several, whatever they are here."""
+        """Weights and biases of checkpoints come as one or as several, whatever they are here. What does not
+        fit stays as it came, so that torch names it."""
         for name, one in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
             if name == "bias" and not self.use_bias:
                 continue
             whole, parts = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
-            if one and whole not in state_dict and all(part in state_dict for part in parts):
-                state_dict[whole] = stacked([state_dict.pop(part) for part in parts])
-            elif not one and whole in state_dict and not any(part in state_dict for part in parts):
-                state_dict |= dict(zip(parts, _separate(state_dict.pop(whole)), strict=True))
+            there = [state_dict[part] for part in parts if part in state_dict]
+            if one and whole not in state_dict and len(there) == self.num_gemms:
+                if len({part.shape for part in there}) == 1:
+                    state_dict[whole] = stacked([state_dict.pop(part) for part in parts])
+            elif not one and whole in state_dict and not there:
+                members = _separate(state_dict[whole])
+                if len(members) == self.num_gemms:
+                    del state_dict[whole]
+                    state_dict |= dict(zip(parts, members, strict=True))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # --- ranks ----------------------------------------------------------------------------------------------

@@ -123,8 +123,8 @@ def token_dispatch(
 
     * ``inp``: float32, bfloat16 or float16 (tokens, hidden).
     * ``routing_map``: a mask, bool or integer (tokens, experts), not 0 where the token goes to the expert;
-      with ``num_experts`` indices, integer (tokens, topk), those out of [0, num_experts) none. Rows of an
-      expert keep the order of their tokens.
+      with ``num_experts`` indices, integer (tokens, topk), those out of [0, num_experts) none; bool and uint8
+      are masks then too. Rows of an expert keep the order of their tokens.
     * ``num_out_tokens``: number of rows; those behind the last expert's are 0, more are dropped. With
       ``align_size`` each expert's rows are filled up with zeros to a multiple of it, and there are as many
       rows as that can need: num_out_tokens + experts (align_size - 1), rounded down to a multiple.
@@ -139,7 +139,8 @@ def token_dispatch(
     if not torch.compiler.is_compiling():
         check(op, _DISPATCHED, locals())
     _check(op, inp, routing_map, probs)
-    routing = (routing_map != 0).to(torch.uint8) if num_experts is None else expert_numbers(routing_map)
+    mask = num_experts is None or routing_map.dtype in (torch.bool, torch.uint8)
+    routing = (routing_map != 0).to(torch.uint8) if mask else expert_numbers(routing_map)
     experts, rows, align = dispatch_rows(inp, routing, num_out_tokens, align_size, num_experts)
     rows, like = any_rows(rows, inp)
     spec = spec_for("ExpertRowsSpec", experts, rows, align)

@@ -151,6 +151,16 @@ def test_dtypes_of_routing_maps(frontend: SimpleNamespace, dtype: Any) -> None:
         assert np.asarray(sizes).tolist() == [4, 4, 4]
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8])
+def test_masks_stay_masks(frontend: SimpleNamespace, dtype: Any) -> None:
+    """Also where the number of experts is said, which has to be theirs."""
+    x, mask = frontend.array(normal(TOKENS, FEATURES)), frontend.array(MASK.astype(dtype))
+    *_, sizes = frontend.dispatch(x, mask, 12, num_experts=EXPERTS)
+    assert np.asarray(sizes).tolist() == [4, 4, 4]
+    with pytest.raises(ArgumentError, match="num_experts"):
+        frontend.dispatch(x, mask, 12, num_experts=EXPERTS + 1)
+
+
 def test_indices_out_of_range_are_none() -> None:
     """Also where int32 cannot hold them."""
     for name in ("native", "torch"):

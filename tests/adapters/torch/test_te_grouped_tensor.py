@@ -248,3 +248,14 @@ def test_what_is_refused():
     made = GroupedTensor.make_grouped_tensor_with_shapes(1, [(4, 8)], device="cpu", dtype=torch.float32)
     with pytest.raises(ArgumentError, match="quantizer"):
         made.quantize([torch.ones(4, 8)])
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_checkpoints_of_other_experts_are_refused_by_torch(one, count):
+    """Which names the parameters that do not fit."""
+    options = {"bias": False, "device": "cpu"}
+    layer = ft.GroupedLinear(3, 8, 16, single_grouped_weight=one, **options)
+    other = ft.GroupedLinear(count, 8, 16, single_grouped_weight=not one, **options).state_dict()
+    with pytest.raises(RuntimeError, match=r'"weight'):
+        layer.load_state_dict(other)
