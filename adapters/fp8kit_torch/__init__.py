@@ -44,7 +44,8 @@ from fp8kit_torch.cross_entropy import parallel_cross_entropy
 from fp8kit_torch.dot_product_attention import DotProductAttention
 from fp8kit_torch.functional import cross_entropy, dropout_add, dropout_seed, embedding
 from fp8kit_torch.graphs import make_graphed_callables
-from fp8kit_torch.grouped_linear import GroupedLinear, GroupedMLP
+from fp8kit_torch.grouped_linear import GroupedLinear
+from fp8kit_torch.grouped_mlp import GroupedMLP
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.inspection import inspect
 from fp8kit_torch.layer import TorchLayer as _TorchLayer

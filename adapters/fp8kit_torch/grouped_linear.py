@@ -1,5 +1,4 @@
-"""``GroupedLinear``: rows in groups, each with a weight of its own: the experts of a mixture; ``GroupedMLP``:
-two of them."""
+"""``GroupedLinear``: rows in groups, each with a weight of its own: the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -21,16 +20,14 @@ from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
-from fp8kit.layers.grouped import want_tokens
 from fp8kit.ops.expert_linear import expert_weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import not_compiled, want_input
 from fp8kit_torch.bound import want_no_transform
 from fp8kit_torch.call import prepare, run
-from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown, splits
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check, is_integer, shown
 from fp8kit_torch.experts import expert_product
-from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.main_grad import MainGrads, MemberGrad, StackedMainGrads, filling
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.offloading import OPEN, staying, staying_parameter
@@ -39,7 +36,6 @@ from fp8kit_torch.parameters import Init
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
-from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.torch_compat import PARAMETERS, is_capturing, own_parameters, transforming
 
 _AS_ONE = "experts"  # of the keys of weights that are cast as one
@@ -189,7 +185,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
             if name not in self._grouped_names():
                 self._stacks.put(name, [own.get(f"{name}{i}") for i in range(self.num_gemms)])
 
-    def _settle(self) -> None:
+    def _place_loaded(self) -> None:
         """What ``_put_side_by_side`` does at a first call; a CUDA graph that is captured keeps addresses."""
         if next(self.parameters()).is_cuda and is_capturing():
             self._stacks.anew = ""
@@ -344,7 +340,7 @@ class GroupedLinear(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
             if self._stacks.anew:
-                self._settle()
+                self._place_loaded()
             if transforming():
                 asked = {"x": inp} | {f"{i}_weight0": p for i, p in enumerate(self.main_parameters())}
                 want_no_transform(self.operation, tuple(asked), tuple(asked.values()))
@@ -507,78 +503,3 @@ _LEFT_TO_EAGER = {
     option: torch.compiler.disable(GroupedLinear._on_device, reason=str(not_compiled(option)))
     for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute")
 }
-
-
-# behind the shared layer's text: what this frontend has further
-_FURTHER = """
-    * ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, ``save_original_input``, ``use_grouped_tensor``,
-      ``single_grouped_weight``, ``single_grouped_bias``: both parts', see ``GroupedLinear``; ``backward_dw``
-      hands over the gradients of both.
-    """
-_INTO = """
-        ``out``: where y is copied to, (rows, H); ``dgrad_out``: where the gradient of ``inp`` is copied to,
-        (rows, H); see ``GroupedLinear``.
-        """
-
-
-class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
-    __doc__ = f"{layers.GroupedMLP.__doc__}{_FURTHER}"
-
-    def __init__(
-        self,
-        num_gemms: int,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        bias: bool = True,
-        activation: str = "swiglu",
-        init_method: Init | None = None,
-        output_layer_init_method: Init | None = None,
-        params_dtype: torch.dtype | None = None,
-        device: Any = None,
-        name: str | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        use_grouped_tensor: bool | None = None,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-    ) -> None:
-        TorchLayer.__init__(self)
-        further = "fuse_wgrad_accumulation delay_wgrad_compute save_original_input use_grouped_tensor"
-        self.add_parts(locals(), f"{further} single_grouped_weight single_grouped_bias")
-
-    @without_unknown
-    def forward(
-        self,
-        inp: Tensor,
-        m_splits: Sequence[int] | Tensor,
-        probs: Tensor | None = None,
-        is_first_microbatch: bool | None = None,
-        tokens_per_expert: Sequence[int] | Tensor | None = None,
-        out: Tensor | None = None,
-        dgrad_out: Tensor | None = None,
-        **unknown: Any,
-    ) -> Tensor:
-        if unknown:
-            self.refuse_names(unknown)
-        into = {"dgrad_out": dgrad_out}, {"out": out}
-        y: Tensor = self.compute(inp, m_splits, probs, is_first_microbatch, tokens_per_expert, into)
-        return y
-
-    forward.__doc__ = f"{layers.GroupedMLP.forward.__doc__}{_INTO}"
-
-    def token_rows(self, x: Tensor, m_splits: Any, tokens_per_expert: Any) -> Tensor:
-        given = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
-        if not torch.compiler.is_compiling():
-            check("GroupedMLP", {"m_splits": splits, "tokens_per_expert": splits}, given)
-        on_device = self.fc1.sizes_on_device
-        if not any(isinstance(n, Tensor) and (n.is_cuda or on_device) for n in given.values()):
-            sizes, counts = ([int(n) for n in numbers] for numbers in given.values())
-            want_tokens(counts, sizes)
-            given = {"m_splits": sizes, "tokens_per_expert": counts}
-        sizes, counts = (torch.as_tensor(numbers, device=x.device) for numbers in given.values())
-        if counts.shape != sizes.shape:
-            raise ShapeError("GroupedMLP", "tokens_per_expert", shown(counts), f"shape {tuple(sizes.shape)}")
-        rows, ends = torch.arange(x.shape[:-1].numel(), device=x.device), sizes.cumsum(0)
-        group = torch.searchsorted(ends, rows, right=True).clamp(max=self.num_gemms - 1)
-        return (rows - (ends - sizes)[group] < counts[group]).to(x.dtype)

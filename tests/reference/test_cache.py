@@ -37,21 +37,26 @@ print(digest.hexdigest())
 """
 
 
+def ran(program, environment, folder=ROOT):
+    """The end of a program that another process runs in a folder, without a fault."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.programs
 def test_norms_have_the_same_bits_from_a_cold_and_a_warm_cache(tmp_path):
     said = []
     for seed in ("1", "2"):
         environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
+        said.append(ran(PROGRAM, environment).stdout)
     assert said[0] == said[1]
 
 
@@ -80,15 +85,7 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable,
         "PYTHONPATH": str(tmp_path),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", QUANTISE],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(QUANTISE, environment, tmp_path)
     assert re.fullmatch(
         r"the cache folder \S*file/cache\S* cannot be written \(Not a directory\): what is compiled "
         r"lasts for this process alone; set FP8KIT_CACHE_DIR to a folder that can be written\n",
@@ -122,13 +119,5 @@ def test_compiling_is_said_once_where_nothing_is_kept_yet(stderr, level, tmp_pat
 def test_a_program_says_that_it_compiles(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "FP8KIT_LOG_LEVEL": "INFO"}
     for times in (1, 0):
-        done = subprocess.run(
-            [sys.executable, "-c", QUANTISE],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
+        done = ran(QUANTISE, environment)
         assert done.stderr.count("first use of the CPU engine: Numba compiles") == times

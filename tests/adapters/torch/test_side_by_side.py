@@ -274,7 +274,7 @@ def test_a_first_call_that_is_captured_moves_nothing(monkeypatch):
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(grouped_linear, "is_capturing", lambda: True)
         patch.setattr(Parameter, "is_cuda", True)
-        layer._settle()
+        layer._place_loaded()
     _called(layer)
     assert [p.data_ptr() for p in layer.parameters()] == places
 
