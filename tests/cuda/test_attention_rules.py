@@ -467,7 +467,7 @@ def test_packed_sequences_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         spec = AttentionSpec(num_heads=32, head_dim=128, qkv_format="thd", mask="padding_causal")
 
-        def calls() -> list[packed_attention._Call]:
+        def calls() -> list[packed_attention._PackedProblem]:
             sizes = [(4, rows, rows) for rows in range(4096, 4096 + 8 * 40, 8)]
             shape = (16000, 32, 128)
             return [packed_attention._call(*[shape] * 3, one, formats.bfloat16, spec, ()) for one in sizes]

@@ -239,12 +239,12 @@ def test_sequences_where_they_lie_give_the_bits_of_padded_batches(
         places.append(own(self, *asked))
         return places[-1]
 
-    own = packed_attention._Call.in_place
-    monkeypatch.setattr(packed_attention._Call, "in_place", lies)
+    own = packed_attention._PackedProblem.in_place
+    monkeypatch.setattr(packed_attention._PackedProblem, "in_place", lies)
     lying = run(*call)
     assert places[0]
     assert all(places[2:])  # the calls; backward's workspace may be that of a learnable offset's gradient
-    monkeypatch.setattr(packed_attention._Call, "in_place", lambda *asked: False)
+    monkeypatch.setattr(packed_attention._PackedProblem, "in_place", lambda *asked: False)
     for what, padded in run(*call).items():
         assert_same_bits(what, lying[what], padded)
 
