@@ -10,24 +10,24 @@
 // ACT is one of activation.cuh. Where a pass of its own reads values from memory, they are rounded to T here,
 // and what is done to them then is the same: so are the bits, but those of sums over rows.
 //
-// A warp works on 16 rows by 32 columns at a time. Of these a lane has rows `row` and `row + 8`, where row is
-// lane / 4 of the 16, and values[h][2 q + c] is column 8 q + 2 (lane % 4) + c of row h. All lanes take part
-// in every step, also those whose rows do not exist, with zeros.
+// A warp works on 16 rows by 32 columns at a time, or AT_ONCE times 32, whose lanes have of them what
+// hopper_fragments.cuh says. Those whose rows do not exist take part with zeros.
 //
 // A gated ACT has two halves of columns, F apart: x, and in forward the product, whose tile is BN / 2 columns
 // of the first half beside the same ones of the second (`load`). So a thread has both of an element.
 #pragma once
 #include "activation.cuh"
-#include "hopper.cuh"
-#include "rows.cuh"
+#include "hopper_fragments.cuh"
 
 enum Epilogue { bare, forward, backward, lines };
 constexpr bool FUSED = EPILOGUE != bare;
 constexpr int PARTS = ACT::gated ? 2 : 1;                 // halves of x
 constexpr int HALVES = EPILOGUE == forward ? PARTS : 1;   // of the product's tile
 constexpr int RESULTS = EPILOGUE == backward ? PARTS : 1;  // of what is made
-// bytes of shared memory: column sums of four warps, for either multiplier, of two steps in turn
-constexpr int SUM_BYTES = EPILOGUE == backward ? 2 * 2 * 4 * 32 * 4 : 0;
+constexpr int AT_ONCE = EPILOGUE == backward || sizeof(T) == 4 ? 1 : 2;
+// bytes of shared memory: sums of 128 columns by a warp, and by four; for either multiplier, two in turn
+constexpr int WARP_SUMS = 128 * 4, SUMS = 4 * WARP_SUMS;
+constexpr int SUM_BYTES = EPILOGUE == backward ? 2 * 2 * RESULTS * SUMS : 0;
 
 // What the host says of it; absent arrays are null. x and bias: PARTS * F columns; y, or dx: RESULTS * F.
 // sums: (ceil(M / 64), RESULTS * F). Of lines: cast's q, scale_inv and rule.
@@ -55,59 +55,17 @@ template <Epilogue E> DEVICE bool further_aligned(const Further<E>& to) {
          rows_aligned<16>(to.x, to.features) && rows_aligned<2 * sizeof(T)>(to.bias, to.features);
 }
 
-// --- codes -------------------------------------------------------------------------------------------------
-
-// Codes of 16 rows by 32 columns, from lanes which have them as this file's head says, to q, eight neighbours
-// a lane, and to q_t, sixteen: column 8 (lane % 4) + lane / 4. Columns from q_end and t_end on are not
-// written. Sizes and strides are multiples of 8 in q, of 16 in q_t, or 0.
-DEVICE void write_codes(const Cast& cast, const float (&v)[2][8], const float (&scale)[2], i64 row,
-                        i64 column, i64 q_end, i64 t_end) {
-  const int t = lane() % 4, g = lane() / 4;
-  u32 words[4], codes[2][2];
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const float a = v[0][2 * q] * scale[0], b = v[0][2 * q + 1] * scale[0];
-    const float c = v[1][2 * q] * scale[1], d = v[1][2 * q + 1] * scale[1];
-    words[q] = cast.is_e5m2 ? encode4<e5m2>(a, b, c, d) : encode4<e4m3>(a, b, c, d);
-  }
-  transpose_quad(words);
-#pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    codes[0][w] = __byte_perm(words[2 * w], words[2 * w + 1], 0x5410);
-    codes[1][w] = __byte_perm(words[2 * w], words[2 * w + 1], 0x7632);
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    if (cast.q != nullptr && row + 8 * h < cast.q_rows && column + 8 * t < q_end)
-      store_codes<8>(cast.q + (row + 8 * h) * cast.q_stride + column + 8 * t, codes[h]);
-  if (cast.q_t == nullptr) return;
-  transpose_octet(codes[0]), transpose_octet(codes[1]);
-  const i64 to_row = column + 8 * t + g, to_column = row - g;
-  if (to_row < t_end && to_column < cast.t_columns)
-    store_words(cast.q_t + to_row * cast.t_stride + to_column,
-                {codes[0][0], codes[0][1], codes[1][0], codes[1][1]});
-}
-
 // --- sums and maxima ---------------------------------------------------------------------------------------
 
-// Sums of 32 columns over the 64 rows of a multiplier's four warps, to `to`, of which `left` exist, in an
-// order that is always the same. `shared`: of this multiplier, number `group`, and this turn.
-DEVICE void sum_columns(const float (&v)[2][8], u32 shared, int group, float* to, i32 left) {
-  const int warp = threadIdx.x / 32 % 4;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float sum = v[0][i] + v[1][i];
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane() < 4) store_shared(shared + 4 * (32 * warp + 8 * (i / 2) + 2 * lane() + i % 2), sum);
-  }
-  // the next turn's sums lie elsewhere, and those of the turn after come behind the next turn's barrier
-  wait_for_threads<128>(2 + group);
-  if (warp || lane() >= left) return;
+// Sums of 128 columns over a multiplier's 64 rows, each warp's from `shared` (`sum_rows`), to `to`. `left`
+// columns exist. The order is always the same.
+DEVICE void sum_columns(u32 shared, float* to, i32 left) {
+  const int column = threadIdx.x % 128;
+  if (column >= left) return;
   float sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) sum += load_shared(shared + 4 * (32 * w + lane()));
-  to[lane()] = sum;
+  for (int w = 0; w < 4; ++w) sum += load_shared(shared + w * WARP_SUMS + 4 * column);
+  to[column] = sum;
 }
 
 // The cast's scale, where one is known. Every thread of the grid calls.
@@ -144,7 +102,7 @@ DEVICE float2 gradients(float g, float a, float second, const Params& p) {
 // What `forward` and `backward` read for 16 rows by 32 columns from `column` of F on. `rows`: M. INSIDE: rows
 // and columns exist, and are aligned.
 struct Inputs { Columns<T> bias[PARTS], x[PARTS][2]; };
-constexpr bool EARLY = sizeof(T) == 2 && RESULTS == 1;  // more would not fit into the registers
+constexpr bool EARLY = sizeof(T) == 2;  // else the registers do not hold them
 template <bool INSIDE, Epilogue E>
 DEVICE void read_columns(const Further<E>& to, i64 rows, i64 row, i64 column, Inputs& in) {
   const i32 left = (i32)(to.features - column);
@@ -159,55 +117,57 @@ DEVICE void read_columns(const Further<E>& to, i64 rows, i64 row, i64 column, In
   }
 }
 
-// Both, of the product as T's values. EARLY: what the next 32 columns need is read meanwhile.
+// Both, of the product as T's values. `sums`: where this warp's go. EARLY: what comes next is read meanwhile.
 template <bool INSIDE, Epilogue E>
-DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[HALVES][2][8],
-                           Inputs& in, i64 rows, i64 row, i64 column, u32 shared, int group) {
+DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&product)[AT_ONCE][HALVES][2][8],
+                           Inputs (&in)[AT_ONCE], i64 rows, i64 row, i64 column, u32 sums) {
   const Params params{(float)to.limit, (float)to.alpha, (float)to.offset};
   const i32 left = (i32)(to.features - column), t = 2 * (lane() % 4);
-  const i64 width = RESULTS * to.features;  // of y, and in `backward` of x
-  float made[RESULTS][2][8];
+  const i64 width = RESULTS * to.features;  // of y
+  float made[RESULTS][AT_ONCE][2][8];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const bool exists = INSIDE || row + 8 * h < rows;
+  for (int s = 0; s < AT_ONCE; ++s)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      constexpr int LAST = PARTS - 1;
-      const float bias = in.bias[0].at(i), second = in.bias[LAST].at(i);
-      float2 both;
-      if constexpr (EPILOGUE == forward)
-        both.x = activated(product[0][h][i] + bias, product[HALVES - 1][h][i] + second, params);
-      else
-        both = gradients(product[0][h][i], in.x[0][h].at(i) + bias, in.x[LAST][h].at(i) + second, params);
-      const bool there = INSIDE || (exists && 8 * (i / 2) + t + i % 2 < left);
+    for (int h = 0; h < 2; ++h) {
+      const bool exists = INSIDE || row + 8 * h < rows;
 #pragma unroll
-      for (int p = 0; p < RESULTS; ++p) {
-        made[p][h][i] = there ? rounded<T>(p ? both.y : both.x) : 0.0f;
-        own.most = amax_of(own.most, made[p][h][i]);
+      for (int i = 0; i < 8; ++i) {
+        constexpr int LAST = PARTS - 1;
+        const float bias = in[s].bias[0].at(i), second = in[s].bias[LAST].at(i);
+        float2 both;
+        if constexpr (EPILOGUE == forward)
+          both.x = activated(product[s][0][h][i] + bias, product[s][HALVES - 1][h][i] + second, params);
+        else
+          both = gradients(product[s][0][h][i], in[s].x[0][h].at(i) + bias,
+                           in[s].x[LAST][h].at(i) + second, params);
+        const bool there = INSIDE || (exists && 32 * s + 8 * (i / 2) + t + i % 2 < left);
+#pragma unroll
+        for (int p = 0; p < RESULTS; ++p) {
+          made[p][s][h][i] = there ? rounded<T>(p ? both.y : both.x) : 0.0f;
+          own.most = amax_of(own.most, made[p][s][h][i]);
+        }
       }
     }
 #pragma unroll
-    for (int p = 0; p < RESULTS; ++p)
-      if (to.y != nullptr)
-        store_columns<INSIDE>(to.y + (row + 8 * h) * width + p * to.features + column, exists ? left : 0,
-                              made[p][h]);
+  for (int n = 0; n < RESULTS * AT_ONCE * 2; ++n) {
+    const int p = n / 2 / AT_ONCE, s = n / 2 % AT_ONCE, h = n % 2;
+    if (to.y != nullptr)
+      store_columns<INSIDE>(to.y + (row + 8 * h) * width + p * to.features + column + 32 * s,
+                            INSIDE || row + 8 * h < rows ? left - 32 * s : 0, made[p][s][h]);
   }
-  if (EARLY && (column + 32) % (BN / HALVES)) read_columns<INSIDE>(to, rows, row, column + 32, in);
+  if (EARLY && (column + 32 * AT_ONCE) % (BN / HALVES))
+#pragma unroll
+    for (int s = 0; s < AT_ONCE; ++s)
+      read_columns<INSIDE>(to, rows, row, column + 32 * (AT_ONCE + s), in[s]);
   const float scales[2] = {own.scale, own.scale};
 #pragma unroll
   for (int p = 0; p < RESULTS; ++p) {
     const bool last = p == RESULTS - 1;  // the first half ends where the second begins
-    const i64 first = p * to.features + column;
-    if constexpr (EPILOGUE == backward) {
-      const u32 place = shared + 512 * (2 * group + own.turn);
-      if (to.sums != nullptr)
-        sum_columns(made[p], place, group, to.sums + row / 64 * width + first,
-                    row / 64 * 64 < rows ? left : 0);
-      own.turn ^= 1;
-    }
+    if (EPILOGUE == backward && to.sums != nullptr)
+      sum_rows(made[p][0], sums + p * SUMS + 4 * (column % 128));
     if (to.cast.wanted())
-      write_codes(to.cast, made[p], scales, row, first, last ? to.cast.q_columns : to.features,
-                  last ? to.cast.t_rows : to.features);
+      write_codes<INSIDE>(to.cast, made[p], scales, row, p * to.features + column,
+                          last ? to.cast.q_columns : to.features, last ? to.cast.t_rows : to.features);
   }
 }
 
@@ -216,12 +176,12 @@ DEVICE void finish_columns(const Further<E>& to, Running& own, const float (&pro
 template <Epilogue E>
 DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 column) {
   const Cast& cast = to.cast;
-  float v[2][8], scale[2], top[2] = {0.0f, 0.0f};
+  float v[1][2][8], scale[2], top[2] = {0.0f, 0.0f};
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
-    get_columns<T>(boxes, k, v);
+    get_columns<T>(boxes, k, v[0]);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) top[i / 8] = amax_of(top[i / 8], v[i / 8][i % 8]);
+    for (int i = 0; i < 16; ++i) top[i / 8] = amax_of(top[i / 8], v[0][i / 8][i % 8]);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -235,8 +195,8 @@ DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 
   }
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
-    get_columns<T>(boxes, k, v);
-    write_codes(cast, v, scale, row, column + 32 * k, cast.q_columns, 0);
+    get_columns<T>(boxes, k, v[0]);
+    write_codes<false>(cast, v, scale, row, column + 32 * k, cast.q_columns, 0);
   }
 }
 
@@ -245,16 +205,30 @@ DEVICE void finish_line(const Further<E>& to, u32 boxes, i64 rows, i64 row, i64 
 template <bool INSIDE, Epilogue E>
 DEVICE void finish_rows(const Further<E>& to, Running& own, u32 boxes, i64 rows, i64 row, i64 column,
                         u32 shared, int group) {
-  Inputs in;
-  read_columns<INSIDE>(to, rows, row, column, in);
-#pragma unroll 1
-  for (int k = 0; k < 4 / HALVES; ++k) {
-    float product[HALVES][2][8];
-    if (!EARLY && k) read_columns<INSIDE>(to, rows, row, column + 32 * k, in);
+  Inputs in[AT_ONCE];
+  const u32 sums = shared + RESULTS * SUMS * (2 * group + own.turn);
+  const u32 of_warp = sums + threadIdx.x / 32 % 4 * WARP_SUMS;
 #pragma unroll
-    for (int p = 0; p < HALVES; ++p) get_columns<T>(boxes, k + 2 * p, product[p]);
-    finish_columns<INSIDE>(to, own, product, in, rows, row, column + 32 * k, shared, group);
+  for (int s = 0; s < AT_ONCE; ++s) read_columns<INSIDE>(to, rows, row, column + 32 * s, in[s]);
+#pragma unroll 1
+  for (int k = 0; k < 4 / HALVES; k += AT_ONCE) {
+    float product[AT_ONCE][HALVES][2][8];
+#pragma unroll
+    for (int s = 0; s < AT_ONCE; ++s) {
+      if (!EARLY && k) read_columns<INSIDE>(to, rows, row, column + 32 * (k + s), in[s]);
+#pragma unroll
+      for (int p = 0; p < HALVES; ++p) get_columns<T>(boxes, k + s + 2 * p, product[s][p]);
+    }
+    finish_columns<INSIDE>(to, own, product, in, rows, row, column + 32 * k, of_warp);
   }
+  if (EPILOGUE != backward || to.sums == nullptr) return;
+  // the next turn's sums lie elsewhere, and those of the turn after come behind the next turn's barrier
+  wait_for_threads<128>(2 + group);
+  own.turn ^= 1;
+#pragma unroll
+  for (int p = 0; p < RESULTS; ++p)
+    sum_columns(sums + p * SUMS, to.sums + (row / 64 * RESULTS + p) * to.features + column,
+                row / 64 * 64 < rows ? (i32)(to.features - column) : 0);
 }
 
 // The same by any epilogue. `there`: of F's columns and of rows all exist.

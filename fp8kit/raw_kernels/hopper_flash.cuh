@@ -7,7 +7,7 @@
 // A product takes it as it lies, whether its rows are the sums' columns (q k^T) or their terms (p v).
 #pragma once
 #include "flash.cuh"
-#include "hopper.cuh"
+#include "hopper_fragments.cuh"
 
 static_assert(KIND == 0 && D == DV && D % 64 == 0, "");
 

@@ -86,15 +86,17 @@ constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
-// copies bring them to `out` while the next tile is multiplied, and epilogues read them. LATE: columns from
-// PART on wait for it in registers. SKEWED: the second multiplier begins a tile one partial sum later, so
+// copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
+// blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
+// the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so
 // that one adds while the other multiplies. CLUSTER: two blocks make tiles beside each other, and either
 // copies half of a's to both. BM 64: a few rows, the first multiplier's; no more are copied than there are.
 constexpr bool STAGED =
     FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
-constexpr int PART = BN < 128 ? BN : 128, PART_BYTES = 16 * PART * sizeof(T);
+constexpr int PART = BN < 128 ? BN : SCALES != whole && BM == 256 && !FUSED ? 64 : 128;
+constexpr int PART_BYTES = 16 * PART * sizeof(T);
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
-constexpr bool LATE = STAGED && BN > PART;
+constexpr bool LATE = STAGED && BN == 256;
 constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define IS_none 1
 #define IS_terms 2
@@ -107,7 +109,7 @@ constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #endif
 constexpr int CLUSTER = TURNS || (BY_TERMS && WAVES == 2) ? 2 : 1;
 constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need all
-constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / STAGE_BYTES;
+constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / (STAGE_BYTES + B_SCALE_BYTES);
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
@@ -207,8 +209,11 @@ struct Memory {
   METHOD u32 a(u32 stage) const { return base + PARTS_BYTES + stage * A_BYTES; }
   METHOD u32 b(u32 stage) const { return a(STAGES) + stage * B_BYTES; }
   METHOD u32 a_scales(u32 stage) const { return b(STAGES) + stage * A_SCALE_BYTES; }
-  METHOD u32 b_scales(u32 stage) const { return a_scales(STAGES) + stage * B_SCALE_BYTES; }
-  METHOD u32 full(u32 stage) const { return b_scales(STAGES) + 8 * stage; }
+  // Twice as many as stages, so that a place may be filled again before its scales of b are read.
+  METHOD u32 b_scales(u32 stage, u32 parity) const {
+    return a_scales(STAGES) + (stage + parity * STAGES) * B_SCALE_BYTES;
+  }
+  METHOD u32 full(u32 stage) const { return b_scales(0, 2) + 8 * stage; }
   METHOD u32 empty(u32 stage) const { return full(STAGES + stage); }
   METHOD u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
   METHOD u32 sums() const { return full(3 * STAGES); }
@@ -254,7 +259,8 @@ DEVICE void load(const Job& job, const Memory& memory) {
       if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
         copy_tile(memory.b(stage) + B_BYTES / 2, job.b, term, at.column + (i32)job.n / 2, full);
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);
-      if constexpr (B_LINES) copy_tile(memory.b_scales(stage), job.b_lines, at.column, term / DEPTH, full);
+      if constexpr (B_LINES)
+        copy_tile(memory.b_scales(stage, place.parity), job.b_lines, at.column, term / DEPTH, full);
     }
   }
   if constexpr (BY_TERMS) {  // a note that there are no more, once its place is free
@@ -420,7 +426,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
   const u64 high = tile_descriptor(0) >> 32 << 32;
 #pragma unroll 1
   for (i32 depth = 0; depth < depths; ++depth) {
-    const u32 stage = place.stage;
+    const u32 stage = place.stage, b_scales = memory.b_scales(stage, place.parity);
     const u64 a = high | (a_first + stage * (A_BYTES / 16)), b = high | (b_first + stage * (B_BYTES / 16));
     float square = 1.0f;
 #pragma unroll
@@ -448,11 +454,9 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         products_wait<0>();
         hold(part);
         if (skewed && group == 0 && depth == 0 && w == 0 && begin == 0) arrive_of_threads<MULTIPLIERS>(4);
-        // b's lines are still to be read, else the place may be filled again
-        if (end && !B_LINES) release(memory, stage);
+        if (end) release(memory, stage);
         if (TILES == 1 || depth % TILES == TILES - 1 || depth + 1 == depths)
-          promote(total[w], part, rows, memory.b_scales(stage));
-        if (end && B_LINES) release(memory, stage);
+          promote(total[w], part, rows, b_scales);
       }
   }
 }
@@ -510,26 +514,30 @@ DEVICE void finish_sums(const Job& job, const Corner& at, const float (&total)[B
   }
 }
 
-// A warp's 16 rows to the result: from registers, or PART columns by shared memory now and the others late.
+// A warp's 16 rows to the result: from registers, or by shared memory, PART columns at a time, the last LATE.
 template <How HOW>
 DEVICE void write_rows(const Job& job, const Corner& at, const float (&total)[BN / 2], i32 row, i32 first,
                        i32 matrix, Outgoing& outgoing) {
   constexpr bool BY_PARTS = STAGED && (FUSED || HOW != EDGE);
+  constexpr int EACH = PART / 32;
   if constexpr (BY_PARTS) outgoing.send_late(job), copies_have_read();
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     float values[2][8];
     asm volatile("" ::: "memory");  // these columns' scales are read now, not sooner: registers are few
     finish_sums<HOW>(job, at, total, k, first + column_of(job, 32 * k) - 32 * k, values);
-    if (BY_PARTS && k < PART / 32) put_columns<T>(outgoing.part, k, values);
-    if (BY_PARTS && k == PART / 32 - 1) outgoing.send(job, row, first, matrix);
+    if (BY_PARTS && (!LATE || k < EACH)) {
+      if (k && k % EACH == 0) copies_have_read();
+      put_columns<T>(outgoing.part, k % EACH, values);
+      if (k % EACH == EACH - 1) outgoing.send(job, row, first + 32 * (k + 1) - PART, matrix);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (!BY_PARTS)
         store_columns<HOW != EDGE>(at.out + 8 * h * job.out_stride + 32 * k,
                                    at.exists[h] ? (i32)job.n - first - 32 * k : 0, values[h]);
       else if constexpr (LATE)
-        if (k >= PART / 32) pack_columns<T>(values[h], outgoing.words[k - PART / 32][h]);
+        if (k >= EACH) pack_columns<T>(values[h], outgoing.words[k - EACH][h]);
     }
   }
   if (BY_PARTS && LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;

@@ -25,7 +25,7 @@ Array = Any
 LANES = np.arange(32)
 T, G = LANES % 4, LANES // 4
 # the headers' selectors of bytes: of odd lanes and even ones, of the second two of four and the first, rows
-_CODE = manifest.text("hopper.cuh").partition("transpose_octet")[2] + manifest.text("hopper_epilogue.cuh")
+_CODE = manifest.text("hopper_fragments.cuh").partition("transpose_octets")[2]
 ODD, EVEN, SECOND, FIRST, *OF_ROWS = (int(found, 16) for found in re.findall(r"0x[0-9A-F]{4}\b", _CODE))
 # of 16 rows by 32 columns: a lane's rows and columns, [lane, h, i]
 ROW = (G[:, None, None] + 8 * np.arange(2)[:, None]) + 0 * np.arange(8)
