@@ -9,9 +9,9 @@ from functools import partial
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import checks, graph_capture, graphs, grouped_linear
+from fp8kit_torch import checks, graph_capture, graphs, grouped_on_device
 
-from fp8kit.errors import FormatError
+from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
 
 from .replayed import Again
@@ -104,6 +104,9 @@ def test_a_refused_call_changes_no_shared_cast(place):
             layer.weight1.mul_(3)
         with pytest.raises(FormatError, match="x"):
             layer(x.float(), sizes, is_first_microbatch=True)
+        if place == "cpu":  # where sizes are looked at
+            with pytest.raises(ArgumentError, match="m_splits"):
+                layer(x, sizes + ROWS, is_first_microbatch=True)
         assert torch.equal(layer(x, sizes, is_first_microbatch=False), was)
 
 
@@ -129,7 +132,7 @@ def test_shared_casts_where_less_is_differentiated(place, recipe, wants):
 
 def test_a_checkpoint_casts_them_once(place, monkeypatch):
     layer, casts = module(place), []
-    cast = grouped_linear.expert_weight_cast
+    cast = grouped_on_device.expert_weight_cast
     forward = type(cast).forward
     monkeypatch.setattr(type(cast), "forward", lambda *given: (casts.append(1), forward(*given)))
     want = trained(module(place), RECIPES["current"], [True, False])
