@@ -3,7 +3,7 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,7 @@ def expert_product(
     main: StackedMainGrads | None = None,
     owner: GroupedLinear | None = None,
     first: bool | None = None,
+    codes: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
@@ -54,6 +55,7 @@ def expert_product(
     that ``weight`` consists of where they are, which may not change until backward has read them;
     ``main``: where the weight's gradient goes, eagerly. ``owner``: the module whose weights micro-batches may
     share in FP8, and checkpoints keep; ``first``: whether this is a step's first one; None: they do not.
+    ``codes``: of the weight, where it is held in FP8, and the autocast wants them.
     UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
@@ -63,7 +65,12 @@ def expert_product(
         inspection.unseen(layer[1] or layer[0])
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     spec, fp8 = spec_in_force(fields, layer, said, slots, main is not None)
-    if owner is not None and fp8 is not None and not (idle and first is None):
+    if codes is not None:
+        if not idle and recompute.recall(owner) is None:
+            recompute.keep(owner, None, None)
+        inputs |= codes
+        spec = _spec(said, fields, fp8, slots, True, main is not None)
+    elif owner is not None and fp8 is not None and not (idle and first is None):
         validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
         if not sizes.is_cuda:
             check_groups(expert_linear.name, "m_splits", as_view(sizes), x.shape[:-1].numel(), slots)
@@ -71,10 +78,11 @@ def expert_product(
         if held is not None:
             inputs |= held
             spec = _spec(said, fields, fp8, slots, True, main is not None)
-    if main is None:
+    if main is None and codes is None:
         y = apply(expert_linear, spec, inputs)["y"]
     else:
-        main.made_by(spec, weight.dtype)
+        if main is not None:
+            main.made_by(spec, weight.dtype)
         there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         y = run(*prepare(expert_linear, spec, there), main=main)["y"]
     if read and x.requires_grad and (fp8 is None or fp8.dgrad.compute == "high_precision"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import current
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
@@ -22,11 +22,13 @@ from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.experts import expert_numbers, expert_product, spec_in_force
 from fp8kit_torch.grouped_weights import GroupedWeights
+from fp8kit_torch.held_experts import codes_as_one, standing_for, want_held_fit, way_of
 from fp8kit_torch.main_grad import StackedMainGrads, filling
 from fp8kit_torch.offloading import staying
+from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.torch_compat import any_autocast, own_parameters
 
-_kind = attrgetter("shape", "dtype", "device")
+_kind = attrgetter("__class__", "shape", "dtype", "device")
 
 _AS_ONE = "experts"  # of the keys of weights that are cast as one
 
@@ -40,21 +42,47 @@ class GroupedOnDevice(GroupedWeights):
         return super().__getstate__() | {"_wanted": None}
 
     def wants_sizes(self) -> str | None:
-        return "quantized_model_init" if self._held is not None else None
+        # by recipes that want sizes on the host
+        coded = self._held is not None and self._held.quantizer is not None
+        return "quantized_model_init with scales in FP8" if coded else None
+
+    def check_held(self, fp8: Quantization) -> None:
+        if self._held is not None:
+            want_held_fit("GroupedLinear", self.main_parameters(), fp8)
+
+    def _held_whole(self, alone: bool) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """``_whole`` of weights that are held in FP8, and their codes where the autocast wants these."""
+        weights: list[Any] = self.main_parameters()
+        for name, weight in zip(self.weight_names, weights, strict=True):
+            if not isinstance(weight, QuantizedTensor):
+                wanted = "the QuantizedTensor that quantized_model_init made"
+                raise UnsupportedError("GroupedLinear", name, f"a {type(weight).__name__}", wanted)
+        fields = self.num_gemms, self.in_features, self.out_features, "oi"
+        spec, fp8 = spec_in_force(fields, (self.layer_name, self.name or ""))
+        if fp8 is None or way_of(weights[0]) is None:
+            values = [weight.dequantize() for weight in weights]
+            whole = values[0] if self.single_grouped_weight else torch.stack(values)
+            return (whole.detach() if alone else whole), None
+        self.check_held(fp8)
+        codes = staying(codes_as_one(weights, expert_weight_cast.operands(spec)))
+        return standing_for(weights, codes, alone), codes
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
-        if (name := self.wants_sizes()) is not None:
-            raise self.unread_sizes(name)
-        if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and self.is_compiling():
-            option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "delay_wgrad_compute"
+        option = "a weight of quantized_model_init" if self._held is not None else ""
+        option = "delay_wgrad_compute" if self.delay_wgrad_compute else option
+        option = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else option
+        if option and self.is_compiling():
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
         if is_first_microbatch is not None:
             want_plain("GroupedLinear", is_first_microbatch)
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None
-        weight, read = self._whole("weight", fused)
+        if self._held is None:
+            (weight, read), codes = self._whole("weight", fused), None
+        else:
+            (weight, codes), read = self._held_whole(fused), []
         inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
@@ -67,7 +95,7 @@ class GroupedOnDevice(GroupedWeights):
         sizes = expert_numbers(sizes).to(x.device)
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
         try:
-            y = expert_product(*given, read=read, main=main, owner=self, first=first)
+            y = expert_product(*given, read=read, main=main, owner=self, first=first, codes=codes)
         except ArgumentError as error:  # of the sizes' values, on the CPU
             if error.argument != "m_splits":
                 raise
@@ -82,11 +110,11 @@ class GroupedOnDevice(GroupedWeights):
         asked = x, kinds, any_autocast(), None if state is None else state[:2], self.name
         if known is not None and known[0] is recipe and known[1] == asked:
             return
-        if (name := self.wants_sizes()) is not None:
-            raise self.unread_sizes(name)
         want_parameters("GroupedLinear", own_parameters(self), x)  # type: ignore[arg-type]
         fields = self.num_gemms, self.in_features, self.out_features, "oi"
-        spec, _ = spec_in_force(fields, (self.layer_name, self.name or ""))
+        spec, fp8 = spec_in_force(fields, (self.layer_name, self.name or ""))
+        if fp8 is not None:
+            self.check_held(fp8)
         sizes = TensorMeta((self.num_gemms,), torch.int32, x.device)
         inputs = {"x": x, "group_sizes": sizes, "weight": self._as_one_kind("weight", x)}
         if self.use_bias and not self.return_bias:
@@ -130,5 +158,5 @@ class GroupedOnDevice(GroupedWeights):
 # option -> ``_on_device`` where torch.compile breaks, or says why it cannot
 _LEFT_TO_EAGER = {
     option: torch.compiler.disable(GroupedOnDevice._on_device, reason=str(not_compiled(option)))
-    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute")
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "a weight of quantized_model_init")
 }

@@ -205,6 +205,9 @@ class FP8Layer(Layer):
         """Returns what cached weights are found by."""
         return fp8
 
+    def check_held(self, fp8: Quantization) -> None:
+        """Raise what ``held_inputs`` would raise, where weights are held in FP8."""
+
     def held_inputs(self, weights: Mapping[str, Any], fp8: Quantization) -> dict[str, Any]:
         """Returns the operation's inputs of weights that are held in FP8."""
         raise NotImplementedError
@@ -315,6 +318,7 @@ class FP8Layer(Layer):
             state = self.own_state(state)
         if state is not None and state.enabled:
             fp8, delayed = self._fp8_of(state.recipe), state.recipe.history is not None
+            self.check_held(fp8)
         spec = self._spec_for(fp8, False, bias, options)
         self.validate_call(spec, inputs, delayed, fp8 is not None and fp8.needs_rng)
 

@@ -13,7 +13,7 @@ from fp8kit import slowness
 from fp8kit.arguments import choice, integer, listed, shown, without_unknown
 from fp8kit.autocast import AutocastState, current
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.layers.base import Init, Layer, child_name, picked
 from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
@@ -94,11 +94,6 @@ class GroupedLinearBase(FP8Layer):
                 "choose a recipe whose scales follow from the data, and leave that option off",
             )
         return why is None
-
-    def unread_sizes(self, option: str) -> UnsupportedError:
-        """Returns the refusal of an option that wants to know the sizes, where they stay on the device."""
-        wanted = "it off, where m_splits stay on the device"
-        return UnsupportedError("GroupedLinear", option, "on", wanted)
 
     def want_call(self, x: Any, m_splits: Any, is_first_microbatch: bool | None, **into: Any) -> None:
         """Raise what ``forward`` would raise for an x that ``stand_in`` gave, and run nothing: what a layer

@@ -458,12 +458,16 @@ class ExpertWeightCast(Operation):
     name = "expert_weight_cast"
     parameters = ("weight",)
 
+    def operands(self, spec: ExpertLinearSpec) -> dict[str, Meta]:
+        """Returns the outputs."""
+        return _casts(spec, 0, ("x",)).weight()
+
     def outputs(self, spec: ExpertLinearSpec) -> tuple[str, ...]:
-        return tuple(_casts(spec, 0, ("x",)).weight())
+        return tuple(self.operands(spec))
 
     def infer(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs) -> Signature:
         want(self.name, "weight", metas, spec.weight_shape, *HIGH_PRECISION)
-        return Signature(_casts(spec, 0, ("x",)).weight())
+        return Signature(self.operands(spec))
 
     def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, dtype = self.infer(spec, metas, needs), want(self.name, "weight", metas).dtype
