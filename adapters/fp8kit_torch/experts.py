@@ -70,6 +70,10 @@ def expert_product(
             recompute.keep(owner, None, None)
         inputs |= codes
         spec = _spec(said, fields, fp8, slots, True, main is not None)
+    elif torch.compiler.is_compiling():
+        if owner is not None and first is not None:
+            spec, held = owner.traced_weights(first, weight, spec)
+            inputs |= held
     elif owner is not None and fp8 is not None and not (idle and first is None):
         validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
         if not sizes.is_cuda:

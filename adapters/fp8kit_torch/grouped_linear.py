@@ -180,11 +180,11 @@ class GroupedLinear(GroupedOnDevice):
         want_buffer("dgrad_out", dgrad_out, x, self.in_features)
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
-        if torch.compiler.is_compiling() and is_first_microbatch is not None:
-            raise not_compiled("is_first_microbatch of GroupedLinear")
         if isinstance(m_splits, Tensor) and self.leaves_sizes(m_splits.is_cuda):
             found = self._on_device(x, m_splits, is_first_microbatch)
         else:
+            if torch.compiler.is_compiling() and is_first_microbatch is not None:
+                raise not_compiled("is_first_microbatch of GroupedLinear with m_splits on the host")
             sizes = [int(count) for count in m_splits]
             # what compiled code reads from a tensor compares neither way
             if torch.compiler.is_compiling() and not all(

@@ -23,9 +23,11 @@ from fp8kit_torch.call import prepare, run
 from fp8kit_torch.experts import expert_numbers, expert_product, spec_in_force
 from fp8kit_torch.grouped_weights import GroupedWeights
 from fp8kit_torch.held_experts import codes_as_one, standing_for, want_held_fit, way_of
+from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import StackedMainGrads, filling
 from fp8kit_torch.offloading import staying
 from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.specs import with_cached_weight
 from fp8kit_torch.torch_compat import any_autocast, own_parameters
 
 _kind = attrgetter("__class__", "shape", "dtype", "device")
@@ -140,6 +142,18 @@ class GroupedOnDevice(GroupedWeights):
         if not idle:
             recompute.keep(self, None, found)
         return found
+
+    def traced_weights(self, first: bool, weight: Tensor, spec: str) -> tuple[str, dict[str, Tensor]]:
+        """``shared_weights`` within ``torch.compile``: the operation's spec, and its inputs; ``spec``: its
+        text where no weight is cast before."""
+        fp8, cached = with_cached_weight(spec)
+        if not fp8:
+            return spec, {}
+        if first or self._weights is None or self._weights.key != (_AS_ONE, fp8):
+            with torch.no_grad():
+                made = trace(expert_weight_cast, spec, {"weight": weight.detach()})
+            self._weights = WeightCache((_AS_ONE, fp8), made)
+        return cached, self._weights.arrays
 
     def _cast_as_one(self, weight: Tensor, fp8: Quantization) -> dict[str, Tensor]:
         spec = spec_object("ExpertLinearSpec", self.num_gemms, self.in_features, self.out_features, "oi", fp8)

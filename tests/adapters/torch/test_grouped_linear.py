@@ -156,7 +156,7 @@ def test_compiled_it_calibrates_and_refuses_what_it_cannot_do(place):
     assert float(eager.fp8_meta["scaling_fwd"].scale[0]) != 1
     with (
         autocast(recipe=RECIPES["current"]),
-        pytest.raises(Exception, match="is_first_microbatch of GroupedLinear is not supported"),
+        pytest.raises(Exception, match="m_splits on the host is not supported"),
     ):
         call(x, SPLITS, True)
     fused, _ = pair(place, fuse_wgrad_accumulation=True)
