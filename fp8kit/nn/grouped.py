@@ -171,22 +171,29 @@ class GroupedMLP(layers.GroupedMLP, NativeLayer):
         named = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
         given = {name: _given("GroupedMLP", name, values) for name, values in named.items()}
         there = [values for values in given.values() if isinstance(values, ArrayView)]
-        if not any(values.device.kind != "cpu" or self.fc1.sizes_on_device for values in there):
+        if not any(values.device.kind != "cpu" for values in there):
             sizes, counts = (host_sizes("GroupedMLP", _on_host(v), name) for name, v in given.items())
             want_tokens(counts, sizes)
-            own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
-            return tensor(np.concatenate(own).astype(np.float32), device=x.device)
+            if not there or not self.fc1.sizes_on_device:
+                own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
+                return tensor(np.concatenate(own).astype(np.float32), device=x.device)
         native = arrays.provider(x.device).native
         size, count = (
             native(device_sizes("GroupedMLP", name, values, self.num_gemms, x.device))
             for name, values in given.items()
         )
-        ends = size.cumsum()
-        starts = ends - size
         ones = native(arrays.zeros((x.view.rows().shape[0],), int32, x.device)) + 1
-        rows = (ones.cumsum() - 1)[:, None]  # 0, 1, ..., made on the device
-        found = (rows >= starts) & (rows < starts + count) & (rows < ends)
-        return Tensor(arrays.as_view(found.any(1).astype(np.float32)))
+        rows = ones.cumsum() - 1  # 0, 1, ..., made on the device
+        return Tensor(arrays.as_view(_are_tokens(rows, size, count).astype(np.float32)))
+
+
+def _are_tokens(rows: Any, sizes: Any, counts: Any) -> Any:
+    """Whether rows by their numbers, which lie in groups of ``sizes``, are among the first ``counts`` of
+    their group. Counts beyond a group's size are its size; a negative size is 0."""
+    sizes, row = sizes.clip(0, None), rows[:, None]
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    return ((row >= starts) & (row < starts + counts) & (row < ends)).any(1)
 
 
 def _given(operation: str, name: str, values: Any) -> Any:

@@ -7,9 +7,11 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch import grouped_mlp
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
+from fp8kit.nn import grouped as nn_grouped
 from fp8kit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -225,6 +227,37 @@ def test_padding_in_the_native_module_on_the_device():
     assert_close("list", masked, made.astype(np.float64), "float32", sum_slack(F * np.abs(made).max(), 2 * F))
     with pytest.raises(ShapeError, match="tokens_per_expert"):
         stays(X, sizes, tokens_per_expert=fk.tensor(np.array(COUNTS[1:]), device="cpu"))
+
+
+@pytest.mark.parametrize("kind", [fk.nn.GroupedMLP, ft.GroupedMLP], ids=["native", "torch"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_more_tokens_than_rows_are_refused_on_the_cpu(kind, stays):
+    """Lists and arrays, whether sizes there stay on the device or not."""
+    layer = kind(E, H, F, device="cpu", use_grouped_tensor=stays)
+    array = torch.tensor if kind is ft.GroupedMLP else lambda sizes: fk.tensor(np.array(sizes), device="cpu")
+    for sizes, counts in ((SIZES, COUNTS), (array(SIZES), array(COUNTS)), (array(SIZES), COUNTS)):
+        layer(as_given(kind, X), sizes, tokens_per_expert=counts)
+    more = [SIZES[0], 1, SIZES[2]]
+    for sizes, counts in ((SIZES, more), (array(SIZES), array(more)), (array(SIZES), more)):
+        with pytest.raises(ShapeError, match="tokens_per_expert"):
+            layer(as_given(kind, X), sizes, tokens_per_expert=counts)
+
+
+@pytest.mark.parametrize(
+    "of", [nn_grouped._are_tokens, lambda *n: grouped_mlp.are_tokens(len(n[0]), *map(torch.tensor, n[1:]))]
+)
+def test_numbers_that_nobody_looks_at(of):
+    """As on a GPU: more tokens than rows are all rows, a negative size is 0, rows of no group are no tokens,
+    and sizes may claim more than there are."""
+    for sizes, counts, expected in (
+        ([3, 0, 2], [9, 9, 1], [1, 1, 1, 1, 0, 0]),
+        ([2, -2, 3], [1, 5, 2], [1, 0, 1, 1, 0, 0]),
+        ([2, 2, 1], [1, 0, 9], [1, 0, 0, 0, 1, 0]),
+        ([4, 2**31 - 1, 2**31 - 1], [1, 9, 9], [1, 0, 0, 0, 1, 1]),
+        ([6, 0, 0], [-3, 0, 0], [0, 0, 0, 0, 0, 0]),
+    ):
+        made = of(np.arange(6), np.array(sizes, np.int32), np.array(counts, np.int32))
+        assert np.array_equal(np.asarray(made), np.array(expected, bool)), sizes
 
 
 def as_given(kind, x):
