@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from fp8kit.errors import ShapeError
 from fp8kit_torch.bound import TensorMeta
 from fp8kit_torch.main_grad import MemberGrad
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.offloading import OPEN, staying_parameter
+from fp8kit_torch.offloading import OPEN, staying_parameters
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.side_by_side import Stacks, as_one
 from fp8kit_torch.te_compat.grouped_tensor import members_of, stacked
@@ -182,7 +182,7 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
                 return (whole.detach() if alone else whole), []
             whole = joined if alone else as_one(joined, *given)
         if not compiling and OPEN.depth:
-            staying_parameter(whole, grouped)
+            staying_parameters(whole, None if grouped else partial(self._stacks.again, name, members))
         return whole, members
 
 
