@@ -172,7 +172,7 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
         if grouped := name in self._grouped_names():
             one: Any = own_parameters(self)[name]
             given = self.waiting.held(one) if waits else one
-            whole = given.detach() if alone else given.view_as(one)
+            whole = Tensor.detach(given) if alone else given.view_as(one)  # a plain tensor
         else:
             members = self._members(name)
             joined = None if compiling else self._stacks.find(name, members)
@@ -182,7 +182,7 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
                 return (whole.detach() if alone else whole), []
             whole = joined if alone else as_one(joined, *given)
         if not compiling and OPEN.depth:
-            staying_parameters(whole, None if grouped else partial(self._stacks.again, name, members))
+            staying_parameters(whole, one.detach if grouped else partial(self._stacks.again, name, members))
         return whole, members
 
 

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fp8kit_torch.side_by_side import Stack, Stacks
+from fp8kit_torch.te_compat.grouped_tensor import GroupedTensor
 from fp8kit_torch.torch_compat import owners
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def offloaded_of(module: Module, owner: OffloadSynchronizer, least: int) -> list
 
 def _has_its_own_memory(parameter: Any, least: int) -> bool:
     return (
-        type(parameter) is Parameter
+        type(parameter) in (Parameter, GroupedTensor)
         and type(parameter.data) is Tensor
         and parameter.numel() >= least
         and parameter.layout is torch.strided

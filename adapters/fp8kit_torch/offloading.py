@@ -40,7 +40,7 @@ OPEN = _Open()
 _STAYS = "_fp8kit_not_offloaded"
 # storages that are not to be offloaded, by their address, with how many tensors say so
 _STAYING: dict[int, int] = {}
-# those of parameters side by side, while a layer's pass has them as one -> what gives that one again
+# those of experts' parameters, while a layer's pass has them as one tensor -> what gives that one again
 _TOGETHER: dict[int, Callable[[], Tensor]] = {}
 
 
@@ -412,10 +412,10 @@ def staying(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def staying_parameters(tensor: Tensor, again: Callable[[], Tensor] | None) -> None:
-    """Let memory of parameters stay that layers save as another tensor. ``again``: what gives it once they
-    came back from the host, of those that lie side by side, which go where weights are offloaded."""
-    if again is None or not OPEN.weights:
+def staying_parameters(tensor: Tensor, again: Callable[[], Tensor]) -> None:
+    """Let memory of parameters stay that layers save as another tensor, or go with them where weights are
+    offloaded. ``again``: what gives it once they came back from the host."""
+    if not OPEN.weights:
         mark_not_offload(tensor)
         return
     address = tensor.untyped_storage().data_ptr()
@@ -429,15 +429,16 @@ def _apart(address: int, again: Callable[[], Tensor]) -> None:
 
 
 def _parameters_of(tensor: Tensor) -> Callable[[], Tensor] | None:
-    """What gives the parameter, or the parameters side by side, that have the memory of ``tensor``; None
-    where it is other memory."""
+    """What gives the parameter, or the experts' as one, that have the memory of ``tensor``; None where it is
+    other memory."""
     if type(tensor) not in (Tensor, Parameter):
         return None
     whole = base(tensor)
     parameter = tensor if whole is None else whole
     if type(parameter) is Parameter:
         return parameter.detach
-    return _TOGETHER.get(tensor.untyped_storage().data_ptr()) if _TOGETHER else None
+    known = _TOGETHER and tensor.layout is torch.strided
+    return _TOGETHER.get(tensor.untyped_storage().data_ptr()) if known else None
 
 
 def _forget(address: int) -> None:

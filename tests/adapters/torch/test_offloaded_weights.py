@@ -11,6 +11,7 @@ import pytest
 import torch
 from fp8kit_torch import offloading
 from fp8kit_torch.cpu_offload import get_cpu_offload_context
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
@@ -191,15 +192,18 @@ def run_experts(layers, x, recipe, **options):
 
 
 def together(layer):
-    """Whether a layer's weights lie side by side, and those that do not are NaN."""
+    """Whether a layer's weights lie side by side, or are one, with values."""
+    if layer.single_grouped_weight:
+        return not layer.weight.isnan().any()
     found = layer._stacks.find("weight", layer._members("weight"))
     return found is not None and not found.isnan().any()
 
 
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}])
+@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "current"])
-def test_experts_go_and_come_back_as_one(recipe, options, activations, monkeypatch):
+def test_experts_go_and_come_back_as_one(recipe, one, options, activations, monkeypatch):
     """Their joint array is no activation: it goes with the weights, and is one again, for steps to come."""
     pushed, push = [], offloading.OffloadableLayer.push
     monkeypatch.setattr(
@@ -207,8 +211,9 @@ def test_experts_go_and_come_back_as_one(recipe, options, activations, monkeypat
     )
     made = []
     for enabled in (True, False):
-        layers = experts(**options)
-        memories = [layer._stacks.known()[0].memory for layer in layers]
+        layers = experts(single_grouped_weight=one, **options)
+        memories = [StorageWeakRef(layer.main_parameters()[0].untyped_storage()) for layer in layers]
+        memories = memories if one else [layer._stacks.known()[0].memory for layer in layers]
         optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
         for step in range(2):
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
@@ -217,7 +222,8 @@ def test_experts_go_and_come_back_as_one(recipe, options, activations, monkeypat
             if enabled:
                 y, *_ = run_experts(layers, x, recipe, offload_activations=activations)
                 assert [together(layer) for layer in layers] == [False, False, True]
-                assert [p.isnan().all().item() for p in layers[0].parameters()] == [True, False] * 2
+                away = {name for name, p in layers[0].named_parameters() if p.isnan().all()}
+                assert away == ({"weight"} if one else {"weight0", "weight1"})
                 gc.collect()
                 assert step or [memory.expired() for memory in memories] == [True, True, False]
             else:
@@ -267,6 +273,34 @@ def test_experts_whose_weights_move_meanwhile():
     gc.collect()
     assert all(map(together, layers))
     assert all(map(torch.equal, layers.parameters(), wanted))
+
+
+@pytest.mark.gpu
+def test_device_memory_of_experts_is_let_go():
+    """Four layers of 32 MiB: three are not on the GPU after forward, and none is there twice after backward;
+    gradients have the same bits."""
+    size, count, found = 1024, 4, []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        made = {"bias": False, "device": "cuda", "use_grouped_tensor": True}
+        layers = torch.nn.ModuleList(ft.GroupedLinear(8, size, size, **made) for _ in range(count))
+        x, sizes = (
+            torch.randn(64, size, device="cuda", requires_grad=True),
+            torch.full((8,), 8, device="cuda"),
+        )
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        calls = [lambda x, layer=layer, sizes=sizes: layer(x, sizes) for layer in layers]
+        for _ in range(2):
+            y, *_ = forward(calls, x, offload_weights=enabled)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+            assert all(map(together, layers))
+        found.append((held, grads))
+        del layers, y, calls
+    assert found[0][0] <= found[1][0] - 3 * 4 * 8 * size * size
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 @pytest.mark.gpu
