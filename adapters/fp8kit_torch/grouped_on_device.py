@@ -39,9 +39,10 @@ class GroupedOnDevice(GroupedWeights):
     """See above."""
 
     _wanted: Any = None  # what ``_want_on_device`` was asked last
+    _taken: Any = None  # a spec, and the operands of weights that are held in FP8
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_wanted": None}
+        return super().__getstate__() | {"_wanted": None, "_taken": None}
 
     def wants_sizes(self) -> str | None:
         # by recipes that want sizes on the host
@@ -66,7 +67,10 @@ class GroupedOnDevice(GroupedWeights):
             whole = values[0] if self.single_grouped_weight else torch.stack(values)
             return (whole.detach() if alone else whole), None
         self.check_held(fp8)
-        codes = staying(codes_as_one(weights, expert_weight_cast.operands(spec)))
+        known = self._taken
+        if known is None or known[0] is not spec:
+            self.__dict__["_taken"] = known = spec, expert_weight_cast.operands(spec)
+        codes = staying(codes_as_one(weights, known[1]))
         return standing_for(weights, codes, alone), codes
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
@@ -78,6 +82,8 @@ class GroupedOnDevice(GroupedWeights):
             return _LEFT_TO_EAGER[option](self, x, sizes, is_first_microbatch)
         if is_first_microbatch is not None:
             want_plain("GroupedLinear", is_first_microbatch)
+        if type(x) is not Tensor and isinstance(x, QuantizedTensor):
+            x = x.dequantize()
         first = self.microbatch if is_first_microbatch is None else is_first_microbatch
         fused, main = self.fuse_wgrad_accumulation and torch.is_grad_enabled(), None
         biases = self.group_biases() if self.use_bias else None

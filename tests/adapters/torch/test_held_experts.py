@@ -122,6 +122,26 @@ def test_gradients_into_main_grad(place, recipe, options):
     same(*made)
 
 
+@pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}])
+def test_an_input_in_fp8_is_its_values(place, options):
+    """As ``fp8_output`` of a layer before gives it."""
+    first = ft.Linear(48, 48, params_dtype=torch.bfloat16, device=place)
+    for layer in twins(place, RECIPES["current"], **options):
+        made = []
+        for weight in layer.main_parameters():
+            weight.main_grad = torch.zeros(weight.shape, device=place)
+        for plain in (False, True):
+            x = torch.ones(ROWS, 48, dtype=torch.bfloat16, device=place)
+            with ft.autocast(recipe=RECIPES["current"]):
+                hidden = first(x, fp8_output=True)
+                assert isinstance(hidden, ft.QuantizedTensor)
+                y = layer(hidden.dequantize() if plain else hidden, SIZES.to(place))
+            first.zero_grad()
+            y.sum().backward()
+            made.append([y.detach(), first.weight.grad])
+        same(*made)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
 def test_checkpoints(place, options, reentrant):
