@@ -185,7 +185,7 @@ class GroupedLinear(GroupedOnDevice):
         else:
             if torch.compiler.is_compiling() and is_first_microbatch is not None:
                 raise not_compiled("is_first_microbatch of GroupedLinear with m_splits on the host")
-            sizes = [int(count) for count in m_splits]
+            sizes = _read(m_splits)
             # what compiled code reads from a tensor compares neither way
             if torch.compiler.is_compiling() and not all(
                 guard_or_false(n >= 0) or guard_or_false(n < 0) for n in sizes
@@ -217,7 +217,7 @@ class GroupedLinear(GroupedOnDevice):
             self._want_on_device(x)
             return
         check("GroupedLinear", CALLED, {"m_splits": m_splits})
-        sizes = [int(count) for count in m_splits]
+        sizes = _read(m_splits)
         inputs, bias = self.host_inputs(x, sizes)
         if autocast_dtype(x) is not None:
             inputs = {name: TensorMeta(t.shape, x.dtype, t.device) for name, t in inputs.items()}
@@ -232,6 +232,13 @@ class GroupedLinear(GroupedOnDevice):
         except ArgumentError as error:
             group, _, attribute = (error.argument or "").partition(".")
             raise error.renamed("GroupedLinear", f"{self.operation.argument(group)}.{attribute}") from None
+
+
+def _read(sizes: Sequence[int] | Tensor) -> list[int]:
+    """Numbers of rows, of a tensor on a GPU by one wait."""
+    if isinstance(sizes, Tensor) and not torch.compiler.is_compiling():
+        return sizes.tolist()  # type: ignore[no-any-return]
+    return [int(count) for count in sizes]
 
 
 _READ_SIZES = (
