@@ -17,7 +17,7 @@ from fp8kit.layers.fp8_layer import WeightCache
 from fp8kit.ops.expert_linear import expert_linear, expert_weight_cast
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
-from fp8kit_torch.arguments import is_there, not_compiled, want_parameters
+from fp8kit_torch.arguments import autocast_dtype, is_there, not_compiled, want_parameters
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.experts import expert_numbers, expert_product, spec_in_force
@@ -115,7 +115,8 @@ class GroupedOnDevice(GroupedWeights):
         under the same recipe, of parameters of the same kinds."""
         state, kinds = current(), [*map(_kind, filter(is_there, own_parameters(self).values()))]
         recipe, known = None if state is None else state.recipe, self._wanted
-        asked = x, kinds, any_autocast(), None if state is None else state[:2], self.name
+        cast = any_autocast() and autocast_dtype(x)
+        asked = x, kinds, cast, None if state is None else state[:2], self.name
         if known is not None and known[0] is recipe and known[1] == asked:
             return
         want_parameters("GroupedLinear", own_parameters(self), x)  # type: ignore[arg-type]

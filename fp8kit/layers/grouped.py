@@ -215,7 +215,8 @@ class GroupedMLP(Layer):
         rest is padding, whose hidden activations become 0. Else they are act(b1) with a bias, and change the
         scales of fc2's input. (With probs they are 0 where padding's probabilities are.)
 
-        Returns h (rows, H). ShapeError, FormatError for what does not fit.
+        Returns h (rows, H). ShapeError, FormatError for what does not fit either part, before the first one
+        runs.
         """
         if unknown:
             self.refuse_names(unknown)
