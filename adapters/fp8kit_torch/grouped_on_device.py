@@ -62,7 +62,7 @@ class GroupedOnDevice(GroupedWeights):
                 raise UnsupportedError("GroupedLinear", name, f"a {type(weight).__name__}", wanted)
         fields = self.num_gemms, self.in_features, self.out_features, "oi"
         spec, fp8 = spec_in_force(fields, (self.layer_name, self.name or ""))
-        if fp8 is None or way_of(weights[0]) is None:
+        if fp8 is None or None in map(way_of, weights):
             values = [weight.dequantize() for weight in weights]
             whole = values[0] if self.single_grouped_weight else torch.stack(values)
             return (whole.detach() if alone else whole), None

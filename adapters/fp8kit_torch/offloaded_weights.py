@@ -35,7 +35,7 @@ class OffloadedWeight:
     ends with."""
 
     def __init__(self, parameters: Sequence[Parameter], owner: OffloadSynchronizer) -> None:
-        self._parameters, self._owner = [*map(weakref.ref, parameters)], owner
+        self._members, self._owner = [*map(weakref.ref, parameters)], owner
         self.host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         for parameter in parameters:
@@ -43,7 +43,7 @@ class OffloadedWeight:
 
     def _there(self) -> list[Any]:
         """What is left of the parameters."""
-        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
+        return [parameter for ref in self._members if (parameter := ref()) is not None]
 
     def _values(self) -> Tensor | None:
         """The values where they are on the device; None where they are no more."""
@@ -126,7 +126,7 @@ class OffloadedStack(OffloadedWeight):
 
     def _values(self) -> Tensor | None:
         found = self._there()
-        return self.stack.whole(found) if len(found) == len(self._parameters) else None
+        return self.stack.whole(found) if len(found) == len(self._members) else None
 
     def _place(self, values: Tensor) -> None:
         self.stack.place(values)
