@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from fp8kit import inspection
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
-from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, ExpertLinearSpec, expert_linear
+from fp8kit.errors import ShapeError, UnsupportedError, on_behalf_of
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, ExpertLinearSpec, expert_linear, want_sizes
 from fp8kit.ops.values import check_groups
 from fp8kit.recipe import Recipe
 from fp8kit_jax.arguments import as_array, as_rows, in_dtype_of, on_host
@@ -81,8 +81,8 @@ def grouped_dense(
         raise ShapeError(op, "x and kernel", got, "(rows, in) and (experts, in, out)")
     kernel, bias = in_dtype_of(x, kernel, bias)
     sizes = as_array(op, "group_sizes", group_sizes)
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise FormatError(op, "group_sizes", sizes.dtype.name, "integers")
+    integers = jnp.issubdtype(sizes.dtype, jnp.integer)
+    want_sizes(op, "group_sizes", sizes, integers, sizes.shape, kernel.shape[0])
     experts, *sides = kernel.shape
     n = sides[1] if layout == "io" else sides[0]
     label = name if isinstance(name, str) else ""

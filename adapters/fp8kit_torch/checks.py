@@ -16,6 +16,7 @@ from fp8kit.arguments import Rule, check, flag, function, integer, named, number
 from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
 from fp8kit.layers import arguments
 from fp8kit.layers.arguments import instance, probability
+from fp8kit.ops.expert_linear import want_sizes
 from fp8kit_torch.collectives import is_group, ranks_of
 
 # --- rules --------------------------------------------------------------------------------------------------
@@ -94,14 +95,25 @@ def parameter_dtype(operation: str, name: str, value: Any) -> torch.dtype:
     return found
 
 
+def want_groups(operation: str, name: str, value: torch.Tensor, groups: int) -> None:
+    """A tensor of integers (groups,). FormatError for others, ShapeError for another shape."""
+    if value.dtype is torch.int32 and value.shape == (groups,) and not value.is_meta:
+        return  # as in most calls
+    integers = is_integer(value) and value.dtype is not torch.bool
+    want_sizes(operation, name, value, integers, value.shape, groups)
+
+
 def splits(operation: str, name: str, value: Any) -> None:
-    """Ints of at least 0, in a sequence, an integer array (n,) or tensor; one on a GPU is not looked at."""
-    if isinstance(value, torch.Tensor) and value.ndim == 1 and is_integer(value):
-        if value.is_cuda:
+    """Ints of at least 0, in a sequence, an integer array (n,) or tensor; one on a GPU is not looked at.
+    FormatError for an array of others."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        of_torch = isinstance(value, torch.Tensor)
+        if not (is_integer(value) if of_torch else value.dtype.kind in "iu"):
+            raise FormatError(operation, name, shown(value), "integers")
+        if of_torch and value.is_cuda and value.ndim == 1:
             return
-        value = value.tolist()
-    elif isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        value = value.tolist()
+        if value.ndim == 1:
+            value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ArgumentError(operation, name, shown(value), "a list of numbers of rows")
     for rows in value:

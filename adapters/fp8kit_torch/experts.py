@@ -3,7 +3,7 @@ what ``convert`` puts in the place of transformers' expert modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from fp8kit.lru import LRU, SHAPES
 from fp8kit.ops.activation import activation
 from fp8kit.ops.expert_linear import expert_linear
 from fp8kit.ops.permute import expert_rows, permute, unpermute
+from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
@@ -27,7 +28,7 @@ from fp8kit_torch.expert_kinds import ExpertKind, kind_of
 from fp8kit_torch.main_grad import StackedMainGrads
 from fp8kit_torch.side_by_side import want_unchanged
 from fp8kit_torch.specs import any_rows, expert_text, spec_for
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 
 if TYPE_CHECKING:
     from fp8kit_torch.grouped_linear import GroupedLinear
@@ -46,6 +47,7 @@ def expert_product(
     main: StackedMainGrads | None = None,
     owner: GroupedLinear | None = None,
     first: bool | None = None,
+    codes: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """y[r] = x[r] W_e^T + b_e, under the autocast in force: x (rows, K), sizes int32 (E,), weight (E, N, K),
     or with ``layout`` "io" (E, K, N), bias (E, N) or None. ``layer``: class and name, by which recipes know
@@ -53,6 +55,7 @@ def expert_product(
     that ``weight`` consists of where they are, which may not change until backward has read them;
     ``main``: where the weight's gradient goes, eagerly. ``owner``: the module whose weights micro-batches may
     share in FP8, and checkpoints keep; ``first``: whether this is a step's first one; None: they do not.
+    ``codes``: of the weight, where it is held in FP8, and the autocast wants them.
     UnsupportedError for recipes that ``expert_linear`` does not carry out, and while calibrating."""
     experts, out, features = weight.shape
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
@@ -60,32 +63,30 @@ def expert_product(
     if not torch.compiler.is_compiling():
         idle = recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
         inspection.unseen(layer[1] or layer[0])
-    state = traced_state() if torch.compiler.is_compiling() else current()
-    if state is not None and state.calibrating and not state.enabled:
-        raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
-    fp8 = None
-    if state is None or not state.enabled:
-        spec = spec_for("ExpertLinearSpec", *fields, None, slots)
+    spec, fp8 = spec_in_force(fields, layer, said, slots, main is not None)
+    if codes is not None:
+        if not idle and recompute.recall(owner) is None:
+            recompute.keep(owner, None, None)
+        inputs |= codes
+        spec = _spec(said, fields, fp8, slots, True, main is not None)
     elif torch.compiler.is_compiling():
-        spec = expert_text(fields, state.recipe.parts(), layer, slots)
-    else:
-        own = state.recipe.for_layer(*layer)
-        said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
-        if own is not None and own.history is not None:
-            raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
-        fp8 = None if own is None else own.quantization
-        spec = _spec(said, fields, fp8, slots, False, main is not None)
-        if owner is not None and fp8 is not None and not (idle and first is None):
-            validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
-            held = owner.shared_weights(first, weight, fp8)
-            if held is not None:
-                inputs |= held
-                spec = _spec(said, fields, fp8, slots, True, main is not None)
-    if main is None:
+        if owner is not None and first is not None:
+            spec, held = owner.traced_weights(first, weight, spec)
+            inputs |= held
+    elif owner is not None and fp8 is not None and not (idle and first is None):
+        validate(expert_linear, spec, {name: t for name, t in inputs.items() if t is not None})
+        if not sizes.is_cuda:
+            check_groups(expert_linear.name, "m_splits", as_view(sizes), x.shape[:-1].numel(), slots)
+        held = owner.shared_weights(first, weight, fp8)
+        if held is not None:
+            inputs |= held
+            spec = _spec(said, fields, fp8, slots, True, main is not None)
+    if main is None and codes is None:
         y = apply(expert_linear, spec, inputs)["y"]
     else:
-        main.made_by(spec, weight.dtype)
+        if main is not None:
+            main.made_by(spec, weight.dtype)
         there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         y = run(*prepare(expert_linear, spec, there), main=main)["y"]
     if read and x.requires_grad and (fp8 is None or fp8.dgrad.compute == "high_precision"):
@@ -93,8 +94,32 @@ def expert_product(
     return y
 
 
+def spec_in_force(
+    fields: tuple[Any, ...], layer: tuple[str, str], said: str = "", slots: int = 0, wide: bool = False
+) -> tuple[Any, Quantization | None]:
+    """The spec of these first ``fields`` under the autocast in force, within ``torch.compile`` its text; and
+    how it is quantised, None in high precision and within ``torch.compile``. For the others see
+    ``expert_product``."""
+    compiling = torch.compiler.is_compiling()
+    state = traced_state() if compiling else current()
+    if state is not None and state.calibrating and not state.enabled:
+        raise UnsupportedError(layer[0], "calibrating", True, "False: experts have no state of scales")
+    if state is None or not state.enabled:
+        return spec_for("ExpertLinearSpec", *fields, None, slots), None
+    if compiling:
+        return expert_text(fields, state.recipe.parts(), layer, slots), None
+    own = state.recipe.for_layer(*layer)
+    said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
+    if own is not None and own.history is not None:
+        raise UnsupportedError(said, "recipe", own.short_name(), _NO_HISTORY)
+    fp8 = None if own is None else own.quantization
+    return _spec(said, fields, fp8, slots, False, wide), fp8
+
+
 def expert_numbers(index: Tensor) -> Tensor:
     """Numbers of experts in int32, what it does not hold as one that no expert has."""
+    if index.dtype is torch.int32:
+        return index
     if index.dtype in _WIDE:
         index = index.to(torch.int64).clamp(-1, 2**31 - 1)
     return index.to(torch.int32)

@@ -79,14 +79,22 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
         given = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
         if not torch.compiler.is_compiling():
             check("GroupedMLP", {"m_splits": splits, "tokens_per_expert": splits}, given)
-        on_device = self.fc1.sizes_on_device
-        if not any(isinstance(n, Tensor) and (n.is_cuda or on_device) for n in given.values()):
+        arrays = [numbers for numbers in given.values() if isinstance(numbers, Tensor)]
+        stays = self.fc1.sizes_on_device and bool(arrays)
+        if not any(numbers.is_cuda for numbers in arrays) and not (stays and torch.compiler.is_compiling()):
             sizes, counts = ([int(n) for n in numbers] for numbers in given.values())
             want_tokens(counts, sizes)
-            given = {"m_splits": sizes, "tokens_per_expert": counts}
+            given = given if stays else {"m_splits": sizes, "tokens_per_expert": counts}
         sizes, counts = (torch.as_tensor(numbers, device=x.device) for numbers in given.values())
         if counts.shape != sizes.shape:
             raise ShapeError("GroupedMLP", "tokens_per_expert", shown(counts), f"shape {tuple(sizes.shape)}")
-        rows, ends = torch.arange(x.shape[:-1].numel(), device=x.device), sizes.cumsum(0)
-        group = torch.searchsorted(ends, rows, right=True).clamp(max=self.num_gemms - 1)
-        return (rows - (ends - sizes)[group] < counts[group]).to(x.dtype)
+        return are_tokens(x.shape[:-1].numel(), sizes, counts).to(x.dtype)
+
+
+def are_tokens(rows: int, sizes: Tensor, counts: Tensor) -> Tensor:
+    """Whether each of so many rows, which lie in groups of ``sizes``, is one of the first ``counts`` of its
+    group. Counts beyond a group's size are its size; a negative size is 0."""
+    sizes = sizes.clamp(min=0)
+    row, ends = torch.arange(rows, device=sizes.device), sizes.cumsum(0)
+    group = torch.searchsorted(ends, row, right=True).clamp(max=len(sizes) - 1)
+    return (row - (ends - sizes)[group] < counts[group]) & (row < ends[-1])

@@ -124,7 +124,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         main = self._main_grads(first, tensors["x"].dtype)
         return Operands(tensors, main, main.fields, weights, codes)
 
-    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
+    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool, rng: bool = False) -> None:
+        if rng:
+            inputs = {**inputs, "rng": TensorMeta((2,), torch.int64, inputs["x"].device)}
         try:
             validate(self.operation, spec, inputs, scales=scale_names(self.gemms) if delayed else ())
         except Fp8kitError as error:
@@ -132,8 +134,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
         if type(inputs["x"]) is not Pending:
-            there = {**inputs, "rng": TensorMeta((2,), torch.int64, inputs["x"].device)}
-            self.validate_call(spec, there, delayed)
+            self.validate_call(spec, inputs, delayed, True)
         return {**inputs, "rng": next_rng(inputs["x"].device)}
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:

@@ -21,7 +21,7 @@ from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS
 from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.spec import Operation
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor
+from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor, want_groups
 from fp8kit_torch.experts import expert_numbers, expert_product
 from fp8kit_torch.specs import any_rows, spec_for
 from fp8kit_torch.views import FLOATS
@@ -180,9 +180,8 @@ def grouped_dense(
         check(op, _GROUPED, locals())
     if kernel.ndim != 3:
         raise ShapeError(op, "kernel", shown(kernel), "(experts, in, out), or as layout says")
-    if group_sizes.shape != kernel.shape[:1] or group_sizes.is_floating_point() or group_sizes.is_complex():
-        raise ShapeError(op, "group_sizes", shown(group_sizes), f"integers of shape ({kernel.shape[0]},)")
-    sizes, layer = group_sizes.to(x.device, torch.int32), ("GroupedLinear", name or "")
+    want_groups(op, "group_sizes", group_sizes, kernel.shape[0])
+    sizes, layer = expert_numbers(group_sizes).to(x.device), ("GroupedLinear", name or "")
     arguments = x, sizes, kernel, bias, layer, layout, op, slots
     if torch.compiler.is_compiling():
         return expert_product(*arguments)

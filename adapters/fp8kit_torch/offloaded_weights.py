@@ -9,7 +9,7 @@ module that has it, by ``state_dict``, and once no graph is left that would read
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fp8kit_torch.side_by_side import Stack, Stacks
+from fp8kit_torch.te_compat.grouped_tensor import GroupedTensor
 from fp8kit_torch.torch_compat import owners
 
 if TYPE_CHECKING:
@@ -32,11 +34,25 @@ class OffloadedWeight:
     """A parameter whose values may be in ``host`` memory alone. ``copied``: the event that the last copy
     ends with."""
 
-    def __init__(self, parameter: Parameter, owner: OffloadSynchronizer) -> None:
-        self._parameter, self._owner = weakref.ref(parameter), owner
+    def __init__(self, parameters: Sequence[Parameter], owner: OffloadSynchronizer) -> None:
+        self._members, self._owner = [*map(weakref.ref, parameters)], owner
         self.host: Tensor | None = None
-        self._stride = parameter.stride()
         self._copied: torch.cuda.Event | None = None
+        for parameter in parameters:
+            setattr(parameter, _KNOWN, self)
+
+    def _there(self) -> list[Any]:
+        """What is left of the parameters."""
+        return [parameter for ref in self._members if (parameter := ref()) is not None]
+
+    def _values(self) -> Tensor | None:
+        """The values where they are on the device; None where they are no more."""
+        found = self._there()
+        return found[0].detach() if found else None
+
+    def _place(self, values: Tensor) -> None:
+        """Give the parameters their values."""
+        self._there()[0].data = values
 
     @property
     def away(self) -> bool:
@@ -45,10 +61,10 @@ class OffloadedWeight:
 
     def leave(self) -> None:
         """Begin to copy the values to the host."""
-        parameter = self._parameter()
-        if parameter is None or self.away:
+        values = None if self.away else self._values()
+        if values is None:
             return
-        values = parameter.detach()
+        self._stride = values.stride()
         if self.host is None:
             self.host = self._owner.host_buffer(values)
         with self._owner.beside(values):
@@ -56,40 +72,44 @@ class OffloadedWeight:
         self._copied = self._owner.event(values.device)
 
     def release(self) -> None:
-        """Let go of the device's memory; of what has another owner too, nothing is let go."""
-        parameter = self._parameter()
-        if parameter is None or self.away or self.host is None or owners(parameter) > 1:
+        """Let go of the device's memory; of what has another owner too, or lies elsewhere by now, nothing is
+        let go."""
+        found = self._there()
+        if self.host is None or self.away or self._values() is None:
             return
-        self._wait(parameter.device)
-        nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        if any(owners(parameter) > 1 or getattr(parameter, _KNOWN) is not self for parameter in found):
+            return
+        where = found[0].device
+        self._wait(where)
+        nothing = torch.full((1,), float("nan"), dtype=self.host.dtype, device=where)
         with torch.no_grad():
-            parameter.data = nothing.expand(parameter.shape)
+            for parameter in found:
+                parameter.data = nothing.expand(parameter.shape)
         _AWAY.add(self)
 
     def reload(self) -> None:
         """Begin to copy the values back."""
-        parameter = self._parameter()
-        if parameter is None or not self.away:
+        found, host = self._there(), self.host
+        if not found or not self.away:
             _AWAY.discard(self)
             return
-        host = self.host
         assert host is not None
-        where = parameter.device
+        where = found[0].device
         values = torch.empty_strided(host.shape, self._stride, dtype=host.dtype, device=where)
         with self._owner.beside(values), torch.no_grad():
             values.copy_(host, non_blocking=True)
         self._owner.keep_until_copied(values)
         self._copied = self._owner.event(where)
         with torch.no_grad():
-            parameter.data = values
+            self._place(values)
         _AWAY.discard(self)
 
     def restore(self) -> None:
         """Let work that is launched from here on find the values."""
         self.reload()
-        parameter = self._parameter()
-        if parameter is not None:
-            self._wait(parameter.device)
+        found = self._there()
+        if found:
+            self._wait(found[0].device)
 
     def _wait(self, device: torch.device) -> None:
         if self._copied is not None:
@@ -97,23 +117,55 @@ class OffloadedWeight:
             self._copied = None
 
 
-def offloaded(parameter: Any, owner: OffloadSynchronizer, least: int) -> OffloadedWeight | None:
-    """What offloads that parameter, the same for each layer that has it; None for a small one, and for one
-    that does not have its memory to itself, such as a part of FSDP's flat parameter or an FP8 weight."""
-    found: OffloadedWeight | None = getattr(parameter, _KNOWN, None)
-    if found is not None:
-        return found
-    if (
-        type(parameter) is not Parameter
-        or type(parameter.data) is not Tensor
-        or parameter.numel() < least
-        or parameter.layout is not torch.strided
-        or parameter.untyped_storage().nbytes() != parameter.nbytes
-    ):
-        return None
-    found = OffloadedWeight(parameter, owner)
-    setattr(parameter, _KNOWN, found)
-    return found
+class OffloadedStack(OffloadedWeight):
+    """Parameters that lie side by side: they go together, and are side by side again."""
+
+    def __init__(self, stack: Stack, parameters: Sequence[Parameter], owner: OffloadSynchronizer) -> None:
+        self.stack = stack
+        super().__init__(parameters, owner)
+
+    def _values(self) -> Tensor | None:
+        found = self._there()
+        return self.stack.whole(found) if len(found) == len(self._members) else None
+
+    def _place(self, values: Tensor) -> None:
+        self.stack.place(values)
+
+
+def offloaded_of(module: Module, owner: OffloadSynchronizer, least: int) -> list[OffloadedWeight]:
+    """What offloads the parameters of a module: each by itself, or those that lie side by side as one; the
+    same for each layer that has them. Not small ones, and none that does not have its memory to itself, such
+    as a part of FSDP's flat parameter or an FP8 weight."""
+    found: dict[OffloadedWeight, None] = {}
+    for each in module.modules():
+        stacks = vars(each).get("_stacks")
+        for stack in stacks.known() if isinstance(stacks, Stacks) else ():
+            members = stack.parameters()
+            whole = stack.whole(members)
+            if whole is not None and whole.numel() >= least:
+                known = getattr(members[0], _KNOWN, None)
+                if type(known) is not OffloadedStack or known.stack is not stack:
+                    known = OffloadedStack(stack, members, owner)
+                found[known] = None
+    for parameter in module.parameters():
+        known = getattr(parameter, _KNOWN, None)
+        if type(known) is OffloadedStack and known not in found and not known.away:
+            known = None  # it lies by itself by now
+        if known is None and _has_its_own_memory(parameter, least):
+            known = OffloadedWeight([parameter], owner)
+        if known is not None:
+            found[known] = None
+    return list(found)
+
+
+def _has_its_own_memory(parameter: Any, least: int) -> bool:
+    return (
+        type(parameter) in (Parameter, GroupedTensor)
+        and type(parameter.data) is Tensor
+        and parameter.numel() >= least
+        and parameter.layout is torch.strided
+        and parameter.untyped_storage().nbytes() == parameter.nbytes
+    )
 
 
 class ModuleCalls:

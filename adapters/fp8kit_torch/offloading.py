@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError
-from fp8kit_torch.offloaded_weights import ModuleCalls, OffloadedWeight, offloaded, restore_before_state
+from fp8kit_torch.offloaded_weights import ModuleCalls, OffloadedWeight, offloaded_of, restore_before_state
 from fp8kit_torch.torch_compat import base, version
 
 LEAST = 256 * 1024  # elements of a tensor that is worth a copy
@@ -40,6 +40,8 @@ OPEN = _Open()
 _STAYS = "_fp8kit_not_offloaded"
 # storages that are not to be offloaded, by their address, with how many tensors say so
 _STAYING: dict[int, int] = {}
+# those of experts' parameters, while a layer's pass has them as one tensor -> what gives that one again
+_TOGETHER: dict[int, Callable[[], Tensor]] = {}
 
 
 class _Slot:
@@ -63,12 +65,12 @@ class _Slot:
 
 class _Reader:
     """What the graph holds instead of a tensor that stays, where weights are offloaded: whoever reads it is
-    the layer's backward pass, which needs them. ``tensor``: None for memory of the parameter ``of``, which
-    lies elsewhere once it is back."""
+    the layer's backward pass, which needs them. ``of``: what gives the parameters that have its memory, which
+    lies elsewhere once they are back; None for other memory."""
 
     __slots__ = ("_form", "_of", "_tensor", "keeper")
 
-    def __init__(self, tensor: Tensor, of: Tensor | None, keeper: _Keeper) -> None:
+    def __init__(self, tensor: Tensor, of: Callable[[], Tensor] | None, keeper: _Keeper) -> None:
         self.keeper, self._of = keeper, of
         self._tensor = tensor if of is None else None
         self._form = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -79,7 +81,7 @@ class _Reader:
         if self._of is None:
             assert self._tensor is not None
             return self._tensor
-        return self._of.detach().as_strided(*self._form)
+        return self._of().as_strided(*self._form)
 
 
 class _Keeper:
@@ -144,8 +146,7 @@ class OffloadableLayer:
             return  # no graph that would read them
         for module in modules:
             restore_before_state(module)
-            found = (offloaded(parameter, self.owner, LEAST) for parameter in module.parameters())
-            self.weights += [weight for weight in found if weight is not None]
+            self.weights += offloaded_of(module, self.owner, LEAST)
 
     def restore_weights(self) -> None:
         """Let work that is launched from here on find the weights."""
@@ -289,11 +290,9 @@ class OffloadSynchronizer:
         layer = self.current
         if layer is None or not self._offloads(layer):
             return tensor
-        whole = base(tensor)
-        of = tensor if whole is None else whole
-        weight = self._calls is not None and type(of) is Parameter and type(tensor) in (Tensor, Parameter)
+        of = None if self._calls is None else _parameters_of(tensor)
         stays = (
-            weight
+            of is not None
             or not self.activations
             or type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -301,7 +300,7 @@ class OffloadSynchronizer:
             or tensor.untyped_storage().data_ptr() in _STAYING
         )
         if stays and self._calls is not None:
-            return _Reader(tensor, of if weight else None, layer.keeper)
+            return _Reader(tensor, of, layer.keeper)
         return tensor if stays else layer.push(tensor)
 
     def _offloads(self, layer: OffloadableLayer) -> bool:
@@ -413,11 +412,33 @@ def staying(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def staying_parameter(tensor: Tensor, one: bool) -> None:
-    """Let memory of parameters stay that layers save as another tensor: not that of several (not ``one``)
-    where weights are offloaded, which would hold theirs."""
-    if one or not OPEN.weights:
+def staying_parameters(tensor: Tensor, again: Callable[[], Tensor]) -> None:
+    """Let memory of parameters stay that layers save as another tensor, or go with them where weights are
+    offloaded. ``again``: what gives it once they came back from the host."""
+    if not OPEN.weights:
         mark_not_offload(tensor)
+        return
+    address = tensor.untyped_storage().data_ptr()
+    _TOGETHER[address] = again
+    weakref.finalize(tensor, _apart, address, again).atexit = False
+
+
+def _apart(address: int, again: Callable[[], Tensor]) -> None:
+    if _TOGETHER.get(address) is again:
+        del _TOGETHER[address]
+
+
+def _parameters_of(tensor: Tensor) -> Callable[[], Tensor] | None:
+    """What gives the parameter, or the experts' as one, that have the memory of ``tensor``; None where it is
+    other memory."""
+    if type(tensor) not in (Tensor, Parameter):
+        return None
+    whole = base(tensor)
+    parameter = tensor if whole is None else whole
+    if type(parameter) is Parameter:
+        return parameter.detach
+    known = _TOGETHER and tensor.layout is torch.strided
+    return _TOGETHER.get(tensor.untyped_storage().data_ptr()) if known else None
 
 
 def _forget(address: int) -> None:

@@ -247,22 +247,13 @@ class OperandTensor(QuantizedTensor):
     def inputs(self, operation: str, prefix: str, fp8: Quantization) -> dict[str, Tensor]:
         """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another
         format or tiling, UnsupportedError where it wants the weight in high precision."""
-        if fp8.dgrad.compute == "high_precision":
-            wanted = "one that multiplies codes or their values: the weight is held in FP8 alone"
-            raise UnsupportedError(operation, "recipe", "dgrad in high precision", wanted)
-        if not self.fits(fp8.w):
-            got, wanted = ((each.format.name, each.granularity) for each in (self._fp8.w, fp8.w))
-            raise RecipeError(
-                operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"
-            )
+        want_fit(operation, self._fp8, fp8)
         transposed = ("w_qt", "w_qt_inv") if fp8.dgrad.compute == "dequantized" else ()
         return {f"{prefix}{name}": part for name, part in self._operands().items() if name not in transposed}
 
     def fits(self, quantizer: Quantizer) -> bool:
         """Whether an operand of that format and granularity can be this tensor as it is."""
-        own = self._fp8.w
-        same = own is quantizer or own.format == quantizer.format
-        return same and own.granularity == quantizer.granularity
+        return _alike(self._fp8.w, quantizer)
 
     def input_parts(self) -> dict[str, Tensor]:
         """Its parts by the names of a product's cached input."""
@@ -468,6 +459,22 @@ def of_parts(parts: dict[str, Tensor], fp8: Quantization, shape: Shape, dtype: t
     """The tensor of these parts, of the class that its scales have."""
     kind = _CLASSES.get(fp8.w.granularity, OperandTensor)
     return kind._made(parts, fp8, shape, dtype)  # type: ignore[no-any-return]
+
+
+def _alike(own: Quantizer, other: Quantizer) -> bool:
+    same = own is other or own.format == other.format
+    return same and own.granularity == other.granularity
+
+
+def want_fit(operation: str, how: Quantization, fp8: Quantization) -> None:
+    """RecipeError where ``fp8`` wants another format or tiling of a weight than that it is held in, as
+    ``how`` says; UnsupportedError where it wants the weight in high precision."""
+    if fp8.dgrad.compute == "high_precision":
+        wanted = "one that multiplies codes or their values: the weight is held in FP8 alone"
+        raise UnsupportedError(operation, "recipe", "dgrad in high precision", wanted)
+    if not _alike(how.w, fp8.w):
+        got, wanted = ((each.format.name, each.granularity) for each in (how.w, fp8.w))
+        raise RecipeError(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast")
 
 
 def scaled_as(rule: Quantizer, partner: Quantizer | None = None) -> Quantization:

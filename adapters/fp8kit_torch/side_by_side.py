@@ -7,6 +7,7 @@ another in its place, is found out at each call, by addresses and layouts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -29,17 +30,41 @@ _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _kind = attrgetter("shape", "dtype", "device")
 
 
-class _Stack:
+class Stack:
     """Memory that was made here, weakly, where in it ``members`` begin, and the shape, dtype and device of
     all of them."""
 
     RENEWALS = 8  # of ``_quick``, which a step in another mode of torch, or a frozen parameter, makes say no
 
-    def __init__(self, memory: StorageWeakRef, members: Sequence[Tensor]) -> None:
-        self.memory, self.kind = memory, _kind(members[0])
-        self._pointers = [*map(_address, members)]
+    def __init__(self, whole: Tensor, members: Sequence[Tensor]) -> None:
+        self.kind, self._members = _kind(members[0]), [*map(weakref.ref, members)]
+        self.place(whole)
+
+    def parameters(self) -> list[Any]:
+        """What is left of them."""
+        return [parameter for ref in self._members if (parameter := ref()) is not None]
+
+    def place(self, whole: Tensor) -> None:
+        """Let the parameters have their parts of ``whole`` (N, ...) for their memory, as it is there."""
+        for part, ref in zip(whole.unbind(0), self._members, strict=True):
+            parameter = ref()
+            if parameter is not None:
+                parameter.data = torch.from_dlpack(part)
+        self.memory, self._pointers = (
+            StorageWeakRef(whole.untyped_storage()),
+            [*map(_address, self.parameters())],
+        )
         self._quick: Any = lambda *others: False
         self._left = self.RENEWALS
+
+    def whole(self, members: Sequence[Any]) -> Tensor | None:
+        """``members`` as one tensor (N, ...) over their own memory; None where they do not lie there."""
+        memory = storage_of(self.memory) if self.holds(members) else None
+        if memory is None:
+            return None
+        shape, dtype, device = self.kind
+        whole = torch.empty(0, dtype=dtype, device=device)
+        return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
 
     def holds(self, members: Sequence[Any]) -> bool:
         """Whether these are parameters that lie there as they were put."""
@@ -61,7 +86,7 @@ class Stacks:
 
     def __init__(self, anew: str = "") -> None:
         self.anew = anew
-        self._known: dict[str, _Stack] = {}
+        self._known: dict[str, Stack] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stacks:
         return Stacks("now")
@@ -97,21 +122,22 @@ class Stacks:
                 return
             for part, parameter in zip(whole.unbind(0), members, strict=True):
                 part.copy_(parameter)
-                parameter.data = torch.from_dlpack(part)
-        self._known[name] = _Stack(StorageWeakRef(whole.untyped_storage()), members)
+        self._known[name] = Stack(whole, members)
 
     def find(self, name: str, members: Sequence[Any]) -> Tensor | None:
         """Parameters as one tensor (N, ...) over their own memory, without a gradient; None where they are
         not, or no longer, side by side."""
         known = self._known.get(name)
-        if known is None or not known.holds(members):
-            return None
-        memory = storage_of(known.memory)
-        if memory is None:
-            return None
-        shape, dtype, device = known.kind
-        whole = torch.empty(0, dtype=dtype, device=device)
-        return whole.set_(memory, 0, (len(members), *shape))  # type: ignore[call-overload, no-any-return]
+        return None if known is None else known.whole(members)
+
+    def known(self) -> list[Stack]:
+        """The stacks that were made here."""
+        return [*self._known.values()]
+
+    def again(self, name: str, members: Sequence[Any]) -> Tensor:
+        """``find``, or a copy where they are no longer side by side."""
+        found = self.find(name, members)
+        return torch.stack([member.detach() for member in members]) if found is None else found
 
 
 # of a process that is given the module: its parameters are the other one's

@@ -108,6 +108,16 @@ def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[s
 
 
 @constant_result
+def with_cached_weight(spec: str) -> tuple[str, str]:
+    """Of the text of an ``ExpertLinearSpec``: that of its ``fp8``, "" in high precision, and that of the spec
+    whose weight is cached."""
+    found = decode(spec)
+    if found.fp8 is None:
+        return "", spec
+    return encode(found.fp8), encode(dataclasses.replace(found, weight_cached=True))
+
+
+@constant_result
 def attention_draws(recipe: tuple[Any, ...], name: str) -> bool:
     """Whether that draws random numbers besides dropout's."""
     how = of_parts(recipe).attention_for(name)

@@ -158,8 +158,9 @@ class FP8Layer(Layer):
         """Returns the operands of a call within the autocast ``state``."""
         return Operands(inputs)
 
-    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> None:
-        """Raise what the call would raise, and run nothing. ``delayed``: scales will be added."""
+    def validate_call(self, spec: Any, inputs: dict[str, Any], delayed: bool, rng: bool = False) -> None:
+        """Raise what the call would raise, and run nothing. ``delayed``: scales will be added; ``rng``: so
+        will random numbers."""
         raise NotImplementedError
 
     def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
@@ -203,6 +204,9 @@ class FP8Layer(Layer):
     def cache_key(self, fp8: Quantization) -> Any:
         """Returns what cached weights are found by."""
         return fp8
+
+    def check_held(self, fp8: Quantization) -> None:
+        """Raise what ``held_inputs`` would raise, where weights are held in FP8."""
 
     def held_inputs(self, weights: Mapping[str, Any], fp8: Quantization) -> dict[str, Any]:
         """Returns the operation's inputs of weights that are held in FP8."""
@@ -305,6 +309,18 @@ class FP8Layer(Layer):
         if fp8_output and enabled:
             outputs["y"] = self.cast_output(outputs["y"], fp8, delayed, record, kept)
         return outputs
+
+    def check_run(self, inputs: dict[str, Any], bias: str, **options: Any) -> None:
+        """Raise what ``run`` would raise for ``inputs``, of which some may be ``stand_in``, and run nothing:
+        what a layer of several asks of the later ones before the first one runs."""
+        state, fp8, delayed = current(), None, False
+        if state is not None and state.recipe.by_layer:
+            state = self.own_state(state)
+        if state is not None and state.enabled:
+            fp8, delayed = self._fp8_of(state.recipe), state.recipe.history is not None
+            self.check_held(fp8)
+        spec = self._spec_for(fp8, False, bias, options)
+        self.validate_call(spec, inputs, delayed, fp8 is not None and fp8.needs_rng)
 
     def _run_special(
         self,

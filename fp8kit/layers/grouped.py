@@ -13,7 +13,7 @@ from fp8kit import slowness
 from fp8kit.arguments import choice, integer, listed, shown, without_unknown
 from fp8kit.autocast import AutocastState, current
 from fp8kit.backends.activation import ALL
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.layers.base import Init, Layer, child_name, picked
 from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
@@ -95,27 +95,33 @@ class GroupedLinearBase(FP8Layer):
             )
         return why is None
 
-    def unread_sizes(self, option: str) -> UnsupportedError:
-        """Returns the refusal of an option that wants to know the sizes, where they stay on the device."""
-        wanted = "it off, where m_splits stay on the device"
-        return UnsupportedError("GroupedLinear", option, "on", wanted)
+    def want_call(self, x: Any, m_splits: Any, is_first_microbatch: bool | None, **into: Any) -> None:
+        """Raise what ``forward`` would raise for an x that ``stand_in`` gave, and run nothing: what a layer
+        asks of it before another part of it runs. ``into``: further arguments of ``forward``."""
+        raise NotImplementedError
 
-    def multiply(self, x: Any, sizes: Sequence[int], is_first_microbatch: bool | None) -> Any:
-        """``forward`` with sizes that are known. ShapeError where x's rows are not theirs."""
+    def host_inputs(self, x: Any, sizes: Sequence[int]) -> tuple[dict[str, Any], str]:
+        """Returns the operation's inputs where sizes are known, and what the bias does. ShapeError where x's
+        rows are not theirs."""
         rows = 1
         for n in x.shape[:-1]:
             rows *= n
         if len(sizes) != self.num_gemms or min(sizes) < 0 or sum(sizes) != rows:
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows}"
             raise ShapeError("GroupedLinear", "m_splits", list(sizes), wanted)
-        biases = self.group_biases() if self.use_bias else None
         inputs = {"x": x, **self.weight_inputs()}
-        mode = "none" if biases is None or self.return_bias else "add"
-        if mode == "add":
-            inputs |= {f"{i}_bias0": bias for i, bias in enumerate(biases or ())}
+        if not self.use_bias or self.return_bias:
+            return inputs, "none"
+        return inputs | {f"{i}_bias0": bias for i, bias in enumerate(self.group_biases())}, "add"
+
+    def multiply(self, x: Any, sizes: Sequence[int], is_first_microbatch: bool | None) -> Any:
+        """``forward`` with sizes that are known. ShapeError where x's rows are not theirs."""
+        inputs, mode = self.host_inputs(x, sizes)
         self._splits = list(sizes)
         y = self.run(inputs, is_first_microbatch, mode, rows=tuple(sizes))["y"]
-        return (y, biases) if self.return_bias else y
+        if self.return_bias:
+            return y, self.group_biases() if self.use_bias else None
+        return y
 
     def _cached(
         self, fp8: Quantization, first: bool, bias: str, inputs: dict[str, Any], binding: Any
@@ -209,7 +215,8 @@ class GroupedMLP(Layer):
         rest is padding, whose hidden activations become 0. Else they are act(b1) with a bias, and change the
         scales of fc2's input. (With probs they are 0 where padding's probabilities are.)
 
-        Returns h (rows, H). ShapeError, FormatError for what does not fit.
+        Returns h (rows, H). ShapeError, FormatError for what does not fit either part, before the first one
+        runs.
         """
         if unknown:
             self.refuse_names(unknown)
@@ -226,7 +233,7 @@ class GroupedMLP(Layer):
     ) -> Any:
         """``forward``; ``into``: further arguments of fc1's and of fc2's call."""
         x, weights = self.as_input("inp", inp, self.hidden_size), None
-        if probs is not None:  # what is refused is so before fc1 records anything
+        if probs is not None:
             if tokens_per_expert is not None:
                 wanted = "None with probs, which are 0 in rows of padding"
                 raise ArgumentError("GroupedMLP", "tokens_per_expert", shown(tokens_per_expert), wanted)
@@ -235,6 +242,8 @@ class GroupedMLP(Layer):
                 raise ShapeError("GroupedMLP", "probs", f"shape {tuple(weights.shape)}", f"({rows},)")
         elif tokens_per_expert is not None:
             weights = self.token_rows(x, m_splits, tokens_per_expert)
+        if not self.is_compiling():
+            self._want_second_part(x, weights, m_splits, is_first_microbatch, into[1])
         hidden = self.fc1(x, m_splits, is_first_microbatch, **into[0])
         spec = self.spec_for("ActivationSpec", self.activation, self.features)
         hidden = self.call(activation_operation, spec, {"x": hidden})["y"]
@@ -243,6 +252,18 @@ class GroupedMLP(Layer):
             hidden = self.call(scale_rows, spec, {"x": hidden, "probs": weights})["y"]
         return self.fc2(hidden, m_splits, is_first_microbatch, **into[1])
 
+    def _want_second_part(
+        self, x: Any, weights: Any, m_splits: Any, is_first_microbatch: bool | None, into: Mapping[str, Any]
+    ) -> None:
+        """Raise what is refused behind fc1, before that records anything."""
+        features = self.fc2.in_features
+        hidden = self.stand_in((*x.shape[:-1], features), self.call_dtype(x), x.device)
+        if weights is not None:
+            spec = self.spec_for("ScaleRowsSpec", features)
+            self.check_call(scale_rows, spec, {"x": hidden, "probs": weights})
+        if isinstance(self.fc2, GroupedLinearBase):
+            self.fc2.want_call(hidden, m_splits, is_first_microbatch, **into)
+
     def token_rows(self, x: Any, m_splits: Any, tokens_per_expert: Any) -> Any:
         """(rows of x,), of x's dtype: 1 for the first rows of each group, as many as are tokens, 0 for its
         padding. ShapeError for other counts."""
@@ -250,9 +271,12 @@ class GroupedMLP(Layer):
 
 
 def host_sizes(operation: str, values: Any, name: str = "m_splits") -> list[int]:
-    """Numbers of rows, of a list or an array on the host. ArgumentError for anything else."""
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
-        values = values.tolist()
+    """Numbers of rows, of a list or an array on the host. FormatError for an array of no integers,
+    ArgumentError for anything else."""
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu":
+            raise FormatError(operation, name, shown(values), "integers")
+        values = values.tolist() if values.ndim == 1 else values
     return [integer(operation, name, n, 0, 2**31 - 1) for n in listed(operation, name, values, "ints")]
 
 

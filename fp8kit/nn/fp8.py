@@ -92,14 +92,16 @@ class Fp8Module(FP8Layer, NativeLayer):
 
     # --- what the shared layers ask -------------------------------------------------------------------------
 
-    def validate_call(self, spec: Any, inputs: Inputs, delayed: bool) -> None:
-        implied = _scales_of(self.gemms, inputs["x"].device) if delayed else _NONE  # type: ignore[union-attr]
+    def validate_call(self, spec: Any, inputs: Inputs, delayed: bool, rng: bool = False) -> None:
+        device = inputs["x"].device  # type: ignore[union-attr]
+        if rng:
+            inputs = {**inputs, "rng": ArrayView(0, (2,), int64, device)}
+        implied = _scales_of(self.gemms, device) if delayed else _NONE
         validate(self.operation, spec, inputs, self, implied=implied)
 
     def with_rng(self, spec: Any, inputs: Inputs, delayed: bool) -> Inputs:
-        device = inputs["x"].device  # type: ignore[union-attr]
-        self.validate_call(spec, {**inputs, "rng": ArrayView(0, (2,), int64, device)}, delayed)
-        return {**inputs, "rng": next_rng(device)}
+        self.validate_call(spec, inputs, delayed, True)
+        return {**inputs, "rng": next_rng(inputs["x"].device)}  # type: ignore[union-attr]
 
     def prepare_call(self, spec: Any, inputs: Inputs, delayed: bool) -> tuple[Any, Inputs]:
         if delayed:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, layers
-from fp8kit.arrays import ArrayView, Device
-from fp8kit.autograd import Tensor, apply, no_grad, tensor
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd import Tensor, apply, no_grad, tensor, validate
 from fp8kit.autograd.tensors import unchanged
-from fp8kit.errors import FormatError, ShapeError, on_behalf_of
+from fp8kit.errors import ShapeError, on_behalf_of
 from fp8kit.formats import int32
 from fp8kit.layers.base import Init, spec_object
 from fp8kit.layers.fp8_layer import WeightCache
@@ -21,8 +21,8 @@ from fp8kit.nn import side_by_side
 from fp8kit.nn.fp8 import Fp8Module
 from fp8kit.nn.layer import NativeLayer
 from fp8kit.nn.module import as_tensor
-from fp8kit.nn.moe import expert_product
-from fp8kit.ops.expert_linear import expert_weight_cast
+from fp8kit.nn.moe import device_sizes, expert_product, spec_in_force
+from fp8kit.ops.expert_linear import expert_linear, expert_weight_cast
 from fp8kit.quantization import Quantization
 
 
@@ -88,9 +88,30 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
             return self._on_device(x, given, is_first_microbatch)
         return self.multiply(x, host_sizes("GroupedLinear", _on_host(given)), is_first_microbatch)
 
+    def want_call(self, x: Any, m_splits: Any, is_first_microbatch: bool | None, **into: Any) -> None:
+        self.check_options(is_first_microbatch)
+        given = _given("GroupedLinear", "m_splits", m_splits)
+        on_gpu = isinstance(given, ArrayView) and given.device.kind != "cpu"
+        if not isinstance(given, ArrayView) or not self.leaves_sizes(on_gpu):
+            sizes = host_sizes("GroupedLinear", _on_host(given))
+            inputs, bias = self.host_inputs(x, sizes)
+            self.check_run(inputs, bias, rows=tuple(sizes))
+            return
+        inputs = {"x": x, "group_sizes": self.stand_in((self.num_gemms,), int32, x.device)}
+        for kind in ("weight", "bias") if self.use_bias and not self.return_bias else ("weight",):
+            first, *rest = self._members(kind)
+            for i, other in enumerate(rest, 1):
+                if (other.shape, other.dtype) != (first.shape, first.dtype):
+                    got, wanted = (f"{p.dtype.name} of shape {p.shape}" for p in (other, first))
+                    raise ShapeError("GroupedLinear", f"{kind}{i}", got, f"{wanted}, as {kind}0")
+            inputs[kind] = self.stand_in((self.num_gemms, *first.shape), first.dtype, first.device)
+        with on_behalf_of("GroupedLinear"):
+            spec = spec_in_force("GroupedLinear", inputs["weight"].shape, "oi", 0, self.name or "")
+            validate(expert_linear, spec_object("ExpertLinearSpec", *spec), inputs)
+
     def _on_device(self, x: Tensor, sizes: ArrayView, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
-        sizes = _device_sizes("GroupedLinear", "m_splits", sizes, self.num_gemms, x.device)
+        sizes = device_sizes("GroupedLinear", "m_splits", sizes, self.num_gemms, x.device)
         weights = self._members("weight")
         weight, own = side_by_side.as_one("GroupedLinear", weights)
         inputs = {"x": x, "group_sizes": Tensor(sizes), "weight": weight}
@@ -150,22 +171,29 @@ class GroupedMLP(layers.GroupedMLP, NativeLayer):
         named = {"m_splits": m_splits, "tokens_per_expert": tokens_per_expert}
         given = {name: _given("GroupedMLP", name, values) for name, values in named.items()}
         there = [values for values in given.values() if isinstance(values, ArrayView)]
-        if not any(values.device.kind != "cpu" or self.fc1.sizes_on_device for values in there):
+        if not any(values.device.kind != "cpu" for values in there):
             sizes, counts = (host_sizes("GroupedMLP", _on_host(v), name) for name, v in given.items())
             want_tokens(counts, sizes)
-            own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
-            return tensor(np.concatenate(own).astype(np.float32), device=x.device)
+            if not there or not self.fc1.sizes_on_device:
+                own = [np.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
+                return tensor(np.concatenate(own).astype(np.float32), device=x.device)
         native = arrays.provider(x.device).native
         size, count = (
-            native(_device_sizes("GroupedMLP", name, values, self.num_gemms, x.device))
+            native(device_sizes("GroupedMLP", name, values, self.num_gemms, x.device))
             for name, values in given.items()
         )
-        ends = size.cumsum()
-        starts = ends - size
         ones = native(arrays.zeros((x.view.rows().shape[0],), int32, x.device)) + 1
-        rows = (ones.cumsum() - 1)[:, None]  # 0, 1, ..., made on the device
-        found = (rows >= starts) & (rows < starts + count) & (rows < ends)
-        return Tensor(arrays.as_view(found.any(1).astype(np.float32)))
+        rows = ones.cumsum() - 1  # 0, 1, ..., made on the device
+        return Tensor(arrays.as_view(_are_tokens(rows, size, count).astype(np.float32)))
+
+
+def _are_tokens(rows: Any, sizes: Any, counts: Any) -> Any:
+    """Whether rows by their numbers, which lie in groups of ``sizes``, are among the first ``counts`` of
+    their group. Counts beyond a group's size are its size; a negative size is 0."""
+    sizes, row = sizes.clip(0, None), rows[:, None]
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    return ((row >= starts) & (row < starts + counts) & (row < ends)).any(1)
 
 
 def _given(operation: str, name: str, values: Any) -> Any:
@@ -178,19 +206,3 @@ def _given(operation: str, name: str, values: Any) -> Any:
 def _on_host(values: Any) -> Any:
     """Numbers of rows as ``host_sizes`` takes them."""
     return values.numpy() if isinstance(values, ArrayView) else values
-
-
-def _device_sizes(operation: str, name: str, values: Any, groups: int, device: Device) -> ArrayView:
-    """Numbers of rows as operations take them: int32 on ``device``, a view unread."""
-    if isinstance(values, ArrayView):
-        sizes = values
-    else:
-        sizes = arrays.as_view(np.array(host_sizes(operation, values, name), np.int32))
-    if sizes.shape != (groups,):
-        raise ShapeError(operation, name, f"shape {sizes.shape}", f"({groups},)")
-    if sizes.dtype.numpy.kind not in "iu":
-        raise FormatError(operation, name, sizes.dtype.name, "integers")
-    sizes = arrays.to(arrays.contiguous(sizes), device)
-    if sizes.dtype is int32:
-        return sizes
-    return arrays.as_view(arrays.provider(device).native(sizes).astype(np.int32))

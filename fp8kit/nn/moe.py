@@ -6,6 +6,7 @@ Names and rules are Transformer Engine's; the kernels and operations are those o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,15 +14,18 @@ import numpy as np
 
 from fp8kit import arrays, formats, inspection
 from fp8kit.arguments import choice, integer, listed, shown
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor, apply, tensor, validate
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError, on_behalf_of
 from fp8kit.layers.base import spec_object
+from fp8kit.layers.grouped import host_sizes
 from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
-from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear
+from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear, want_sizes
 from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
+from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Quantization
 
 __all__ = [
@@ -153,8 +157,13 @@ def _as_routing(routing: Tensor, is_mask: bool) -> Tensor:
         raise FormatError("token_dispatch", "routing_map", kind.name, "bool or integers")
     if is_mask or kind is formats.bool_:
         return Tensor(arrays.as_view((native != 0).astype(np.uint8)))
+    return Tensor(_as_int32(native))  # what is no expert stays none
+
+
+def _as_int32(native: Any) -> ArrayView:
+    """Integers of any width as int32, those that it does not hold as -1 or its largest."""
     least, most = -1 if native.dtype.kind == "i" else 0, min(np.iinfo(native.dtype).max, 2**31 - 1)
-    return Tensor(arrays.as_view(native.clip(least, most).astype(np.int32)))  # what is no expert stays none
+    return arrays.as_view(native.clip(least, most).astype(np.int32))
 
 
 def grouped_dense(
@@ -172,7 +181,7 @@ def grouped_dense(
 
     * ``x``: h (M, K), rows of group 0 first; ``kernel``: h (E, K, N), or with ``layout`` "oi" (E, N, K), as
       weights of ``Linear`` lie; ``bias``: h (E, N) or None; all of one h.
-    * ``group_sizes``: int32 (E,), on the device; nothing waits for it. What they claim beyond M does not
+    * ``group_sizes``: integers (E,), on the device; nothing waits for it. What they claim beyond M does not
       count on a GPU; on the CPU, where they are looked at, it is an ArgumentError, as a negative one is.
     * ``slots``: not 0 where group e has rows e * slots ... of x, of which its first ``group_sizes[e]`` count,
       as in decoding; M is then E * slots.
@@ -189,11 +198,12 @@ def grouped_dense(
         raise ArgumentError(op, "name", shown(name), "a text or None")
     weight = as_tensor(op, "kernel", kernel)
     inputs = {"x": as_tensor(op, "x", x), "weight": weight}
-    inputs["group_sizes"] = as_tensor(op, "group_sizes", group_sizes)
-    if bias is not None:
-        inputs["bias"] = as_tensor(op, "bias", bias)
     if len(weight.shape) != 3:
         raise ShapeError(op, "kernel", f"shape {weight.shape}", "(experts, in, out), or as layout says")
+    sizes = as_tensor(op, "group_sizes", group_sizes).view
+    inputs["group_sizes"] = Tensor(device_sizes(op, "group_sizes", sizes, weight.shape[0], sizes.device))
+    if bias is not None:
+        inputs["bias"] = as_tensor(op, "bias", bias)
     with on_behalf_of(op, **EXPERT_ARGUMENTS):
         return expert_product(op, inputs, layout, slots, name or "")[0]
 
@@ -211,24 +221,45 @@ def expert_product(
     ``name``: by which recipes know the layer, a "GroupedLinear"; ``op``: what errors call it; ``cached``:
     what gives the weight in FP8, where micro-batches share it.
     UnsupportedError while calibrating, and of the operation's for recipes that it does not carry out."""
-    state, fp8 = current(), None
     inspection.unseen(name or "GroupedLinear")
+    how = spec_in_force(op, inputs["weight"].shape, layout, slots, name)
+    spec, fp8 = spec_object("ExpertLinearSpec", *how), how[-2]
+    if cached is not None and fp8 is not None:
+        validate(expert_linear, spec, inputs)  # a cast is kept, but not for what is refused
+        rows = math.prod(inputs["x"].shape[:-1])
+        check_groups(expert_linear.name, "m_splits", inputs["group_sizes"].view, rows, slots)
+        spec = spec_object("ExpertLinearSpec", *how, True)
+        inputs |= cached(fp8)
+    reads = fp8 is None or fp8.dgrad.compute == "high_precision"
+    return apply(expert_linear, spec, inputs)["y"], reads
+
+
+def spec_in_force(op: str, weight: Shape, layout: str, slots: int, name: str) -> tuple[Any, ...]:
+    """Returns the first fields of the operation's spec for a ``weight`` of this shape, up to ``slots``, under
+    the autocast in force. For the others, and what is refused, see ``expert_product``."""
+    state, fp8 = current(), None
     if state is not None and state.calibrating and not state.enabled:
         raise UnsupportedError(op, "calibrating", True, "False: experts have no state of scales")
     if state is not None and state.enabled:
         own = state.recipe.for_layer("GroupedLinear", name)
         fp8 = None if own is None else own.quantization
-    experts, *sides = inputs["weight"].shape
+    experts, *sides = weight
     if layout == "oi":
         sides.reverse()
-    how = experts, *sides, layout, fp8, slots
-    spec = spec_object("ExpertLinearSpec", *how)
-    if cached is not None and fp8 is not None:
-        validate(expert_linear, spec, inputs)  # a cast is kept, but not for what is refused
-        spec = spec_object("ExpertLinearSpec", *how, True)
-        inputs |= cached(fp8)
-    reads = fp8 is None or fp8.dgrad.compute == "high_precision"
-    return apply(expert_linear, spec, inputs)["y"], reads
+    return experts, *sides, layout, fp8, slots
+
+
+def device_sizes(operation: str, name: str, values: Any, groups: int, device: Device) -> ArrayView:
+    """Numbers of rows, a list or a view, as operations take them: int32 on ``device``, a view unread."""
+    if isinstance(values, ArrayView):
+        sizes = values
+    else:
+        sizes = arrays.as_view(np.array(host_sizes(operation, values, name), np.int32))
+    want_sizes(operation, name, Tensor(sizes), sizes.dtype.numpy.kind in "iu", sizes.shape, groups)
+    sizes = arrays.to(arrays.contiguous(sizes), device)
+    if sizes.dtype is formats.int32:
+        return sizes
+    return _as_int32(arrays.provider(device).native(sizes))
 
 
 def scaled_swiglu(inp: Any, probs: Any) -> Tensor:

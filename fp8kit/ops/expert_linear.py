@@ -12,10 +12,10 @@ from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
-from fp8kit.arguments import choice, integer
+from fp8kit.arguments import choice, integer, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import BLOCK, Cast, Rule, block_shapes
-from fp8kit.errors import ShapeError, UnsupportedError
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, float32, int32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.ops.product_quantized import pad
@@ -25,6 +25,17 @@ from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, W
 
 # what functions that have arguments of their own call those of the operation, for ``errors.on_behalf_of``
 EXPERT_ARGUMENTS = {"weight": "kernel", "inp": "x", "m_splits": "group_sizes"}
+
+
+def want_sizes(operation: str, name: str, values: Any, integers: bool, shape: Shape, groups: int) -> None:
+    """FormatError for an array of numbers of rows, ``values``, that are no ``integers``, ShapeError where it
+    is not of ``shape`` (groups,)."""
+    if not integers:
+        raise FormatError(operation, name, shown(values), "integers")
+    if tuple(shape) != (groups,):
+        raise ShapeError(operation, name, f"shape {tuple(shape)}", f"({groups},)")
+
+
 _TILES = ("tensor", "row", "block_1x128", "block_128x128")
 
 
@@ -447,12 +458,16 @@ class ExpertWeightCast(Operation):
     name = "expert_weight_cast"
     parameters = ("weight",)
 
+    def operands(self, spec: ExpertLinearSpec) -> dict[str, Meta]:
+        """Returns the outputs."""
+        return _casts(spec, 0, ("x",)).weight()
+
     def outputs(self, spec: ExpertLinearSpec) -> tuple[str, ...]:
-        return tuple(_casts(spec, 0, ("x",)).weight())
+        return tuple(self.operands(spec))
 
     def infer(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs) -> Signature:
         want(self.name, "weight", metas, spec.weight_shape, *HIGH_PRECISION)
-        return Signature(_casts(spec, 0, ("x",)).weight())
+        return Signature(self.operands(spec))
 
     def plan(self, spec: ExpertLinearSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
         signature, dtype = self.infer(spec, metas, needs), want(self.name, "weight", metas).dtype

@@ -7,10 +7,18 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch import grouped_mlp
 
 import fp8kit as fk
-from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
+from fp8kit.nn import grouped as nn_grouped
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    PerLayer,
+)
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
 
@@ -221,6 +229,37 @@ def test_padding_in_the_native_module_on_the_device():
         stays(X, sizes, tokens_per_expert=fk.tensor(np.array(COUNTS[1:]), device="cpu"))
 
 
+@pytest.mark.parametrize("kind", [fk.nn.GroupedMLP, ft.GroupedMLP], ids=["native", "torch"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_more_tokens_than_rows_are_refused_on_the_cpu(kind, stays):
+    """Lists and arrays, whether sizes there stay on the device or not."""
+    layer = kind(E, H, F, device="cpu", use_grouped_tensor=stays)
+    array = torch.tensor if kind is ft.GroupedMLP else lambda sizes: fk.tensor(np.array(sizes), device="cpu")
+    for sizes, counts in ((SIZES, COUNTS), (array(SIZES), array(COUNTS)), (array(SIZES), COUNTS)):
+        layer(as_given(kind, X), sizes, tokens_per_expert=counts)
+    more = [SIZES[0], 1, SIZES[2]]
+    for sizes, counts in ((SIZES, more), (array(SIZES), array(more)), (array(SIZES), more)):
+        with pytest.raises(ShapeError, match="tokens_per_expert"):
+            layer(as_given(kind, X), sizes, tokens_per_expert=counts)
+
+
+@pytest.mark.parametrize(
+    "of", [nn_grouped._are_tokens, lambda *n: grouped_mlp.are_tokens(len(n[0]), *map(torch.tensor, n[1:]))]
+)
+def test_numbers_that_nobody_looks_at(of):
+    """As on a GPU: more tokens than rows are all rows, a negative size is 0, rows of no group are no tokens,
+    and sizes may claim more than there are."""
+    for sizes, counts, expected in (
+        ([3, 0, 2], [9, 9, 1], [1, 1, 1, 1, 0, 0]),
+        ([2, -2, 3], [1, 5, 2], [1, 0, 1, 1, 0, 0]),
+        ([2, 2, 1], [1, 0, 9], [1, 0, 0, 0, 1, 0]),
+        ([4, 2**31 - 1, 2**31 - 1], [1, 9, 9], [1, 0, 0, 0, 1, 1]),
+        ([6, 0, 0], [-3, 0, 0], [0, 0, 0, 0, 0, 0]),
+    ):
+        made = of(np.arange(6), np.array(sizes, np.int32), np.array(counts, np.int32))
+        assert np.array_equal(np.asarray(made), np.array(expected, bool)), sizes
+
+
 def as_given(kind, x):
     """An array as the frontend of the class takes it."""
     return torch.from_numpy(x) if kind is ft.GroupedMLP else x
@@ -275,6 +314,84 @@ def test_what_is_refused_records_nothing(kind):
         with mode.autocast(recipe=RECIPES["delayed"]), pytest.raises((ArgumentError, ShapeError)):
             layer(x * 9, [1, 2], **given)
         assert_same_bits(str(given), history(), before)
+
+
+def _of_other_shape(kind, layer):
+    weight = layer.fc2.weight1
+    if kind is ft.GroupedMLP:
+        weight.data = torch.ones(8, 5)
+    else:
+        layer.fc2.weight1 = fk.nn.Parameter(fk.tensor(np.ones((8, 5), np.float32), device="cpu").view)
+    return {}
+
+
+def _of_other_dtype(kind, layer):
+    for i in range(2):
+        if kind is ft.GroupedMLP:
+            getattr(layer.fc2, f"weight{i}").data = torch.ones(8, 4, dtype=torch.float16)
+        else:
+            half = fk.tensor(np.ones((8, 4), np.float16), device="cpu")
+            setattr(layer.fc2, f"weight{i}", fk.nn.Parameter(half.view))
+    return {}
+
+
+def _without_main_grad(kind, layer):
+    del layer.fc2.weight1.main_grad
+    return {}
+
+
+# what is refused by fc2, or between both: of every frontend, and of PyTorch alone
+SECOND = {
+    "probs": lambda kind, layer: {"probs": as_given(kind, np.ones(3, np.int32))},
+    "shape": _of_other_shape,
+    "dtype": _of_other_dtype,
+    "recipe": lambda kind, layer: {},
+}
+SECOND_OF_TORCH = {
+    "out's shape": lambda kind, layer: {"out": torch.ones(3, 9)},
+    "out's dtype": lambda kind, layer: {"out": torch.ones(3, 8, dtype=torch.float64)},
+    "main_grad": _without_main_grad,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "place"),
+    [
+        (kind, case, place)
+        for kind, cases in ((fk.nn.GroupedMLP, SECOND), (ft.GroupedMLP, SECOND | SECOND_OF_TORCH))
+        for case in cases
+        for place in ("host", "device")
+        if (case, place) != ("recipe", "host")  # where any is carried out
+    ],
+)
+def test_what_the_second_part_refuses_changes_nothing(kind, case, place):
+    """Neither fc1's amaxes nor the casts of weights that micro-batches share."""
+    fused = {"fuse_wgrad_accumulation": True} if case == "main_grad" else {}
+    layer = kind(2, 8, 4, device="cpu", name="mlp", use_grouped_tensor=place == "device", **fused)
+    x, mode = as_given(kind, X[:3, :8]), fk if kind is fk.nn.GroupedMLP else ft
+    sizes = [1, 2] if place == "host" else as_given(kind, np.array([1, 2], np.int32))
+    sizes = fk.tensor(sizes, device="cpu") if place == "device" and mode is fk else sizes
+    if fused:
+        for weight in (layer.fc1.weight0, layer.fc1.weight1, layer.fc2.weight0, layer.fc2.weight1):
+            weight.main_grad = torch.zeros_like(weight)
+    recipe = RECIPES["delayed" if place == "host" else "current"]
+
+    def state():
+        kept = {name: np.array(s.views["amax_history"].numpy()) for name, s in layer.fc1.fp8_meta.items()}
+        return kept, id(layer.fc1._weights.arrays), layer.fc1._weights.key
+
+    with mode.autocast(recipe=recipe):
+        layer(x, sizes, is_first_microbatch=True)
+    before = state()
+    given = (SECOND | SECOND_OF_TORCH)[case](kind, layer)
+    if case == "recipe":
+        recipe = PerLayer(recipe, (("mlp.fc2", MXFP8BlockScaling()),))
+    with mode.autocast(recipe=recipe), pytest.raises(Fp8kitError):
+        layer(x * 9, sizes, is_first_microbatch=True, **given)
+    after = state()
+    assert after[1:] == before[1:]
+    for name, history in before[0].items():
+        assert_same_bits(name, after[0][name], history)
 
 
 @pytest.mark.parametrize("place", ["compiled", pytest.param("captured", marks=pytest.mark.gpu)])

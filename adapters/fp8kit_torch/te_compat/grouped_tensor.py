@@ -342,6 +342,15 @@ class QuantizedGroupedTensor(QuantizedTensor, GroupedTensor):
             self._lag = lag_of(self._parts)
         return found
 
+    def parts_as_one(self) -> dict[str, Tensor]:
+        """Codes and scales of all matrices, each part in one piece of memory; nothing where they differ in
+        shape."""
+        if len(set(self._how.shapes)) > 1:
+            return {}
+        if self._lag != lag_of(self._parts):  # somebody wrote to the codes
+            self.split_into_quantized_tensors()
+        return self._parts
+
     def operands(self) -> list[Any]:
         """The matrices to be read, not written: scales lie at multiples of 16 bytes, as GEMMs want them."""
         found = self.split_into_quantized_tensors()

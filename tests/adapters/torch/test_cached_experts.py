@@ -9,9 +9,9 @@ from functools import partial
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import checks, graph_capture, graphs, grouped_linear
+from fp8kit_torch import checks, graph_capture, graphs, grouped_on_device
 
-from fp8kit.errors import FormatError
+from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
 
 from .replayed import Again
@@ -48,7 +48,7 @@ def trained(layer, recipe, firsts, call=None):
     for seed, first in enumerate(firsts):
         x, sizes, g = batch(layer, seed)
         with ft.autocast(recipe=recipe):
-            y = (call or layer)(x, sizes, is_first_microbatch=first)
+            y = (layer if call is None else call)(x, sizes, is_first_microbatch=first)
         y.backward(g)
         made += [y.detach().clone(), x.grad]
     return made + [p.grad.clone() for p in layer.parameters()]
@@ -104,6 +104,9 @@ def test_a_refused_call_changes_no_shared_cast(place):
             layer.weight1.mul_(3)
         with pytest.raises(FormatError, match="x"):
             layer(x.float(), sizes, is_first_microbatch=True)
+        if place == "cpu":  # where sizes are looked at
+            with pytest.raises(ArgumentError, match="m_splits"):
+                layer(x, sizes + ROWS, is_first_microbatch=True)
         assert torch.equal(layer(x, sizes, is_first_microbatch=False), was)
 
 
@@ -129,7 +132,7 @@ def test_shared_casts_where_less_is_differentiated(place, recipe, wants):
 
 def test_a_checkpoint_casts_them_once(place, monkeypatch):
     layer, casts = module(place), []
-    cast = grouped_linear.expert_weight_cast
+    cast = grouped_on_device.expert_weight_cast
     forward = type(cast).forward
     monkeypatch.setattr(type(cast), "forward", lambda *given: (casts.append(1), forward(*given)))
     want = trained(module(place), RECIPES["current"], [True, False])
@@ -164,12 +167,59 @@ def test_a_checkpoints_later_pass_reads_the_codes_of_the_first(place, reentrant)
     same(made[:half], made[half:])
 
 
-def test_not_within_a_compiled_function():
-    layer = module("cpu")
-    call = torch.compile(layer, backend="eager", fullgraph=True)
-    x, sizes, _ = batch(layer, 0)
-    with ft.autocast(recipe=RECIPES["current"]), pytest.raises(Exception, match="is_first_microbatch"):
-        call(x, sizes, is_first_microbatch=True)
+@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
+@pytest.mark.parametrize("kind", [ft.GroupedLinear, ft.GroupedMLP])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_micro_batches_share_casts(place, recipe, kind, options):
+    """With the bits of eager ones, and with their casts, whoever made these."""
+    firsts = [True, False, False, None, True, False]
+    layer = module(place, kind, **options)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    same(
+        trained(layer, RECIPES[recipe], firsts, call),
+        trained(module(place, kind, **options), RECIPES[recipe], firsts),
+    )
+
+
+def test_compiled_later_micro_batches_read_the_first_ones_weights(place):
+    layer, other = module(place), RECIPES["block"]
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, sizes, _ = batch(layer, 1)
+
+    def y(function, first, recipe=RECIPES["current"]):
+        with ft.autocast(enabled=recipe is not None, recipe=recipe):
+            return function(x, sizes, is_first_microbatch=first).detach()
+
+    was = y(call, True)
+    with torch.no_grad():
+        layer.weight2.mul_(-1)
+    for function in (call, layer):
+        assert torch.equal(y(function, False), was)
+    now = y(layer, None)
+    assert torch.equal(y(call, None), now)
+    assert not torch.equal(now, was)
+    assert torch.equal(y(call, False, None), y(layer, None, None))  # in high precision
+    assert torch.equal(y(call, False), was)
+    assert torch.equal(y(layer, True), now)  # eagerly cast, read by what is compiled
+    with torch.no_grad():
+        layer.weight2.mul_(-1)
+    assert torch.equal(y(call, False), now)
+    assert torch.equal(y(call, False, other), y(layer, None, other))  # none by this recipe
+
+
+def test_compiled_later_micro_batches_cast_no_weight(monkeypatch):
+    layer, casts = module("cpu"), []
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, sizes, _ = batch(layer, 1)
+    kind = type(grouped_on_device.expert_weight_cast)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *given: (casts.append(1), forward(*given)))
+    counts = []
+    with ft.autocast(recipe=RECIPES["current"]):
+        for first in (True, False, False, True):
+            call(x, sizes, is_first_microbatch=first)
+            counts.append(len(casts))
+    assert counts == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("first", [None, True, False])

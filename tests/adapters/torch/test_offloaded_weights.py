@@ -11,8 +11,9 @@ import pytest
 import torch
 from fp8kit_torch import offloading
 from fp8kit_torch.cpu_offload import get_cpu_offload_context
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 WIDTH, ROWS = 32, 24
 
@@ -175,6 +176,131 @@ def test_weights_in_fp8_stay():
         y, *_ = forward(layers, torch.randn(ROWS, WIDTH))
     assert not any(layer.weight.dequantize().isnan().any() for layer in layers)
     y.sum().backward()
+
+
+def experts(count=3, **options):
+    torch.manual_seed(0)
+    made = {"device": "cpu", "use_grouped_tensor": True, **options}
+    return torch.nn.ModuleList(ft.GroupedLinear(2, WIDTH, WIDTH, **made) for _ in range(count))
+
+
+def run_experts(layers, x, recipe, **options):
+    sizes = torch.tensor([ROWS - 7, 7])
+    calls = [lambda x, layer=layer: layer(x, sizes) for layer in layers]
+    with ft.autocast(enabled=recipe is not None, recipe=recipe):
+        return forward(calls, x, **options)
+
+
+def together(layer):
+    """Whether a layer's weights lie side by side, or are one, with values."""
+    if layer.single_grouped_weight:
+        return not layer.weight.isnan().any()
+    found = layer._stacks.find("weight", layer._members("weight"))
+    return found is not None and not found.isnan().any()
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}])
+@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "current"])
+def test_experts_go_and_come_back_as_one(recipe, one, options, activations, monkeypatch):
+    """Their joint array is no activation: it goes with the weights, and is one again, for steps to come."""
+    pushed, push = [], offloading.OffloadableLayer.push
+    monkeypatch.setattr(
+        offloading.OffloadableLayer, "push", lambda self, t: (pushed.append(tuple(t.shape)), push(self, t))[1]
+    )
+    made = []
+    for enabled in (True, False):
+        layers = experts(single_grouped_weight=one, **options)
+        memories = [StorageWeakRef(layer.main_parameters()[0].untyped_storage()) for layer in layers]
+        memories = memories if one else [layer._stacks.known()[0].memory for layer in layers]
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for step in range(2):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            for parameter in layers.parameters():
+                parameter.main_grad = torch.zeros(parameter.shape)
+            if enabled:
+                y, *_ = run_experts(layers, x, recipe, offload_activations=activations)
+                assert [together(layer) for layer in layers] == [False, False, True]
+                away = {name for name, p in layers[0].named_parameters() if p.isnan().all()}
+                assert away == ({"weight"} if one else {"weight0", "weight1"})
+                gc.collect()
+                assert step or [memory.expired() for memory in memories] == [True, True, False]
+            else:
+                sizes, y = torch.tensor([ROWS - 7, 7]), x
+                for layer in layers:
+                    with ft.autocast(enabled=recipe is not None, recipe=recipe):
+                        y = layer(y, sizes)
+            y.square().sum().backward()
+            assert all(map(together, layers))
+            for layer in layers:
+                layer.backward_dw()
+            made.append([x.grad, *(p.main_grad for p in layers.parameters())])
+            made[-1] += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append([p.detach() for p in layers.parameters()])
+    half = len(made) // 2
+    for got, want in zip(made[:half], made[half:], strict=True):
+        assert len(got) == len(want)
+        assert all(map(torch.equal, got, want))
+    assert (2, WIDTH, WIDTH) not in pushed or recipe is not None  # codes are activations
+    gc.collect()
+    assert not offloading._TOGETHER
+
+
+def test_experts_whose_weights_move_meanwhile():
+    """One that has other memory goes by itself, and one that others have stays with all."""
+    layers, x = experts(bias=False), torch.randn(ROWS, WIDTH, requires_grad=True)
+    wanted = [p.detach().clone() for p in layers.parameters()]
+    held = layers[0].weight1.detach()
+    y, *_ = run_experts(layers, x, None)
+    assert [layer.weight0.isnan().any().item() for layer in layers] == [False, True, False]
+    assert layers.state_dict()["1.weight1"].isnan().any().item() is False
+    assert all(map(together, layers))
+    del held
+    y.sum().backward()
+    layers[0].weight1.data = layers[0].weight1.data.clone()
+    y, *_ = run_experts(layers, x, None)
+    assert [p.isnan().all().item() for p in layers.parameters()] == [True] * 4 + [False] * 2
+    y.sum().backward()
+    assert all(map(torch.equal, layers.parameters(), wanted))
+    assert [together(layer) for layer in layers] == [False, True, True]
+    layers[0]._put_side_by_side()
+    y, *_ = run_experts(layers, x, None)
+    assert [p.isnan().all().item() for p in layers.parameters()] == [True] * 4 + [False] * 2
+    del y
+    gc.collect()
+    assert all(map(together, layers))
+    assert all(map(torch.equal, layers.parameters(), wanted))
+
+
+@pytest.mark.gpu
+def test_device_memory_of_experts_is_let_go():
+    """Four layers of 32 MiB: three are not on the GPU after forward, and none is there twice after backward;
+    gradients have the same bits."""
+    size, count, found = 1024, 4, []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        made = {"bias": False, "device": "cuda", "use_grouped_tensor": True}
+        layers = torch.nn.ModuleList(ft.GroupedLinear(8, size, size, **made) for _ in range(count))
+        x, sizes = (
+            torch.randn(64, size, device="cuda", requires_grad=True),
+            torch.full((8,), 8, device="cuda"),
+        )
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        calls = [lambda x, layer=layer, sizes=sizes: layer(x, sizes) for layer in layers]
+        for _ in range(2):
+            y, *_ = forward(calls, x, offload_weights=enabled)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+            assert all(map(together, layers))
+        found.append((held, grads))
+        del layers, y, calls
+    assert found[0][0] <= found[1][0] - 3 * 4 * 8 * size * size
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 @pytest.mark.gpu

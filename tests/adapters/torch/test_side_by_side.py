@@ -15,7 +15,7 @@ from fp8kit_torch import (
     GroupedLinear,
     GroupedMLP,
     autocast,
-    grouped_linear,
+    grouped_weights,
     quantized_model_init,
     side_by_side,
     torch_compat,
@@ -272,7 +272,7 @@ def test_a_first_call_that_is_captured_moves_nothing(monkeypatch):
     layer = _saved(module("cpu"))
     places = [p.data_ptr() for p in layer.parameters()]
     with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(grouped_linear, "is_capturing", lambda: True)
+        patch.setattr(grouped_weights, "is_capturing", lambda: True)
         patch.setattr(Parameter, "is_cuda", True)
         layer._place_loaded()
     _called(layer)
