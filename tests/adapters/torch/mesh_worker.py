@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -115,10 +115,10 @@ def converted(seed):
     return te.keep_extra_state(te.convert(plain))
 
 
-def sharded(net, mesh):
+def sharded(net, mesh, **options):
     for layer in net:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
 
 
 def in_parts(net, mesh):
@@ -206,6 +206,34 @@ def asynchronous_checkpoint(rank, ranks):
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     assert train(net, optimizer, STEPS) == wanted
+
+
+# --- other ways of fully_shard ------------------------------------------------------------------------------
+
+
+def losses_of(mesh, **options):
+    """Of training weights in FP8 that are sharded, and where their rows are."""
+    net = sharded(model(0, held=True), mesh, **options)
+    losses = train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), 0)
+    return losses, {parameter.device.type for parameter in net.parameters()}
+
+
+def rows_on_the_host(rank, ranks):
+    """``CPUOffloadPolicy``: rows and the optimizer's states are on the host. Its AdamW rounds otherwise than
+    a GPU's, so codes move once in a while."""
+    mesh = mesh_of(ranks)
+    wanted, here = losses_of(mesh)
+    found, there = losses_of(mesh, offload_policy=CPUOffloadPolicy(pin_memory=PLACE.type == "cuda"))
+    assert (here, there) == ({PLACE.type}, {"cpu"})
+    assert found[0] == wanted[0]
+    assert found == pytest.approx(wanted, rel=0.0 if PLACE.type == "cpu" else APART["cuda"])
+
+
+def copies_of_shards(rank, ranks):
+    """Two dimensions of processes: the rows are whole in each, and gradients are averaged over the copies.
+    All have the same inputs, so a mean is what each of them has."""
+    two = init_device_mesh(PLACE.type, (ranks, 1), mesh_dim_names=("copies", "shards"))
+    assert losses_of(two) == losses_of(mesh_of(ranks))
 
 
 # --- plans of parallelize_module ----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""``torch.distributed.checkpoint`` of models with FP8 state, by two processes and by one; the checks are the
-worker's."""
+"""``torch.distributed.checkpoint`` of models with FP8 state, by two processes and by one, and weights in FP8
+under ``fully_shard``; the checks are the worker's."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ CASES = [
     "checkpoint_of_sharded_codes",
     "checkpoint_of_parts",
     "asynchronous_checkpoint",
+    "rows_on_the_host",
+    "copies_of_shards",
 ]
 HELD = [te.DelayedScaling(), te.Float8BlockScaling(), te.MXFP8BlockScaling(), te.NVFP4BlockScaling()]
 
