@@ -53,7 +53,7 @@ def text(values: Array, shape: Shape, prefix: str = "", narrow: bool = False) ->
     )
 
 
-def view_text(view: ArrayView, prefix: str = "") -> str:
+def view_text(view: ArrayView, prefix: str) -> str:
     """Returns a view's values as text; waits for its device."""
     indices = places(view.shape)
     if indices is None:

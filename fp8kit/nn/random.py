@@ -293,12 +293,6 @@ def _copied(state: _State) -> _State:
     return own
 
 
-def init_of(operation: str, name: str, init: Init | None) -> Init:
-    """Returns an ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError if it cannot
-    be called."""
-    return normal_init() if init is None else function(operation, name, init)
-
-
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
     """Returns an ``init_method`` that fills an array from a normal distribution; the defaults are Transformer
     Engine's for weights. Fp8kitError for numbers that are not finite or a negative ``std``."""

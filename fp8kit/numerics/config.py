@@ -258,9 +258,7 @@ def _list(where: str, value: Any) -> list[Any]:
 
 def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in given:
-        if name not in names:
-            wanted = f"one of {', '.join(names)}{meant(name, names)}"
-            raise ArgumentError(_ASKED, where, repr(name), wanted)
+        choice(_ASKED, where, name, names)
 
 
 def _section(name: str, value: Any) -> Section | None:

@@ -127,9 +127,7 @@ def _with_options(stat: Any, name: Any, options: Any) -> tuple[str, tuple[tuple[
         wanted = f"options, by name, of {' or '.join(known)}{near}"
         raise ArgumentError("statistics", "stats", shown(stat), wanted)
     for option, value in options.items():
-        if option not in known[name]:
-            wanted = f"one of {', '.join(known[name])}{meant(option, known[name])}"
-            raise ArgumentError("statistics", f"stats: {name}", shown(option), wanted)
+        choice("statistics", f"stats: {name}", option, known[name])
         if option == "block_size":
             integer("statistics", f"stats: {name}: block_size", value, 1)
         elif option == "dims":

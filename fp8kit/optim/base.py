@@ -258,7 +258,7 @@ class Optimizer(Loadable):
             found += [(param, self.gradient(param), lr, hyper[1:]) for param in having]
         return found
 
-    def make_step(self, taking: Sequence[Taking], inv_scale: Any = None, found_inf: Any = None) -> None:
+    def make_step(self, taking: Sequence[Taking], inv_scale: Any, found_inf: Any) -> None:
         """``step`` with what ``taking`` said; arrays and errors as there."""
         captured.hold(self, self._held)
         by = None if inv_scale is None else self._one("inv_scale", inv_scale)
