@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from fp8kit.arguments import choice, flag, integer, listed, shown
 from fp8kit.errors import ArgumentError, meant
-from fp8kit.numerics.whatif import CAST, TENSORS, cast_of, quantization_of, recipe_names
+from fp8kit.numerics.run_folder import TENSORS
+from fp8kit.numerics.whatif import CAST, cast_of, quantization_of, recipe_names
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec, can_be_brief
 from fp8kit.quantization import Quantization
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fp8kit import arrays, captured, serialization
-from fp8kit.arguments import flag, listed, number, shown, want_known
+from fp8kit.arguments import NamedWell, flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh
@@ -117,7 +117,7 @@ class Batch(NamedTuple):
         return (self.lr, *self.hyper, decays, self.step, self.inv_scale, self.found_inf)
 
 
-class Optimizer(Loadable):
+class Optimizer(NamedWell, Loadable):
     """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in
     ``state_dict``'s "hyper" (the first is ``lr``, the last ``weight_decay``), and ``flat``, ``nest``,
     ``slots`` and ``update``.
@@ -139,11 +139,6 @@ class Optimizer(Loadable):
     """
 
     columns: ClassVar[tuple[str, ...]]
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """TypeError for a name that the constructor does not have, with the one that was meant."""
-        want_known(cls, named)
-        return super().__new__(cls)
 
     def __init__(
         self,
