@@ -308,7 +308,7 @@ class Optimizer(NamedWell, Loadable):
         """Let a step that was not made not count, unless it was skipped anyway. Waits for the device."""
         if found_inf is None or found_inf.numpy().reshape(-1)[0] == 0:
             for count in counts:
-                arrays.copy(count, arrays.as_view(count.numpy() - 1))
+                arrays.copy(count, count.numpy() - 1)
 
     def _counters(self, params: Sequence[Tensor]) -> list[_Counter]:
         """Make the states that are missing; the counters of ``params``, each once and with no other holders.
@@ -425,7 +425,7 @@ class Optimizer(NamedWell, Loadable):
             if isinstance(group["lr"], int | float):
                 group["lr"] = row[0]
             else:  # a captured graph reads it where it is
-                arrays.copy(arrays.as_view(group["lr"]), arrays.as_view(np.full(1, row[0], np.float32)))
+                arrays.copy(group["lr"], np.full(1, row[0], np.float32))
             group |= self.nest(row)
         self._states = {}
         counters: dict[tuple[arrays.Device, int], _Counter] = {}
