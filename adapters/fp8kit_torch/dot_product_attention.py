@@ -55,7 +55,9 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
         if not self.is_compiling():
             return max_logits(spec, inputs)
         detached = [tensor.detach() for tensor in inputs.values()]
-        return traced_max_logits(detached, " ".join(inputs), spec, self.num_attention_heads)  # type: ignore[no-any-return]
+        return traced_max_logits(  # type: ignore[no-any-return]
+            detached, " ".join(inputs), spec, self.num_attention_heads
+        )
 
     def narrowed(self, o: Tensor) -> Tensor:
         if self.is_compiling():

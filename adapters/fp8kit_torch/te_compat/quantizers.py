@@ -63,7 +63,9 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         _want(type(self).__name__, tensor)
-        return _Quantize.apply(tensor if dtype is None else tensor.to(dtype), self)  # type: ignore[no-any-return]
+        return _Quantize.apply(  # type: ignore[no-any-return]
+            tensor if dtype is None else tensor.to(dtype), self
+        )
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
         """``quantize`` without a gradient. A subclass may change what is cast and call this one."""
