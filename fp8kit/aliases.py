@@ -86,12 +86,13 @@ def recipe_module() -> ModuleType:
     return made
 
 
-def public_names(text: str) -> dict[str, tuple[str, ...]]:
-    """Module -> its public names, of a text with a line ``module: name name`` for each, which further lines
+@cache
+def public_names(path: Path) -> dict[str, tuple[str, ...]]:
+    """Module -> its public names, of a file with a line ``module: name name`` for each, which further lines
     that begin with a blank continue; ``#`` begins a comment."""
     found: dict[str, tuple[str, ...]] = {}
     name = ""
-    for line in text.splitlines():
+    for line in path.read_text("utf-8").splitlines():
         if line.startswith("#"):
             continue
         names = line

@@ -184,6 +184,12 @@ class NamedWell:
         want_known(cls, named)
         return super().__new__(cls)
 
+    def __init_subclass__(cls) -> None:
+        """What has no docstring has its first base's: a frontend's layer does what the shared one says."""
+        super().__init_subclass__()
+        if cls.__doc__ is None:
+            cls.__doc__ = cls.__mro__[1].__doc__
+
 
 def named_well(function: _Function) -> _Function:
     """Returns the function, which says of a keyword argument that it does not have which one was meant."""

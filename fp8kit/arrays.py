@@ -176,6 +176,15 @@ class ArrayView:
         ptr = self.ptr + start * strides[dim] * self.dtype.itemsize
         return ArrayView(ptr, shape, self.dtype, self.device, self.owner, kept)
 
+    def first(self, shape: Shape) -> ArrayView:
+        """Returns the first elements of an array of one dimension under another shape. ShapeError where they
+        are not all there."""
+        return self.slice(0, 0, math.prod(shape)).reshape(*shape)
+
+    def at(self, i: int) -> ArrayView:
+        """Returns what is at ``i`` of the first dimension. ShapeError where nothing is."""
+        return self.slice(0, i, 1).reshape(*self.shape[1:])
+
     def repeated(self, count: int) -> ArrayView:
         """Returns a single element as an array (count,), each of which it is. ShapeError for another size,
         and for a ``count`` that is not one."""
@@ -319,12 +328,17 @@ def zero_(view: ArrayView) -> None:
     if not view.contiguous:
         raise ShapeError("zero_", "view", f"strides {view.strides}", "C-contiguous")
     want_writable("zero_", "view", view)
-    provider(view.device).fill_zero(view, current_stream(view.device))
+    fill_zero(view, current_stream(view.device))
 
 
-def copy(dst: ArrayView, src: ArrayView) -> None:
-    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order.
-    ShapeError for others, FormatError for a ``dst`` in read-only memory."""
+def fill_zero(view: ArrayView, stream: int) -> None:
+    """Write zeros over a C-contiguous view, on ``stream``."""
+    provider(view.device).fill_zero(view, stream)
+
+
+def copy(dst: Any, src: Any) -> None:
+    """Copy between any C-contiguous arrays of the same dtype and size, across devices or on one, in stream
+    order. ShapeError for others, FormatError for a ``dst`` in read-only memory."""
     dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
         raise ShapeError("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}")
@@ -346,9 +360,9 @@ def duplicate(view: ArrayView, where: Device | None = None) -> ArrayView:
     return own
 
 
-def to(view: ArrayView, where: Device | str) -> ArrayView:
-    """Returns the view itself where it already lives on ``where``, else a copy there."""
-    view = as_view(view)
+def to(array: Any, where: Device | str) -> ArrayView:
+    """Returns a view of any array where it already lives on ``where``, else a copy there."""
+    view = as_view(array)
     if not isinstance(where, Device):
         where = device(where)
     return view if view.device == where else duplicate(view, where)
@@ -361,7 +375,6 @@ def assign(dst: ArrayView, src: ArrayView) -> None:
         raise ShapeError("assign", "dst", dst, repr(src))
     want_writable("assign", "dst", dst)
     bits = _BITS[dst.dtype.itemsize]
-    native = provider(dst.device).native
     native(dst.view(bits))[...] = native(src.view(bits))
 
 
@@ -371,9 +384,9 @@ def contiguous(view: ArrayView) -> ArrayView:
     view = as_view(view)
     if view.contiguous:
         return view
-    native = provider(view.device).native(view.view(_BITS[view.dtype.itemsize]))
+    bits = native(view.view(_BITS[view.dtype.itemsize]))
     try:
-        return as_view(native.copy(order="C")).view(view.dtype)
+        return as_view(bits.copy(order="C")).view(view.dtype)
     except MemoryError as error:
         lacking = f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})"
         raise BackendError(lacking) from None
@@ -456,6 +469,11 @@ def _from_cuda_interface(array: Any) -> ArrayView:
     return ArrayView(ptr, tuple(interface["shape"]), kind, where, owner, strides)
 
 
+def native(view: ArrayView) -> Any:
+    """Returns the view as an array of its device's own library, sharing memory."""
+    return provider(view.device).native(view)
+
+
 def to_library(view: ArrayView, like: Any) -> Any:
     """Returns the view as an array of the library that ``like`` belongs to, sharing memory where that library
     can.
@@ -466,7 +484,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
     view = as_view(view)
     library = type(like).__module__.partition(".")[0]
     if library in ("numpy", "builtins", "cupy"):
-        return provider(view.device).native(view)
+        return native(view)
     module = sys.modules.get(library)
     namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
     take = getattr(namespace, "from_dlpack", None)

@@ -119,7 +119,7 @@ class Question:
     fp8: tuple[Format, Format] | None = None
 
 
-def question(text: str = "") -> Question:
+def question(text: str) -> Question:
     """Read a question. ArgumentError for a part that is not ``key=value``, an unknown or repeated key, or a
     value that the key cannot have; ShapeError for values that do not fit together, as the operation refuses
     them."""

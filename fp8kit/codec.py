@@ -51,8 +51,7 @@ def _magnitude(fmt: Format, codes: Array) -> Array:
     exponent, mantissa = np.divmod(codes, 1 << fmt.mantissa_bits)
     subnormal = (exponent == 0) & fmt.zero
     fraction = mantissa / (1 << fmt.mantissa_bits) + np.where(subnormal, 0.0, 1.0)
-    values: Array = np.ldexp(fraction, np.where(subnormal, 1, exponent) - fmt.bias)
-    return values
+    return np.ldexp(fraction, np.where(subnormal, 1, exponent) - fmt.bias)  # type: ignore[no-any-return]
 
 
 @cache
@@ -146,8 +145,7 @@ def _round_up_or_down(a: Array, fmt: Format, words: Array | None, bits: int) -> 
         up = words < fraction * 2.0**32
     else:
         up = (words >> np.uint32(32 - bits)) < np.floor(fraction * 2.0**bits)
-    codes: Array = low + up
-    return codes
+    return low + up  # type: ignore[no-any-return]
 
 
 def _check_words(words: Any, shape: tuple[int, ...]) -> Array:

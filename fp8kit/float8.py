@@ -230,14 +230,14 @@ def _by_rule(
             rotated = arrays.empty(rows.shape, formats.float32, where) if lines_rotated else None
             whole_amax(kernels, rows, quantizer, along, amax, rotated, random, stream)
         else:  # an amax of 0
-            arrays.copy(tensor_scale, arrays.as_view(np.ones(lines, np.float32)))
+            arrays.copy(tensor_scale, np.ones(lines, np.float32))
     drawn = state if quantizer.stochastic_bits else random
     results = codes, scale_inv, scale_codes, None, amax, tensor_scale
     kernels.cast_blocks(rows, *results, quantizer, along, 0, drawn, None, stream)
     if scale_codes is not None and not rows.size:  # no tile, but its scale: that of zeros
         arrays.zero_(scale_codes)
         inverse = 0.0 if two_levels else 2.0**-127
-        arrays.copy(scale_inv, arrays.as_view(np.full(scale_inv.shape, inverse, np.float32)))
+        arrays.copy(scale_inv, np.full(scale_inv.shape, inverse, np.float32))
     return scale_codes, tensor_scale
 
 

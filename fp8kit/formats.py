@@ -170,16 +170,14 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1, E2M3, E3M2, E4M3_24
 class DType:
     """An element type of arrays. Compared by identity; the instances below are the only ones.
 
-    ``itemsize`` in bytes; ``dlpack`` is (type code, bits); ``xla``, ``cuda`` (cudaDataType) and ``nccl`` are
-    those libraries' codes, -1 where they have none; ``format`` is set for the 8-bit float types.
+    ``itemsize`` in bytes; ``dlpack`` is (type code, bits); ``cuda`` is the cudaDataType, -1 where there is
+    none; ``format`` is set for the 8-bit float types.
     """
 
     name: str
     numpy: np.dtype
     dlpack: tuple[int, int]
-    xla: int = -1
     cuda: int = -1
-    nccl: int = -1
     format: Format | None = None
 
     def __post_init__(self) -> None:
@@ -204,36 +202,28 @@ class DType:
         return self.name
 
 
-def _row(
-    name: str,
-    kind: object,
-    dlpack: tuple[int, int],
-    xla: int,
-    cuda: int,
-    nccl: int,
-    fmt: Format | None = None,
-) -> DType:
-    return DType(name, np.dtype(kind), dlpack, xla, cuda, nccl, fmt)  # type: ignore[call-overload]
+def _row(name: str, kind: object, dlpack: tuple[int, int], cuda: int, fmt: Format | None = None) -> DType:
+    return DType(name, np.dtype(kind), dlpack, cuda, fmt)  # type: ignore[call-overload]
 
 
-#                name               numpy                      dlpack    xla  cuda nccl
-float64 = _row("float64", np.float64, (2, 64), 12, 1, 8)
-float32 = _row("float32", np.float32, (2, 32), 11, 0, 7)
-float16 = _row("float16", np.float16, (2, 16), 10, 2, 6)
-bfloat16 = _row("bfloat16", ml_dtypes.bfloat16, (4, 16), 16, 14, 9)
-int64 = _row("int64", np.int64, (0, 64), 5, 24, 4)
-int32 = _row("int32", np.int32, (0, 32), 4, 10, 2)
-int16 = _row("int16", np.int16, (0, 16), 3, 20, -1)
-int8 = _row("int8", np.int8, (0, 8), 2, 3, 0)
-uint64 = _row("uint64", np.uint64, (1, 64), 9, 26, 5)
-uint32 = _row("uint32", np.uint32, (1, 32), 8, 12, 3)
-uint16 = _row("uint16", np.uint16, (1, 16), 7, 22, -1)
-uint8 = _row("uint8", np.uint8, (1, 8), 6, 8, 1)
-bool_ = _row("bool", np.bool_, (6, 8), 1, -1, -1)
-float8_e4m3fn = _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, (10, 8), 20, 28, 10, E4M3)
-float8_e5m2 = _row("float8_e5m2", ml_dtypes.float8_e5m2, (12, 8), 19, 29, 11, E5M2)
-float8_e8m0fnu = _row("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, (14, 8), 33, 30, -1, E8M0)
-float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 32, 33, -1, E2M1)
+#                name               numpy                      dlpack    cuda
+float64 = _row("float64", np.float64, (2, 64), 1)
+float32 = _row("float32", np.float32, (2, 32), 0)
+float16 = _row("float16", np.float16, (2, 16), 2)
+bfloat16 = _row("bfloat16", ml_dtypes.bfloat16, (4, 16), 14)
+int64 = _row("int64", np.int64, (0, 64), 24)
+int32 = _row("int32", np.int32, (0, 32), 10)
+int16 = _row("int16", np.int16, (0, 16), 20)
+int8 = _row("int8", np.int8, (0, 8), 3)
+uint64 = _row("uint64", np.uint64, (1, 64), 26)
+uint32 = _row("uint32", np.uint32, (1, 32), 12)
+uint16 = _row("uint16", np.uint16, (1, 16), 22)
+uint8 = _row("uint8", np.uint8, (1, 8), 8)
+bool_ = _row("bool", np.bool_, (6, 8), -1)
+float8_e4m3fn = _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, (10, 8), 28, E4M3)
+float8_e5m2 = _row("float8_e5m2", ml_dtypes.float8_e5m2, (12, 8), 29, E5M2)
+float8_e8m0fnu = _row("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, (14, 8), 30, E8M0)
+float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 33, E2M1)
 
 DTYPES = {d.name: d for d in list(globals().values()) if isinstance(d, DType)}
 _BY_NUMPY = {d.numpy: d for d in DTYPES.values()}

@@ -65,7 +65,7 @@ def _like(value: Any, view: ArrayView) -> Any:
     """``view`` as the kind of array that ``value`` is; a Tensor is a leaf of its own."""
     if isinstance(value, Tensor):
         return Tensor(view, value.requires_grad)
-    return view if isinstance(value, ArrayView) else arrays.provider(view.device).native(view)
+    return view if isinstance(value, ArrayView) else arrays.native(view)
 
 
 class Graph:

@@ -27,13 +27,12 @@ def places(shape: Shape) -> tuple[Array, ...] | None:
 
 def picked(view: ArrayView, indices: tuple[Array, ...]) -> Array:
     """Returns the elements at all combinations of the indices along each dimension, on the host."""
-    native = arrays.provider(view.device).native
     spread = [
         index.reshape(tuple(-1 if i == dim else 1 for i in range(len(indices))))
         for dim, index in enumerate(indices)
     ]
-    there = tuple(native(arrays.to(arrays.as_view(index), view.device)) for index in spread)
-    bits = native(view.view(_BITS[view.dtype.itemsize]))[there]
+    there = tuple(arrays.native(arrays.to(index, view.device)) for index in spread)
+    bits = arrays.native(view.view(_BITS[view.dtype.itemsize]))[there]
     return arrays.as_view(bits).view(view.dtype).numpy()
 
 
@@ -53,7 +52,7 @@ def text(values: Array, shape: Shape, prefix: str = "", narrow: bool = False) ->
     )
 
 
-def view_text(view: ArrayView, prefix: str = "") -> str:
+def view_text(view: ArrayView, prefix: str) -> str:
     """Returns a view's values as text; waits for its device."""
     indices = places(view.shape)
     if indices is None:

@@ -121,7 +121,7 @@ class QuantizedArray:
         _want_4_bits("from_packed", format)
         if view.dtype is not formats.uint8:
             raise FormatError("from_packed", "packed", view.dtype.name, "uint8")
-        codes = arrays.as_view(packing.unpack(arrays.provider(view.device).native(view)))
+        codes = arrays.as_view(packing.unpack(arrays.native(view)))
         return cls(arrays.to_library(codes, packed), scale_inv, format, scaling, **more)
 
     @property
@@ -269,7 +269,7 @@ class QuantizedArray:
         in the low four bits; ``from_packed`` is the inverse. FormatError for wider formats, ShapeError for an
         odd last dimension."""
         _want_4_bits("packed", self.format)
-        native = arrays.provider(self.device).native(self._view())
+        native = arrays.native(self._view())
         return arrays.to_library(arrays.as_view(packing.pack(native)), self._data)
 
     def swizzled_scales(self) -> Any:
@@ -280,7 +280,7 @@ class QuantizedArray:
         if self.scale_codes is None or self._scale_codes is None:
             wanted = '"mx_*" or "nvfp4_*"'
             raise FormatError("swizzled_scales", "scaling", repr(self.scaling), wanted)
-        scales = arrays.provider(self.device).native(self._scale_codes)
+        scales = arrays.native(self._scale_codes)
         (high, _), _ = tiling(self.scaling, self._lying(), 1)
         lying = (scales if self._along else scales.T).repeat(high, axis=0)[: self._lying()[0]]
         return arrays.to_library(arrays.as_view(packing.swizzle(lying)), self._data)
@@ -411,7 +411,7 @@ class QuantizedArray:
         """decode(scale_codes), times the tensor's scale where that is given: float32."""
         codes = self._scale_codes
         assert codes is not None
-        one = arrays.to(arrays.as_view(_ONE), self.device) if tensor_scale_inv is None else tensor_scale_inv
+        one = arrays.to(_ONE, self.device) if tensor_scale_inv is None else tensor_scale_inv
         fmt = E4M3 if self.scaling.startswith("nvfp4") else E8M0
         out = arrays.empty(codes.shape, formats.float32, self.device)
         kernels, stream = dispatch.kernels(self.device), arrays.current_stream(self.device)
@@ -479,7 +479,7 @@ class QuantizedArray:
         grid = tiling(self.scaling, self._codes.rows().shape, self._along)[1]
         scales = self._scale_inv.reshape(*grid)
         codes = arrays.empty(grid, formats.uint8, self.device)
-        one = arrays.to(arrays.as_view(_ONE), self.device)
+        one = arrays.to(_ONE, self.device)
         kernels, stream = dispatch.kernels(self.device), arrays.current_stream(self.device)
         spare = arrays.empty((1,), formats.float32, self.device)
         kernels.quantize(scales, codes, one, spare, None, E8M0, grid, True, 0, 0, None, stream)

@@ -205,7 +205,7 @@ def _block_operand(
         rows, tile = -(-codes.shape[0] // 16) * 16, _SCALED[tensor.scaling]
         codes = _within(codes, (rows, codes.shape[1]), kernels, stream)
         if tile[1] == 16:
-            native = arrays.provider(codes.device).native(codes)
+            native = arrays.native(codes)
             codes = arrays.as_view(packing.pack(native))
         return codes, arrays.as_view(tensor.swizzled_scales()), tile
     grid = tiling(tensor.scaling, tensor._codes.rows().shape, tensor._along)[1]

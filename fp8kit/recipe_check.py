@@ -175,7 +175,7 @@ def check(
                 fprop = casts["fprop", matrix] if own.recast and matrix != "g" else None
                 if fprop is not None:
                     given = fprop.values.astype((float32 if kind is formats.float16 else kind).numpy)
-                source = arrays.to(arrays.as_view(given), where)
+                source = arrays.to(given, where)
                 earlier = scales.get(matrix) if quantizer.needs_state else None
                 casts[place] = _cast(source, quantizer, along, number, words, earlier)
             else:
@@ -238,7 +238,7 @@ def _cast(
     where an earlier step gave it."""
     where, shape = matrix.device, matrix.shape
     k, stream = dispatch.kernels(where), arrays.current_stream(where)
-    source, rng = matrix, arrays.to(arrays.as_view(words), where)
+    source, rng = matrix, arrays.to(words, where)
     codes = arrays.empty(shape, formats.uint8, where)
     amax = arrays.zeros((1,), float32, where)
     if quantizer.hadamard:
@@ -256,8 +256,8 @@ def _cast(
         amaxes = arrays.zeros(grid, float32, where)
         scale_lines_of(k, source, quantizer, tile, amaxes, factors, scale_inv, stream)
         if scale is not None:
-            arrays.copy(factors, arrays.as_view(np.full(grid, scale[0], np.float32)))
-            arrays.copy(scale_inv, arrays.as_view(np.full(grid, np.float32(1) / scale[0], np.float32)))
+            arrays.copy(factors, np.full(grid, scale[0], np.float32))
+            arrays.copy(scale_inv, np.full(grid, np.float32(1) / scale[0], np.float32))
         bits = quantizer.stochastic_bits
         how = quantizer.format, tile, True, bits, number, rng if bits else None
         k.quantize(source, codes, factors, scale_inv, None, *how, stream)

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
-from fp8kit.arguments import shown
+from fp8kit.arguments import choice, shown
 from fp8kit.attention_quantization import AttentionQuantization, check_fields, words_of
-from fp8kit.errors import RecipeError, UnsupportedError, meant
+from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.lru import LRU
 from fp8kit.quantization import AmaxHistory, KnownFields, Quantization, Quantizer
 
@@ -273,9 +273,7 @@ class Recipe(Strict):
             raise RecipeError(
                 cls, name, shown(value), f"{self.follows[name]} to be set, which it follows from"
             )
-        if name not in known:
-            wanted = f"one of {', '.join(known)}{meant(name, known)}"
-            raise RecipeError(cls, "field", repr(name), wanted)
+        choice(cls, "field", name, known, RecipeError)
         if self.__dict__.get("fixed") is self:
             wanted = "the recipe that was given to autocast, which holds this copy"
             raise RecipeError(cls, name, "a recipe in force", wanted)

@@ -165,7 +165,7 @@ class ScalingState:
         return self._native("amax_history")
 
     def _native(self, field: str) -> Any:
-        return arrays.provider(self.device).native(self.views[field])
+        return arrays.native(self.views[field])
 
     def resize(self, history_len: int) -> None:
         """Another history length: the first rows are kept, or zero rows added at the end (Transformer
@@ -196,7 +196,7 @@ class ScalingState:
 
 
 def _put(array: HostArray, device: Device) -> ArrayView:
-    return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
+    return arrays.to(np.array(array, np.float32, copy=True, order="C"), device)
 
 
 def share_amaxes(history: AmaxHistory | None, states: Sequence[ScalingState]) -> None:
@@ -208,7 +208,7 @@ def share_amaxes(history: AmaxHistory | None, states: Sequence[ScalingState]) ->
     for state in states:
         ranks = state.group or (EVERYONE[0] if EVERYONE else None)
         if ranks is not None and ranks.size > 1:
-            row = state.views["amax_history"].slice(0, 0, 1).reshape(state.slots)
+            row = state.views["amax_history"].at(0)
             parts.setdefault((ranks.name, state.device), (ranks, []))[1].append(row)
     for (_, device), (ranks, rows) in parts.items():
         kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
@@ -241,7 +241,7 @@ def update(
         fp8_max = history.max_forward if forward else history.max_backward
         for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
             for view, array in zip(state.placed.arrays, updated, strict=True):
-                arrays.copy(view, arrays.as_view(array))
+                arrays.copy(view, array)
         return
     device = states[0].placed.device
     if device.kind == "cpu":

@@ -16,6 +16,20 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
+@contextmanager
+def changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Context manager: attributes of ``owner``, such as a thread's own state, are ``values`` within, and what
+    they were after."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class Block(Generic[T]):
     """``value`` for a block that began within ``above``."""
 

@@ -73,7 +73,7 @@ def cast_rotated(
     ``scales``: float32 [1], the amax, which ``share`` makes that of all ranks, the scale and its inverse, all
     written; ``draw``, ``rng``: of random bits and signs."""
     amax, scale, inverse = scales
-    arrays.provider(amax.device).fill_zero(amax, stream)
+    arrays.fill_zero(amax, stream)
     drawn = rng if own.signs == "random" else None
     kernels.rotate(x, None, amax, own.hadamard, own.signs, along, drawn, stream)
     if share is not None:

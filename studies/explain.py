@@ -14,7 +14,8 @@ from fp8kit.autograd import tensor
 from fp8kit.models import text
 from fp8kit.models.presets import Preset
 from fp8kit.numerics import Dump, capture
-from fp8kit.numerics.compare import GEMM_OF, RESULTS, TENSORS, Comparison, compare
+from fp8kit.numerics.compare import RESULTS, Comparison, compare
+from fp8kit.numerics.config import OPERAND_TENSORS
 from fp8kit.recipe import Recipe
 from studies import files
 from studies.cases import CASES, Case
@@ -24,6 +25,7 @@ from studies.training import Trainer, about, model_of
 STEPS = 20  # of the training whose operands are looked at, in high precision
 ROWS = 256
 BLOCKS = 3  # the first, the last, and between
+GEMM_OF = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
 _LEAST = 1e-3  # a share of elements that is worth a word
 _PLAIN = {"activation": "inputs", "weight": "weights", "gradient": "output gradients"}
 
@@ -98,7 +100,7 @@ def of_case(recipe: Recipe, dump: Dump, device: Device) -> dict[str, Any]:
     for own in found:
         for (gemm, matrix), errors in own.operands.items():
             if errors is not None:
-                kinds.setdefault((part_of(own.layer), gemm, TENSORS[matrix]), []).append(errors)
+                kinds.setdefault((part_of(own.layer), gemm, OPERAND_TENSORS[matrix]), []).append(errors)
     rows = [
         {
             "layers": part,

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from fp8kit.errors import ArgumentError
-from fp8kit.models.plots import figure, smoothed
+from fp8kit.models.plots import figure
 from fp8kit.numerics import run_folder
+from fp8kit.numerics.losses import running_mean
 from studies import explain, files, gaps, layer, linear
 from studies.cases import CASES
 
@@ -115,17 +116,17 @@ def _curves(folder: Path, runs: gaps.Runs) -> None:
     upper, lower = picture.subplots(2, 1)
     cases = [name for name in CASES if any(case == name for case, _ in curves)]
     for i, name in enumerate(cases):
-        losses = _mean(curves, name, _seeds(curves, name))
+        losses = np.asarray(_mean(curves, name, _seeds(curves, name)))
         style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.1}
         steps = np.arange(1, len(losses) + 1)
-        upper.plot(steps, smoothed(losses, 20), label=name, **style)
+        upper.plot(steps, running_mean(losses, 20), label=name, **style)
         against = CASES[name].against
         # of one seed the weights and batches are the same
         seeds = _seeds(curves, name) & _seeds(curves, against)
         if seeds and name != against:
             own, base = (np.asarray(_mean(curves, case, seeds)) for case in (name, against))
             both = min(len(own), len(base))
-            share = 100 * smoothed(own[:both] / base[:both] - 1, 50)
+            share = 100 * running_mean(own[:both] / base[:both] - 1, 50)
             lower.plot(steps[:both], share, label=name, **style)
     upper.set(ylabel="training loss, nats a byte (mean of 20 steps)")
     lower.set(xlabel="step", ylabel="gap to the yardstick, % (mean of 50 steps)")

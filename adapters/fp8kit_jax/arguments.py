@@ -14,7 +14,7 @@ from fp8kit import formats
 from fp8kit.arguments import number, shown
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
-from fp8kit.ops.values import check_indices, check_sequences
+from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta
 
 
@@ -92,11 +92,6 @@ def check_sums(
     check_sequences(
         operation, {key: on_host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest
     )
-
-
-def check_targets(operation: str, argument: str, targets: Any, classes: int, ignored: int) -> None:
-    """ArgumentError for targets that are no classes, as ``check_sums``."""
-    check_indices(operation, argument, on_host(targets), classes, ignored)
 
 
 def on_host(value: Any) -> ArrayView | None:

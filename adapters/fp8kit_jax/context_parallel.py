@@ -78,7 +78,7 @@ class Division(NamedTuple):
         return striped if self.packed else (ReorderStrategy.DualChunkSwap, self.devices, None)
 
 
-def division(arguments: Mapping[str, Any], module: str = "", rows: bool = False) -> Division | None:
+def division(arguments: Mapping[str, Any], module: str, rows: bool) -> Division | None:
     """Returns how the sequences of a call are split: along ``context_parallel_axis``, or the ``cp_resource``
     of the MeshResource in force where the call is one that can be split; None where they are not. ``module``:
     the name of the module that calls; ``rows``: packed sequences lie in rows of tokens, (b, s, heads, d).
@@ -318,7 +318,7 @@ class _DeviceCall:
         seen = seen_by(self.sides["kv"], part, self.causal)
         flat = [a.reshape(-1, *a.shape[2:]) for a in (query, *both)]
         own = self.arguments | dict(zip(("query", "key", "value"), flat, strict=True))
-        own |= part.sums("q") | whole_sums(seen, "kv", both[0].shape[1])
+        own |= part.sums("q") | whole_sums(seen, both[0].shape[1])
         own |= self._longest("q", 1, tokens)
         own["attn_mask_type"] = "padding_causal_bottom_right" if self.causal else "padding"
         o = self._attend(own)

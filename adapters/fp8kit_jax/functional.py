@@ -20,7 +20,8 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, check_targets, in_dtype_of
+from fp8kit.ops.values import check_indices
+from fp8kit_jax.arguments import as_array, as_number, as_rows, check_sums, in_dtype_of, on_host
 from fp8kit_jax.keys import rng_inputs
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
@@ -105,7 +106,7 @@ def fused_cross_entropy(
     logits = as_rows(op, "logits", logits, "classes")
     smoothing = as_number(op, "label_smoothing", label_smoothing)
     spec = CrossEntropySpec(logits.shape[-1], reduction, smoothing, ignore_index)
-    check_targets(op, "targets", targets, spec.classes, spec.ignore_index)
+    check_indices(op, "targets", on_host(targets), spec.classes, spec.ignore_index)
     loss = apply(cross_entropy, spec, {"logits": logits, "targets": targets})["loss"]
     return loss.reshape(()) if reduction == "mean" else loss
 

@@ -77,7 +77,7 @@ def dense(
     residual = None if residual is None else as_array("dense", "residual", residual)
     check_fused("dense", residual is not None, "a residual", return_bias=deferred)
     kernel, bias = in_dtype_of(x, kernel, bias)
-    matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
+    matrix, weight, shape, layout = _matrices(x, kernel, contracting_dims)
     found = resolve("dense", quantizer_set, name)
     features = shape[matrix.ndim - 1 :] or (1,)
     product = _product(weight, layout, found, bias, deferred=deferred)
@@ -358,20 +358,20 @@ def _flattened(product: ProductSpec, features: tuple[int, ...], y: tuple[int, ..
     return flat, views
 
 
-def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...], str]:
+def _matrices(x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...], str]:
     """x (..., K), kernel (K, ...) or (N, K), the shape of the product, and the kernel's layout."""
     try:
         xs, ks = ([range(array.ndim)[d] for d in own] for array, own in zip((x, kernel), dims, strict=True))
     except (IndexError, TypeError, ValueError):
         wanted = f"dimensions of x {x.shape} and kernel {kernel.shape}"
-        raise ShapeError(operation, "contracting_dims", shown(dims), wanted) from None
+        raise ShapeError("dense", "contracting_dims", shown(dims), wanted) from None
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
         like = f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"
         transposed = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
         hint = "; a kernel is (in, out), contracting_dims=((-1,), (1,)) takes (out, in)" if transposed else ""
-        raise ShapeError(operation, "kernel", got, f"{like}{hint}")
+        raise ShapeError("dense", "kernel", got, f"{like}{hint}")
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
     size = math.prod(x.shape[d] for d in xs)

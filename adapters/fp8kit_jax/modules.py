@@ -44,7 +44,7 @@ fan_in_of_experts = jax.nn.initializers.variance_scaling(
 
 
 def qk_norms(
-    operation: str, kind: str | None, make: Callable[[str, str], Any], learned: bool = True
+    operation: str, kind: str | None, make: Callable[[str, str], Any], learned: bool
 ) -> tuple[Any, ...]:
     """Returns the modules ``q_norm`` and ``k_norm`` of a ``qk_norm_type``, None for norms without parameters,
     or whose gains are not ``learned`` but 1. ``make(name, layernorm_type)`` makes one. FormatError for

@@ -41,7 +41,7 @@ class QuantizerSet:
         return {name: slot for name, slot in found.items() if slot is not None}
 
 
-def state_names(postfix: str = "") -> list[str]:
+def state_names(postfix: str) -> list[str]:
     """Returns the names of a set's arrays as a module's variables (Transformer Engine's): ``x_scale``,
     ``x_amax_history``, and those of ``kernel`` and ``grad``, in the order that ``from_variables`` takes."""
     return [f"{own}{postfix}_{part}" for own in ("x", "kernel", "grad") for part in Slot._fields]

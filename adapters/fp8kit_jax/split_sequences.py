@@ -82,12 +82,12 @@ def seen_by(whole: Packed, part: Part, causal: bool) -> Packed:
     return whole._replace(lengths=jnp.where(count > 0, part.places + count, 0))
 
 
-def whole_sums(whole: Packed, side: str, length: int) -> Sums:
-    """Returns the running sums and starts of whole rows of ``length`` tokens, laid end to end."""
-    return Part(whole.starts, whole.starts + whole.lengths, None, length).sums(side)
+def whole_sums(whole: Packed, length: int) -> Sums:
+    """Returns the running sums and starts, of keys, of whole rows of ``length`` tokens, laid end to end."""
+    return Part(whole.starts, whole.starts + whole.lengths, None, length).sums("kv")
 
 
-def chunk_sums(sums: Any, length: int, chunks: int, device: Any, devices: int, half: Any = None) -> Any:
+def chunk_sums(sums: Any, length: int, chunks: int, device: Any, devices: int, half: Any) -> Any:
     """Running sums (b + 1,) of the true lengths within a device's ``chunks`` of sequences of ``length``
     tokens, whose true lengths have the running ``sums``, or within one of its two, ``half``."""
     starts = jnp.arange(sums.shape[0], dtype=jnp.int32) * length

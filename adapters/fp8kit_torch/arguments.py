@@ -53,13 +53,11 @@ _kind, is_there = attrgetter("dtype", "device"), partial(is_not, None)
 _STRIDED = torch.strided
 
 
-def want_parameters(
-    operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, argument: str = "inp", path: str = ""
-) -> None:
+def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, path: str) -> None:
     """BackendError or FormatError where a parameter is on another device than x, or of another dtype and
-    ``torch.autocast`` casts neither. ``argument``: what ``operation`` calls x; ``path``: what it puts before
-    the parameters' names, those of a part of a layer."""
-    device, dtype = x.device, x.dtype
+    ``torch.autocast`` casts neither. ``operation`` calls x hidden_states; ``path``: what it puts before the
+    parameters' names, those of a part of a layer."""
+    argument, device, dtype = "hidden_states", x.device, x.dtype
     if set(map(_kind, filter(is_there, parameters.values()))) <= {(dtype, device)}:
         if dtype not in FLOATS:
             raise FormatError(
@@ -126,7 +124,7 @@ def want_like(operation: str, path: str, module: torch.nn.Module | None, x: Tens
     """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another
     part runs. ``operation``, ``path``: the layer, and its name for the part."""
     if module is not None and not has_foreign_code(module):
-        want_parameters(operation, module.__dict__[PARAMETERS], x, "hidden_states", f"{path}.")
+        want_parameters(operation, module.__dict__[PARAMETERS], x, f"{path}.")
 
 
 def want_input(

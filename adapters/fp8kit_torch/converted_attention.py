@@ -70,10 +70,9 @@ def attend(
     if window >= 0:
         attention_mask = _band(query.shape[2], key.shape[2], window, query.device)
     asked: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **more}
-    found: tuple[Tensor, Tensor | None] = _theirs["attention"](
+    return _theirs["attention"](  # type: ignore[no-any-return]
         module, query, key, value, attention_mask, **asked
     )
-    return found
 
 
 def mask(**given: Any) -> Tensor | None:

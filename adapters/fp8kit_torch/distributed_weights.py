@@ -67,7 +67,7 @@ def product_in_parts(
     x: Tensor,
     weight: Any,
     bias: Any,
-    output: Any = None,
+    output: Any,
 ) -> Any:
     """x W + b as a DTensor, x a DTensor or, where it is none, the same on every rank.
 

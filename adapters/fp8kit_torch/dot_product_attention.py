@@ -34,7 +34,6 @@ _narrowed = torch.compiler.disable(_narrow, reason=str(not_compiled("fp8_output 
 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
-    __doc__ = layers.DotProductAttention.__doc__
     causal_masks_have_their_corner = True
 
     def add_offset(self, zeros: bool, device: Any) -> None:
@@ -56,8 +55,9 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
         if not self.is_compiling():
             return max_logits(spec, inputs)
         detached = [tensor.detach() for tensor in inputs.values()]
-        found: Tensor = traced_max_logits(detached, " ".join(inputs), spec, self.num_attention_heads)
-        return found
+        return traced_max_logits(  # type: ignore[no-any-return]
+            detached, " ".join(inputs), spec, self.num_attention_heads
+        )
 
     def narrowed(self, o: Tensor) -> Tensor:
         if self.is_compiling():

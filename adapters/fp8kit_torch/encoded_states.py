@@ -27,12 +27,12 @@ def _kind(param: Tensor) -> DType:
     return DTYPES[str(param.dtype).rpartition(".")[2]]
 
 
-def want_plain(operation: str, params: Sequence[Any], formats: StateFormats, masters: bool) -> None:
+def want_plain(params: Sequence[Any], formats: StateFormats, masters: bool) -> None:
     """UnsupportedError for parameters that are held in FP8 or sharded, FormatError for float16 ones whose
     master should be a remainder."""
     for param in params:
         if isinstance(param, QuantizedTensor) or hasattr(param, "to_local"):
-            raise UnsupportedError(operation, "params", shown(param), "plain parameters, with states")
+            raise UnsupportedError("FusedAdam", "params", shown(param), "plain parameters, with states")
         if masters:
             formats.master_dtype(_kind(param))
 

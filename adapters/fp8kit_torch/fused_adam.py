@@ -166,7 +166,7 @@ class FusedAdam(Fused):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self.formats is not None:
-            encoded.want_plain("FusedAdam", group["params"], self.formats, self.master_weights)
+            encoded.want_plain(group["params"], self.formats, self.master_weights)
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:

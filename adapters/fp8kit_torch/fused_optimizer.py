@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fp8kit.arguments import listed, want_known
+from fp8kit.arguments import NamedWell, listed
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit_torch import optimizer_state as stored
@@ -27,18 +27,13 @@ Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contig
 NO_CORRECTION = 2**60
 
 
-class Fused(torch.optim.Optimizer):
+class Fused(NamedWell, torch.optim.Optimizer):
     """Base of the fused optimisers. ``grad_name``: the parameters' attribute that holds gradients."""
 
     grad_name = "grad"
     numbers: tuple[str, ...]  # what every group has
     states: frozenset[str]  # names of the states that are as large as their parameter
     _own = ("grad_name", "set_grad_none")  # attributes that a copy or a pickle has beside torch's own
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """TypeError for a name that the constructor does not have, with the one that was meant."""
-        want_known(cls, named)
-        return super().__new__(cls)
 
     def __init__(self, params: Any, given: Mapping[str, Any]) -> None:
         """``given``: the constructor's arguments by name, checked."""

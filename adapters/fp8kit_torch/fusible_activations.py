@@ -36,7 +36,7 @@ class _Activation(BasicOperation):
     ) -> None:
         super().__init__()
         name = f"ops.{type(self).__name__}"
-        self.cache_quantized_input = bool(flag(name, "cache_quantized_input", cache_quantized_input))
+        self.cache_quantized_input = flag(name, "cache_quantized_input", cache_quantized_input)
         if glu_interleave_size is not None:
             integer(name, "glu_interleave_size", glu_interleave_size, 1)
         self.glu_interleave_size = glu_interleave_size

@@ -126,7 +126,7 @@ class GroupedLinear(_Products, grouped_linear.GroupedLinear):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
-        self.__dict__["scale_bias"] = bool(flag("ops.GroupedLinear", "scale_bias", scale_bias)) and bias
+        self.__dict__["scale_bias"] = flag("ops.GroupedLinear", "scale_bias", scale_bias) and bias
         super().__init__(
             num_groups,
             in_features,
@@ -176,8 +176,8 @@ class Quantize(BasicOperation):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
-        self._quantize_forward = bool(flag("ops.Quantize", "forward", forward))
-        self._quantize_backward = bool(flag("ops.Quantize", "backward", backward))
+        self._quantize_forward = flag("ops.Quantize", "forward", forward)
+        self._quantize_backward = flag("ops.Quantize", "backward", backward)
 
     def num_quantizers(self, mode: str) -> int:
         asked = {"forward": self._quantize_forward, "backward": self._quantize_backward}

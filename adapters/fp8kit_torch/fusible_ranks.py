@@ -71,7 +71,7 @@ class AllReduce(_OfRanks):
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)
-        self._reduce_in_backward = bool(flag("ops.AllReduce", "reduce_in_backward", reduce_in_backward))
+        self._reduce_in_backward = flag("ops.AllReduce", "reduce_in_backward", reduce_in_backward)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (n, ...)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +22,19 @@ Layers = Sequence[TransformerEngineBaseModule]
 Hooks = Mapping[str, Mapping[Any, Any]]
 
 
+@dataclass
 class Capture:
     """``calls`` of ``callables``, whose ``layers`` compute in FP8, and the ``hooks`` of each. ``caching``:
     micro-batches share the weights' casts."""
 
-    def __init__(
-        self,
-        callables: Sequence[Callable[..., Any]],
-        schedule: Schedule,
-        calls: Sequence[GraphedCall],
-        layers: Sequence[Layers],
-        hooks: Sequence[Hooks],
-        caching: bool,
-    ) -> None:
-        self.callables, self.schedule, self.calls = callables, schedule, calls
-        self.layers, self.hooks, self.caching = layers, hooks, caching
+    callables: Sequence[Callable[..., Any]]
+    schedule: Schedule
+    calls: Sequence[GraphedCall]
+    layers: Sequence[Layers]
+    hooks: Sequence[Hooks]
+    caching: bool
+
+    def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def warm_up(self, rounds: int, allow_unused: bool, before: Any, after: Any) -> None:

@@ -23,7 +23,6 @@ from fp8kit_torch.views import as_view
 
 
 class InferenceParams(inference.InferenceParams):
-    __doc__ = inference.InferenceParams.__doc__
     constructor_rules = CONSTRUCTED
     custom: Any = None  # the program's own manager
 

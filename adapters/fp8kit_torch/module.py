@@ -362,7 +362,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         ``operation``, ``path``: the layer's name in errors, and its name for this part."""
         if has_foreign_code(self):
             return
-        want_parameters(operation, self.__dict__[torch_compat.PARAMETERS], x, "hidden_states", f"{path}.")
+        want_parameters(operation, self.__dict__[torch_compat.PARAMETERS], x, f"{path}.")
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             self._main_grads(None, autocast_dtype(x) or x.dtype)
 

@@ -80,11 +80,9 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def _lists(
-    operation: str, lists: Lists, counts: tuple[int, ...], written: int, **beside: Any
-) -> list[list[Tensor]]:
+def _lists(operation: str, lists: Lists, counts: tuple[int, ...], **beside: Any) -> list[list[Tensor]]:
     """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, or where two
-    elements of one of those that are ``written`` (those from that number on) share their memory; FormatError
+    elements of one of those that are written (all but the first) share their memory; FormatError
     where they are not floating; BackendError where they, and the tensors ``beside`` them, do not lie on one
     device."""
     wanted = f"{' or '.join(map(str, counts))} lists of floating tensors"
@@ -106,7 +104,7 @@ def _lists(
         shapes = [tuple(t.shape) for t in row]
         if len(set(shapes)) > 1:
             raise ShapeError(operation, "tensor_lists", shapes, "the same shape in each list")
-    for t in chain(*found[written:]):
+    for t in chain(*found[1:]):
         if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise ShapeError(
                 operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"
@@ -131,7 +129,7 @@ def multi_tensor_scale(
     """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag``
     becomes 1 where an element of in is Inf or NaN."""
     check("multi_tensor_scale", _RULES, locals())
-    sources, results = _lists("multi_tensor_scale", tensor_lists, (2,), 1, noop_flag=noop_flag, scale=scale)
+    sources, results = _lists("multi_tensor_scale", tensor_lists, (2,), noop_flag=noop_flag, scale=scale)
     wide = [t.float() for t in sources]
     some = [t for t in wide if t.numel()]
     if not some:
@@ -152,7 +150,7 @@ def multi_tensor_l2norm(
     """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without
     ``per_tensor``)."""
     check("multi_tensor_l2norm", _RULES, locals())
-    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,), 1)
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,))
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
         norms = torch.stack(torch_compat.foreach_norm([t.float() for t in tensors], 2))
@@ -165,7 +163,7 @@ def multi_tensor_unscale_l2norm(
     """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied
     by."""
     check("multi_tensor_unscale_l2norm", _RULES | {"inv_scale": _flag}, locals())
-    _lists("multi_tensor_unscale_l2norm", tensor_lists, (1,), 1, inv_scale=inv_scale)
+    _lists("multi_tensor_unscale_l2norm", tensor_lists, (1,), inv_scale=inv_scale)
     whole, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     factor = inv_scale.reshape(1).abs()
     return whole * factor, each * factor
@@ -196,7 +194,7 @@ def multi_tensor_adam(
     """
     check("multi_tensor_adam", _RULES, locals())
     op = "multi_tensor_adam"
-    lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
+    lists = _lists(op, tensor_lists, (4, 5), noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     for tensor in chain(*lists[:2]):
         if tensor.dtype not in FLOATS:
             raise FormatError(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16")
@@ -254,7 +252,7 @@ def multi_tensor_sgd(
     + weight_decay w if ``wd_after_momentum``).
     """
     check("multi_tensor_sgd", _RULES | {"lr": number, "scale": _signed}, locals())
-    lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4), 1, noop_flag=noop_flag)
+    lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4), noop_flag=noop_flag)
     weight_decay, momentum, dampening, lr, scale = map(float, (weight_decay, momentum, dampening, lr, scale))
     live = noop_flag.reshape(-1)[0] == 0
     for i, (grad, param, buffer) in enumerate(zip(*lists[:3], strict=True)):
@@ -287,7 +285,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     rules = _RULES | named(number, "max_fp8 amax_epsilon") | {"force_pow_2_scales": flag}
     check("multi_tensor_compute_scale_and_scale_inv", rules, locals())
     op = "multi_tensor_compute_scale_and_scale_inv"
-    amaxes, *results = _lists(op, tensor_lists, (3,), 1, noop_flag=noop_flag)
+    amaxes, *results = _lists(op, tensor_lists, (3,), noop_flag=noop_flag)
     if any(t.dtype is not torch.float32 for t in chain(amaxes, *results)):
         raise FormatError(op, "tensor_lists", "other dtypes", "float32")
     if not amaxes:
@@ -309,7 +307,7 @@ def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Tensor, tens
     floating; scales, uint8 of their shape). Nothing where ``noop_flag`` is not 0."""
     check("multi_tensor_compute_scale_inv_e8m0", _RULES, locals())
     op = "multi_tensor_compute_scale_inv_e8m0"
-    (amaxes,) = _lists(op, tensor_lists[:1], (1,), 1, noop_flag=noop_flag)
+    (amaxes,) = _lists(op, tensor_lists[:1], (1,), noop_flag=noop_flag)
     targets = list(tensor_lists[1]) if len(tensor_lists) == 2 else []
     if [(t.shape, torch.uint8) for t in amaxes] != [(t.shape, t.dtype) for t in targets]:
         raise ShapeError(op, "tensor_lists", "others", "amaxes, and uint8 tensors of their shapes")

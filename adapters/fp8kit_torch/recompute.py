@@ -30,6 +30,7 @@ from fp8kit.autocast import AutocastState, entered, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, AutogradError
 from fp8kit.layers.recompute import Kept, Pass, Passes
+from fp8kit.scoped import changed
 from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import not_compiled, only
@@ -96,11 +97,8 @@ def phase(first: bool) -> Iterator[None]:
         with _passes.within(_LaterByHand()):
             yield
         return
-    before, _by_hand.first = _by_hand.first, _kept_by_hand
-    try:
+    with changed(_by_hand, first=_kept_by_hand):
         yield
-    finally:
-        _by_hand.first = before
 
 
 def forget_phases() -> None:

@@ -18,8 +18,6 @@ from fp8kit_torch.parameters import placed
 
 
 class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
-    __doc__ = rope.RotaryPositionEmbedding.__doc__
-
     def place(self, device: Any) -> None:
         where = placed(self.layer_name, device)
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated

@@ -165,8 +165,8 @@ class _Rows:
         def lying(t: Tensor) -> Any:
             return t.dtype, t.storage_offset(), t.stride(), t.shape[1:]
 
-        made: _Seen = (ShardedWeight if lying(plain) == lying(self.padded) else _Seen)(plain, self)
-        return made
+        kind = ShardedWeight if lying(plain) == lying(self.padded) else _Seen
+        return kind(plain, self)  # type: ignore[no-any-return]
 
     def _now(self) -> int:
         return 0 if self.padded.is_inference() else torch_compat.version(self.padded)

@@ -345,8 +345,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
         return lambda *others: False
     sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
     made = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    found: Callable[..., bool] = made.check
-    return found
+    return made.check  # type: ignore[no-any-return]
 
 
 # Lists of tensors in few kernels.
@@ -420,8 +419,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     """How long a group's ranks wait for each other on that kind of device; ten minutes, as NCCL's groups by
     default, where torch has not the names that say so."""
     options = getattr(group._get_backend(device), "options", None)
-    found: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
-    return found
+    return getattr(options, "_timeout", timedelta(minutes=10))  # type: ignore[no-any-return]
 
 
 def path_of_shards(owner: Any) -> str | None:

@@ -20,8 +20,6 @@ LARGE = 16 << 20
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
-    __doc__ = layers.TransformerLayer.__doc__
-
     def _layer(
         self, x: Any, first: bool | None, core: Mapping[str, Any], cross: Mapping[str, Any], paths: Any
     ) -> Any:

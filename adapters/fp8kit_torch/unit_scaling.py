@@ -34,8 +34,6 @@ class _OfTensors(shared.UnitScaling):
 
 
 class Linear(shared.Linear, TransformerEngineBaseModule):
-    __doc__ = shared.Linear.__doc__
-
     def unit_init(self) -> Any:
         return partial(torch.nn.init.normal_, std=1.0)
 

@@ -112,7 +112,7 @@ class Function:
                 arrays.zeros(*meta) if g is None else g for g, meta in zip(cotangents, metas, strict=True)
             ]
             with tape.no_grad():
-                grads = cls.backward(context, *[arrays.provider(g.device).native(g) for g in filled])
+                grads = cls.backward(context, *map(arrays.native, filled))
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) != len(inputs):
                 raise AutogradError(

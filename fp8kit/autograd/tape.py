@@ -11,12 +11,12 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ContextDecorator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any, NamedTuple, Protocol
 
 from fp8kit.arguments import flag
 from fp8kit.errors import AutogradError
-from fp8kit.scoped import Block, Entries, Scoped
+from fp8kit.scoped import Block, Entries, Scoped, changed
 
 _SEQUENCE = itertools.count()
 
@@ -165,29 +165,9 @@ class Probe:
         self.used: list[Callable[[], None]] = []
 
 
-class _Within:
-    """Context manager: the thread's ``field`` is ``value``."""
-
-    __slots__ = ("before", "value")
-    field: ClassVar[str]
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __enter__(self) -> None:
-        self.before = getattr(_MODE, self.field)
-        setattr(_MODE, self.field, self.value)
-
-    def __exit__(self, *exc: object) -> None:
-        setattr(_MODE, self.field, self.before)
-
-
-class probing(_Within):
-    """Context manager: frontends tell a ``Probe`` (None: none) what they would have recorded on this
-    thread."""
-
-    __slots__ = ()
-    field = "probe"
+def probing(probe: Probe | None) -> AbstractContextManager[None]:
+    """Context manager: frontends tell ``probe`` (None: none) what they would have recorded on this thread."""
+    return changed(_MODE, probe=probe)
 
 
 class Watcher(Protocol):
@@ -202,11 +182,9 @@ class Watcher(Protocol):
         its inputs."""
 
 
-class watching(_Within):
-    """Context manager: a ``Watcher`` (None: none) sees the operations on this thread."""
-
-    __slots__ = ()
-    field = "watcher"
+def watching(watcher: Watcher | None) -> AbstractContextManager[None]:
+    """Context manager: ``watcher`` (None: none) sees the operations on this thread."""
+    return changed(_MODE, watcher=watcher)
 
 
 class _Mode(threading.local):

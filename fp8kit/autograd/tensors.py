@@ -122,7 +122,7 @@ class Tensor:
         optimisers, loading) is told by the tensor, and backward would use values written here without a word.
         The same holds for ``numpy()`` and for DLPack's consumers.
         """
-        return arrays.provider(self.view.device).native(self.view)
+        return arrays.native(self.view)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Returns the array on the host: the same memory on the CPU, a copy from a GPU. What is written
@@ -289,7 +289,7 @@ class Tensor:
                 host = np.full((), float(value), self.dtype.numpy)
         except OverflowError:
             raise FormatError("add", "other", shown(value), "a number that a float can be") from None
-        return arrays.to(arrays.as_view(host), self.device)
+        return arrays.to(host, self.device)
 
     if not TYPE_CHECKING:  # a checker knows without them that they are not there
 
@@ -372,8 +372,7 @@ def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
     """a + b in a fresh array: how cotangents that meet are summed."""
     a, b = arrays.contiguous(a), arrays.contiguous(b)
     if a.dtype is formats.float64:  # a user's function's: the kernel adds in float32
-        native = arrays.provider(a.device).native
-        return arrays.as_view(native(a) + native(b))
+        return arrays.as_view(arrays.native(a) + arrays.native(b))
     out = arrays.empty(a.shape, a.dtype, a.device)
     dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
     return out

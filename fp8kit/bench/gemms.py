@@ -174,7 +174,7 @@ def algorithms(given: Operands) -> dict[str, Step]:
     return {name: steps[name] for name in sorted(steps, key=look.__getitem__)[:FINALISTS]}
 
 
-def fastest(given: Operands, fast: bool | None = None) -> Step:
+def fastest(given: Operands, fast: bool | None) -> Step:
     """Returns the product by the algorithm that the engine finds the fastest. ``fast``: the accumulation,
     None as the product has it. A CUDA device only."""
     from fp8kit.backends.cuda.algorithms import TIMED_AT, tune

@@ -281,7 +281,7 @@ def same_bits(problem: Problem) -> Running:
     return replace(made, step=step)
 
 
-def native_contenders(graph: bool = False) -> dict[str, Contender]:
+def native_contenders(graph: bool) -> dict[str, Contender]:
     """Returns the native frontend with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and
     with the same bits every time."""
     found: dict[str, Contender] = {

@@ -184,8 +184,7 @@ class Report:
 
     def rows(self, part: str) -> list[Row]:
         """Returns the rows of a part, none where it did not run."""
-        found: list[Row] = self.parts.get(part, {}).get("rows", [])
-        return found
+        return self.parts.get(part, {}).get("rows", [])  # type: ignore[no-any-return]
 
     def failures(self, ours: Callable[[Row], bool] = lambda row: True) -> list[str]:
         """Returns a line for each part that failed and each row among ``ours`` that did or is wrong; not for

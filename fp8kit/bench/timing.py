@@ -128,7 +128,7 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def host_seconds(
-    steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2
+    steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int
 ) -> dict[str, tuple[float, float]]:
     """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole
     computation's time. Of each the median of the calls of the quickest turn, and the median of the turns'.

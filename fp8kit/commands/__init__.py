@@ -169,10 +169,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], fit: bool = Fal
         print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
-    """``count`` positive numbers separated by commas; ArgumentError otherwise."""
+def numbers(text: str, count: int) -> tuple[int, ...]:
+    """``--layer``: ``count`` positive numbers separated by commas; ArgumentError otherwise."""
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
         wanted = f"{count} positive numbers separated by commas"
-        raise ArgumentError("argument", f"--{name}", repr(text), wanted)
+        raise ArgumentError("argument", "--layer", repr(text), wanted)
     return tuple(map(int, parts))

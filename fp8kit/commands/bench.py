@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     setting = reports.setting_for(device, out=options.out, deadline=deadline)
     if options.layer is not None:
-        layer = Layer(*numbers("layer", options.layer, 5))
+        layer = Layer(*numbers(options.layer, 5))
         if layer.hidden % layer.heads:
             raise ArgumentError("bench", "--layer", repr(options.layer), "HIDDEN a multiple of HEADS")
         sizes = replace(setting.sizes, layers={f"layer {layer.hidden}": layer})

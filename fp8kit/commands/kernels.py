@@ -251,7 +251,7 @@ def _on_device(run: Callable[[argparse.Namespace, Found, Device], int]) -> Calla
     return at
 
 
-def _with(found: Found, operation: str, variant: str = "", own: bool = False) -> AbstractContextManager[Any]:
+def _with(found: Found, operation: str, variant: str, own: bool = False) -> AbstractContextManager[Any]:
     """The file's kernels in the place of fp8kit's, where the name is a file; the source's itself, with other
     defines, or ``own``, where what is named is not what is in force."""
     if found.file is None and not variant and not own:
@@ -260,7 +260,7 @@ def _with(found: Found, operation: str, variant: str = "", own: bool = False) ->
     return override(operation, text, defines=variant)
 
 
-def _lacks_gpu(found: Found, device: Device, variant: str = "") -> bool:
+def _lacks_gpu(found: Found, device: Device, variant: str) -> bool:
     """Whether the name is a file, or a variant is asked for, which no other device can run; then that is
     said. ArgumentError for a variant of a name that has several sources."""
     for part in found.parts:

@@ -85,7 +85,8 @@ def _dump(path: str, layers: str | None) -> Dump:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from fp8kit.numerics.compare import RESULTS, TENSORS, compare, summaries
+    from fp8kit.numerics.compare import RESULTS, compare, summaries
+    from fp8kit.numerics.config import OPERAND_TENSORS
 
     device = device_of(options)
     chosen, dump = _chosen(options.recipes, device), _dump(options.dump, options.layers)
@@ -111,7 +112,7 @@ def _compare(options: argparse.Namespace) -> int:
         size = f"{used[own.layer]} of {rows[own.layer]} x {inner} to {out}"
         errors = [f"{own.results[name].relative_error:.4g}" for name in RESULTS]
         place = own.worst
-        worst = "" if place is None else f"{TENSORS[place[1]]} in {place[0]}"
+        worst = "" if place is None else f"{OPERAND_TENSORS[place[1]]} in {place[0]}"
         layer = (own.layer, size) if own.layer != last else ("", "")
         lines.append((*layer, own.recipe, *errors, worst))
         last = own.layer

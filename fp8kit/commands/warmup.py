@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 def _layer(text: str) -> dict[str, int]:
     """Returns a layer's sizes by name. ArgumentTypeError, which argparse prints, for another text."""
     try:
-        sizes = numbers("layer", text, 5 if text.count(",") > 2 else 3)
+        sizes = numbers(text, 5 if text.count(",") > 2 else 3)
     except Fp8kitError:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]"

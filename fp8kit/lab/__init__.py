@@ -26,4 +26,4 @@ def native(view: ArrayView | None) -> Any:
     Any shape, strides kept. Float dtypes are those of ``ml_dtypes`` where NumPy has none; FP8 codes are
     uint8. BackendError where CuPy is missing.
     """
-    return None if view is None else arrays.provider(view.device).native(view)
+    return None if view is None else arrays.native(view)

@@ -20,9 +20,9 @@ from typing import Any
 
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
-from fp8kit.backends.protocol import KERNELS, SPECS, signature, views
-from fp8kit.backends.registry import Kind, OpImpl
-from fp8kit.errors import BackendError, meant
+from fp8kit.backends.protocol import SPECS, signature, views
+from fp8kit.backends.registry import Kind, OpImpl, want_kernel
+from fp8kit.errors import BackendError
 from fp8kit.lab.verify import on, verified
 from fp8kit.raw_kernels import manifest
 
@@ -104,9 +104,7 @@ def override(
     before anything runs, for an argument that does not fit, naming it; at a call for a source that does not
     compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
-    if not isinstance(operation, str) or operation not in KERNELS:
-        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"
-        raise BackendError("override", "operation", repr(operation), wanted)
+    want_kernel("override", "operation", operation)
     if not isinstance(verify, bool):
         raise BackendError("override", "verify", repr(verify), "True or False")
     kind = _kind(implementation)

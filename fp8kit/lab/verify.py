@@ -105,4 +105,4 @@ def _meets_an_input(output: Output, arguments: dict[str, Any]) -> bool:
 def _poison(view: ArrayView) -> None:
     """Every byte 0xFF: NaN in float types, the NaN code of FP8, -1."""
     filled = np.full((*view.shape, view.dtype.itemsize), 0xFF, np.uint8).view(view.dtype.numpy)
-    arrays.assign(view, arrays.to(arrays.as_view(filled.reshape(view.shape)), view.device))
+    arrays.assign(view, arrays.to(filled.reshape(view.shape), view.device))

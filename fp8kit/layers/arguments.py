@@ -101,11 +101,6 @@ def text(operation: str, name: str, value: Any) -> str:
     return value
 
 
-def margin(operation: str, name: str, value: Any) -> int:
-    """Returns a number of multiprocessors."""
-    return integer(operation, name, value, 0, 2**31 - 1)
-
-
 _CP_COMMUNICATION = one("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
@@ -135,7 +130,7 @@ CONSTRUCTED: dict[str, Rule] = {
     **named(optional(text), "name ub_name rng_tracker_name"),
     "parallel_mode": optional(one("row", "column")),
     "symmetric_ar_type": optional(one("multimem_all_reduce", "two_shot", "one_shot")),
-    "sm_margin": margin,
+    "sm_margin": extent,
     "cp_comm_type": cp_communication,
     **named(
         size,

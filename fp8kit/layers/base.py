@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
-from fp8kit.arguments import Rule, shown, want_known, want_names
+from fp8kit.arguments import NamedWell, Rule, shown, want_names
 from fp8kit.arrays import Shape
 from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError
@@ -81,7 +81,7 @@ def child_name(name: str | None, child: str) -> str | None:
     return None if name is None else f"{name}.{child}"
 
 
-class Layer:
+class Layer(NamedWell):
     """Base of the layers that all frontends have.
 
     A layer is a mixin: ``class Linear(layers.Linear, FrontendBase)``. It holds the constructor, the checks,
@@ -106,11 +106,6 @@ class Layer:
     return_layernorm_output = False
 
     # --- arguments ------------------------------------------------------------------------------------------
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """TypeError for a name that the constructor does not have, with the one that was meant."""
-        want_known(cls, named)
-        return super().__new__(cls)
 
     def checked(self, arguments: Mapping[str, Any]) -> SimpleNamespace:
         """Constructor arguments by name (a constructor's ``locals()``), each in the type that the code goes

@@ -417,7 +417,7 @@ class FP8Layer(Layer):
         cached: bool,
         bias: str,
         options: dict[str, Any],
-        fields: tuple[tuple[str, Any], ...] = (),
+        fields: tuple[tuple[str, Any], ...],
     ) -> Any:
         """Returns the spec for this request, the same object for the same one: plans are found by it."""
         key = (id(fp8), cached, bias, fields, *options.items())

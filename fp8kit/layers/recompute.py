@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8kit.errors import AutogradError
+from fp8kit.scoped import changed
 
 
 class Kept(NamedTuple):
@@ -19,6 +20,7 @@ class Kept(NamedTuple):
     weights: Any
 
 
+@dataclass
 class Pass:
     """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads
     them in the same order.
@@ -27,9 +29,10 @@ class Pass:
     calls too, or its later pass, which this one reads from.
     """
 
-    def __init__(self, first: bool, calls: list[Kept], above: Pass | None = None) -> None:
-        self.first, self.calls, self.above = first, calls, above
-        self.position = 0
+    first: bool
+    calls: list[Kept]
+    above: Pass | None = None
+    position: int = 0
 
     def next(self, owner: object) -> Kept:
         """Returns the next call, which must be of ``owner``; AutogradError otherwise."""
@@ -49,14 +52,9 @@ class Passes(threading.local):
     def __init__(self) -> None:
         self.running: Any = None
 
-    @contextmanager
-    def within(self, running: Pass) -> Iterator[None]:
+    def within(self, running: Pass) -> AbstractContextManager[None]:
         """Around a pass."""
-        before, self.running = self.running, running
-        try:
-            yield
-        finally:
-            self.running = before
+        return changed(self, running=running)
 
     def first(self) -> bool:
         """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""

@@ -446,7 +446,7 @@ class TransformerLayer(AttentionBase):
             check_sequences("drop_path", views, "starts", x.shape[0])
 
     def _add_residual(
-        self, branch: Any, bias: Any, residual: Any, paths: tuple[Mapping[str, Any], Any] | None = None
+        self, branch: Any, bias: Any, residual: Any, paths: tuple[Mapping[str, Any], Any] | None
     ) -> Any:
         """residual + dropout(branch + bias), samples dropped where ``paths`` are: the arguments of
         ``sequence_starts``."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from fp8kit.errors import ArgumentError, meant
+from fp8kit.arguments import choice
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,7 +69,4 @@ ARRANGEMENTS = {
 
 def arrangement(name: str) -> Arrangement:
     """Returns the arrangement of that name; ArgumentError that lists them where there is none."""
-    if name not in ARRANGEMENTS:
-        wanted = f"one of {', '.join(ARRANGEMENTS)}{meant(name, ARRANGEMENTS)}"
-        raise ArgumentError("arrangement", "name", repr(name), wanted)
-    return ARRANGEMENTS[name]
+    return ARRANGEMENTS[choice("arrangement", "name", name, ARRANGEMENTS)]

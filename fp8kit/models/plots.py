@@ -11,6 +11,7 @@ import numpy as np
 
 from fp8kit.errors import BackendError, install
 from fp8kit.models.resume import Statistic
+from fp8kit.numerics.losses import running_mean
 
 TENSORS = ("input", "weight", "grad_output")
 STYLES = (("#3b6ea8", "-"), ("#d1662c", "--"))  # high precision, FP8
@@ -27,14 +28,6 @@ def figure(**options: Any) -> Any:
     return made
 
 
-def smoothed(losses: Sequence[float], span: int) -> np.ndarray[Any, Any]:
-    """Mean of each value and up to ``span - 1`` before it, float64 (steps,)."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, np.float64))])
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(ends - span, 0)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
-
-
 def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], unigram: float) -> None:
     """Both training curves (faint) with their running means, and the unigram entropy as a yardstick, all in
     nats/byte, as PNG."""
@@ -46,7 +39,7 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], unigram: floa
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(
             steps,
-            smoothed(losses, span),
+            running_mean(np.asarray(losses, np.float64), span),
             color=colour,
             linestyle=style,
             linewidth=1.6,

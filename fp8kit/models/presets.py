@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fp8kit.errors import ArgumentError, meant
+from fp8kit.arguments import choice
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,4 @@ PRESETS = {
 
 def preset(name: str) -> Preset:
     """Returns the preset of that name; ArgumentError that lists them where there is none."""
-    if name not in PRESETS:
-        raise ArgumentError(
-            "preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"
-        )
-    return PRESETS[name]
+    return PRESETS[choice("preset", "name", name, PRESETS)]

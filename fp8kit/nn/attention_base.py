@@ -24,7 +24,7 @@ from fp8kit.nn.module import as_tensor
 @lru_cache(maxsize=64)
 def alibi_slopes_for(heads: int, device: Device) -> ArrayView:
     """ALiBi's slopes, float32 (h,)."""
-    return arrays.to(arrays.as_view(np.array(alibi_slopes(heads), np.float32)), device)
+    return arrays.to(np.array(alibi_slopes(heads), np.float32), device)
 
 
 class AttentionBase(Shared, NativeLayer):
@@ -58,10 +58,10 @@ class AttentionBase(Shared, NativeLayer):
         return value.numpy()  # type: ignore[no-any-return]
 
     def index_array(self, values: np.ndarray[Any, Any], like: Any) -> ArrayView:
-        return arrays.to(arrays.as_view(values), like.device)
+        return arrays.to(values, like.device)
 
     def indices(self, function: Callable[..., Any], *views: ArrayView) -> ArrayView:
-        there = [arrays.provider(view.device).native(view) for view in map(arrays.as_view, views)]
+        there = [arrays.native(arrays.as_view(view)) for view in views]
         library = import_module(type(there[0]).__module__.partition(".")[0])  # numpy or cupy
         return arrays.as_view(library.ascontiguousarray(function(library, *there), dtype=np.int32))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8kit.arguments import number
+from fp8kit.arguments import function, number
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.layers.arguments import size
 from fp8kit.layers.base import spec_object
 from fp8kit.nn import random
 from fp8kit.nn.module import Module, as_tensor, make_parameter, resolve
-from fp8kit.nn.random import Init, init_of
+from fp8kit.nn.random import Init, normal_init
 from fp8kit.ops import cross_entropy as loss_op
 from fp8kit.ops.dropout_add import dropout_add
 from fp8kit.ops.embedding import EmbeddingSpec, embedding
@@ -32,7 +32,7 @@ class Embedding(Module):
         for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
             size("Embedding", name, value)
         dtype, where = resolve("Embedding", params_dtype, device)
-        init = init_of("Embedding", "init_method", init_method)
+        init = function("Embedding", "init_method", normal_init() if init_method is None else init_method)
         self.weight = make_parameter((num_embeddings, embedding_dim), init, dtype, where)
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 

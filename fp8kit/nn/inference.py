@@ -16,7 +16,6 @@ from fp8kit.nn.module import resolve
 
 
 class InferenceParams(inference.InferenceParams):
-    __doc__ = inference.InferenceParams.__doc__
     constructor_rules = CONSTRUCTED
 
     def _place(self, device: Any) -> None:
@@ -35,7 +34,7 @@ class InferenceParams(inference.InferenceParams):
         return arrays.as_view(sums).numpy()
 
     def _upload(self, host: np.ndarray[Any, Any]) -> ArrayView:
-        return arrays.to(arrays.as_view(host), self.device)
+        return arrays.to(host, self.device)
 
     def _part(self, whole: ArrayView, offset: int, shape: Shape) -> ArrayView:
         return whole.slice(0, offset, int(np.prod(shape))).reshape(*shape)

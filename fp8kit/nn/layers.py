@@ -11,32 +11,30 @@ from fp8kit.nn.layer import NativeLayer
 
 
 class Linear(layers.Linear, Fp8Module):
-    __doc__ = layers.Linear.__doc__
+    pass
 
 
 class LayerNormLinear(layers.LayerNormLinear, Fp8Module):
-    __doc__ = layers.LayerNormLinear.__doc__
+    pass
 
 
 class LayerNormMLP(layers.LayerNormMLP, Fp8Module):
-    __doc__ = layers.LayerNormMLP.__doc__
+    pass
 
 
 class LayerNorm(layers.LayerNorm, NativeLayer):
-    __doc__ = layers.LayerNorm.__doc__
+    pass
 
 
 class RMSNorm(layers.RMSNorm, NativeLayer):
-    __doc__ = layers.RMSNorm.__doc__
+    pass
 
 
 class L2Normalization(layers.L2Normalization, NativeLayer):
-    __doc__ = layers.L2Normalization.__doc__
+    pass
 
 
 class DotProductAttention(layers.DotProductAttention, AttentionBase):
-    __doc__ = layers.DotProductAttention.__doc__
-
     argument_names: ClassVar[dict[str, str]] = {
         "q": "query_layer",
         "k": "key_layer",
@@ -49,8 +47,6 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase):
 
 
 class MultiheadAttention(layers.MultiheadAttention, AttentionBase):
-    __doc__ = layers.MultiheadAttention.__doc__
-
     argument_names: ClassVar[dict[str, str]] = {
         "x": "hidden_states",
         "freqs": "rotary_pos_emb",
@@ -59,4 +55,4 @@ class MultiheadAttention(layers.MultiheadAttention, AttentionBase):
 
 
 class TransformerLayer(layers.TransformerLayer, AttentionBase):
-    __doc__ = layers.TransformerLayer.__doc__
+    pass

@@ -371,7 +371,7 @@ def make_parameter(shape: Shape, init: Init | float, dtype: DType, device: Devic
         raise ArgumentError(
             "init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"
         )
-    return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))
+    return Parameter(arrays.to(host.astype(dtype.numpy), device))
 
 
 def make_parts(

@@ -152,7 +152,7 @@ def _as_routing(routing: Tensor, is_mask: bool) -> Tensor:
     kind = routing.dtype
     if kind is formats.uint8 or (kind is formats.int32 and not is_mask):
         return routing
-    native = arrays.provider(routing.device).native(routing.view)
+    native = arrays.native(routing.view)
     if native.dtype.kind not in "biu":
         raise FormatError("token_dispatch", "routing_map", kind.name, "bool or integers")
     if is_mask or kind is formats.bool_:

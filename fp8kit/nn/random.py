@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from fp8kit.errors import (
     ShapeError,
 )
 from fp8kit.formats import int64
-from fp8kit.scoped import Scoped
+from fp8kit.scoped import Scoped, changed
 
 HostArray = np.ndarray[Any, Any]
 Init = Callable[[HostArray], None]
@@ -56,17 +56,6 @@ _process = _State(0)
 _thread = _Thread()
 _SOURCE: Scoped[Source | None] = Scoped("fp8kit_draw_from", None)  # asked instead of the state
 _LOCK = threading.Lock()  # one draw at a time: a device's state is read, handed out and moved on
-
-
-@contextmanager
-def _thread_with(**values: Any) -> Iterator[None]:
-    """A block in which attributes of ``_thread`` have other values."""
-    before = {name: getattr(_thread, name) for name in values}
-    vars(_thread).update(values)
-    try:
-        yield
-    finally:
-        vars(_thread).update(before)
 
 
 def _state() -> _State:
@@ -130,7 +119,7 @@ def _drawn(device: Device) -> ArrayView:
         own = _state()
         state = own.devices.get(device)
         if state is None:
-            state = own.devices[device] = arrays.to(arrays.as_view(np.array([own.seed, 0], np.int64)), device)
+            state = own.devices[device] = arrays.to(np.array([own.seed, 0], np.int64), device)
         kernels.rng_next_(state, out, stream)
     return out
 
@@ -246,7 +235,7 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
 
     def take() -> None:
         for where, value in devices.items():
-            new.devices[where] = arrays.to(arrays.as_view(value), where)
+            new.devices[where] = arrays.to(value, where)
         _start(new)
 
     return take
@@ -269,18 +258,18 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     times, in which this thread draws from a copy of it; the state goes on as if nothing was drawn there, and
     other threads draw on as before. Copies on the devices, waits for none of them."""
     kept = _copied(_state())
-    return lambda: _thread_with(state=_copied(kept))
+    return lambda: changed(_thread, state=_copied(kept))
 
 
 def keeping(draws: list[ArrayView]) -> AbstractContextManager[None]:
     """Append what ``next_rng`` gives on this thread for a block; other threads' draws may come between, so
     that a state alone would not say which they were."""
-    return _thread_with(keeping=(*_thread.keeping, draws))
+    return changed(_thread, keeping=(*_thread.keeping, draws))
 
 
 def replaying(draws: Sequence[ArrayView]) -> AbstractContextManager[None]:
     """Give kept draws once more on this thread for a block, in their order; no state moves on."""
-    return _thread_with(keeping=(), replayed=iter(draws))
+    return changed(_thread, keeping=(), replayed=iter(draws))
 
 
 def _copied(state: _State) -> _State:
@@ -291,12 +280,6 @@ def _copied(state: _State) -> _State:
             own.devices[device] = arrays.empty(view.shape, view.dtype, device)
             arrays.copy(own.devices[device], view)
     return own
-
-
-def init_of(operation: str, name: str, init: Init | None) -> Init:
-    """Returns an ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError if it cannot
-    be called."""
-    return normal_init() if init is None else function(operation, name, init)
 
 
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:

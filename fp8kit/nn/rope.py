@@ -15,8 +15,6 @@ from fp8kit.nn.module import resolve
 
 
 class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, NativeLayer):
-    __doc__ = rope.RotaryPositionEmbedding.__doc__
-
     def place(self, device: Any) -> None:
         self._device = resolve(self.layer_name, None, device)[1]
         self._made: dict[tuple[int, int], Tensor] = {}  # those of the last call
@@ -34,7 +32,7 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, NativeLayer):
             np.repeat(angles, 2, axis=1) if self.interleaved else np.concatenate([angles, angles], axis=1)
         )
         host = doubled.astype(np.float32).reshape(max_seq_len, 1, 1, self.rotated)
-        made = Tensor(arrays.to(arrays.as_view(host), self._device))
+        made = Tensor(arrays.to(host, self._device))
         self._made = {(max_seq_len, offset): made}
         return made
 

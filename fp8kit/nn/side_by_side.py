@@ -22,7 +22,7 @@ def put(parameters: Sequence[Parameter]) -> list[Parameter]:
     if first.nbytes % _ALIGNED or len(parameters) < 2:
         return list(parameters)
     whole = arrays.empty((len(parameters), *first.shape), first.dtype, first.device)
-    made = [Parameter(_part(whole, i)) for i in range(len(parameters))]
+    made = [Parameter(whole.at(i)) for i in range(len(parameters))]
     for to, parameter in zip(made, parameters, strict=True):
         arrays.copy(to.view, parameter.view)
     return made
@@ -37,7 +37,7 @@ def as_one(operation: str, parameters: Sequence[Parameter]) -> tuple[Tensor, boo
     if found is None:
         found = arrays.empty(shape, views[0].dtype, views[0].device)
         for i, view in enumerate(views):
-            arrays.copy(_part(found, i), view)
+            arrays.copy(found.at(i), view)
         own = False
     else:
         found, own = found.reshape(*shape), True
@@ -50,12 +50,8 @@ def as_one(operation: str, parameters: Sequence[Parameter]) -> tuple[Tensor, boo
         edges = [p.edge() if p.requires_grad else None for p in parameters]
 
         def backward(cotangents: list[ArrayView]) -> list[ArrayView | None]:
-            parts = [_part(cotangents[0], i) for i in range(len(edges))]
+            parts = [cotangents[0].at(i) for i in range(len(edges))]
             return [arrays.duplicate(g) if g.nbytes % _ALIGNED else g for g in parts]
 
         on_tape(Node(operation, 1, edges, backward), [whole])
     return whole, own
-
-
-def _part(whole: ArrayView, i: int) -> ArrayView:
-    return whole.slice(0, i, 1).reshape(*whole.shape[1:])

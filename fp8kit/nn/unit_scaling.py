@@ -44,8 +44,6 @@ class _Functions(shared.UnitScaling):
 
 
 class Linear(shared.Linear, Fp8Module):
-    __doc__ = shared.Linear.__doc__
-
     def unit_init(self) -> Any:
         return normal_init(std=1.0)
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.backends.protocol import signature, views
 from fp8kit.backends.registry import Kind, OpImpl
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
+from fp8kit.scoped import changed
 
 log = logging.getLogger("fp8kit")
 HostArray = np.ndarray[Any, Any]
@@ -104,13 +105,14 @@ class Dump:
         return cls({layer: GemmOperands(**found[layer]) for layer in names})
 
 
+@dataclass
 class _Seen:
     """A GEMM's operands as they come: forward shows x and w, backward g."""
 
-    def __init__(self, activation: HostArray, weight: HostArray) -> None:
-        self.activation, self.weight = activation, weight
-        self.gradient: HostArray | None = None
-        self.parts: list[HostArray] = []
+    activation: HostArray
+    weight: HostArray
+    gradient: HostArray | None = None
+    parts: list[HostArray] = field(default_factory=list)
 
     def add(self, part: HostArray) -> None:
         """Take the columns of g that belong to one segment of the weight, in order."""
@@ -143,12 +145,12 @@ class Recorder:
 
         every = frozenset({"cpu", "cuda"})
         own = OpImpl("gemm", "capture.gemm", Kind.DEFAULT, gemm, devices=every)
-        before, inspection.hooks.watching = inspection.hooks.watching, self._leave_out
-        try:
-            with policy_context(replace(policy, overrides=(*policy.overrides, ("gemm", own)))):
-                yield
-        finally:
-            inspection.hooks.watching = before
+        overrides = (*policy.overrides, ("gemm", own))
+        with (
+            changed(inspection.hooks, watching=self._leave_out),
+            policy_context(replace(policy, overrides=overrides)),
+        ):
+            yield
 
     def _leave_out(self, layer: str) -> None:
         if layer not in self.left_out:

@@ -17,12 +17,11 @@ from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError, UnsupportedError
 from fp8kit.numerics.capture import Dump, GemmOperands
+from fp8kit.numerics.config import OPERAND_TENSORS
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_check import Errors
 
 RESULTS = ("y", "dx", "dw")
-TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
-GEMM_OF = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
 
 
 class Comparison(NamedTuple):
@@ -57,10 +56,10 @@ class Comparison(NamedTuple):
                 for name, own in self.results.items()
             },
             "operands": [
-                {"gemm": gemm, "operand": TENSORS[matrix], **(own._asdict() if own else {})}
+                {"gemm": gemm, "operand": OPERAND_TENSORS[matrix], **(own._asdict() if own else {})}
                 for (gemm, matrix), own in self.operands.items()
             ],
-            "worst": None if worst is None else {"gemm": worst[0], "operand": TENSORS[worst[1]]},
+            "worst": None if worst is None else {"gemm": worst[0], "operand": OPERAND_TENSORS[worst[1]]},
         }
 
 

@@ -28,6 +28,7 @@ from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.errors import ArgumentError, install, meant
 from fp8kit.inspection import MADE_BY, TENSORS
 from fp8kit.numerics.names import OF_PAIR, Operand, request
+from fp8kit.numerics.whatif import CAST
 from fp8kit.quantization import OPERANDS
 from fp8kit.recipes import NAMED
 
@@ -40,8 +41,7 @@ _NUMBER = re.compile(r"(?<!fc)(?<!\d)\d+")
 _SECTION = "a section: a mapping with enabled, layers and transformer_engine, where its features are"
 # formats of FakeQuant: Transformer Engine's names -> a named recipe's
 FAKE_FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")
-_OPERAND_TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
-_READ = tuple(_OPERAND_TENSORS.values())  # by GEMMs, so that features can change them
+OPERAND_TENSORS = {"x": "activation", "w": "weight", "g": "gradient"}
 # what each feature does, and its own options besides those of steps
 FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "LogTensorStats": ("Logs statistics of tensors.", ("tensors", "tensors_struct", "stats")),
@@ -258,9 +258,7 @@ def _list(where: str, value: Any) -> list[Any]:
 
 def _known(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in given:
-        if name not in names:
-            wanted = f"one of {', '.join(names)}{meant(name, names)}"
-            raise ArgumentError(_ASKED, where, repr(name), wanted)
+        choice(_ASKED, where, name, names)
 
 
 def _section(name: str, value: Any) -> Section | None:
@@ -451,7 +449,7 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
         return
     fake = feature == "FakeQuant"
     nested = "gemms_struct" in own
-    kind, known = ("fake", TENSORS) if fake else ("current", _READ)
+    kind, known = ("fake", TENSORS) if fake else ("current", CAST)
     effects: list[Effect] = []
     for item in _items(where, own, "gemm", gemms):
         gemm = item["gemm"]
@@ -484,4 +482,4 @@ def _effects(where: str, feature: str, own: Mapping[str, Any]) -> Iterator[Effec
 
 def operands_of(gemm: str) -> dict[str, str]:
     """Returns the tensors that a GEMM reads, with the side of each, "a" or "b"."""
-    return {_OPERAND_TENSORS[own]: side for own, side in zip(OPERANDS[gemm], "ab", strict=True)}
+    return {OPERAND_TENSORS[own]: side for own, side in zip(OPERANDS[gemm], "ab", strict=True)}

@@ -41,7 +41,7 @@ def gathering(group: Any) -> Gather | None:
 
 def _of_all(ranks: Collectives, message: Any) -> Any:
     """Returns the ranks' messages, uint8 (ranks, n), of each one's, uint8 (n,)."""
-    source = arrays.to(arrays.as_view(message), ranks.device)
+    source = arrays.to(message, ranks.device)
     target = arrays.empty((ranks.size * message.size,), uint8, ranks.device)
     ranks.all_gather(source, target, arrays.current_stream(ranks.device), "inspect")
     arrays.synchronize(ranks.device)

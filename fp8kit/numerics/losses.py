@@ -56,7 +56,7 @@ def running_mean(values: HostArray, span: int) -> HostArray:
     ends = np.arange(1, values.size + 1)
     starts = np.maximum(ends - span, 0)
     with np.errstate(invalid="ignore"):
-        return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+        return (sums[ends] - sums[starts]) / (ends - starts)  # type: ignore[no-any-return]
 
 
 def grouped(curves: Iterable[Curve]) -> dict[str, Group]:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from fp8kit.arguments import choice, flag, integer, listed, shown
 from fp8kit.errors import ArgumentError, meant
-from fp8kit.numerics.whatif import CAST, TENSORS, cast_of, quantization_of, recipe_names
+from fp8kit.numerics.run_folder import TENSORS
+from fp8kit.numerics.whatif import CAST, cast_of, quantization_of, recipe_names
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec, can_be_brief
 from fp8kit.quantization import Quantization
 
@@ -127,9 +128,7 @@ def _with_options(stat: Any, name: Any, options: Any) -> tuple[str, tuple[tuple[
         wanted = f"options, by name, of {' or '.join(known)}{near}"
         raise ArgumentError("statistics", "stats", shown(stat), wanted)
     for option, value in options.items():
-        if option not in known[name]:
-            wanted = f"one of {', '.join(known[name])}{meant(option, known[name])}"
-            raise ArgumentError("statistics", f"stats: {name}", shown(option), wanted)
+        choice("statistics", f"stats: {name}", option, known[name])
         if option == "block_size":
             integer("statistics", f"stats: {name}: block_size", value, 1)
         elif option == "dims":

@@ -314,10 +314,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
-
-
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and (type(value) is float or abs(value) < 2**63)
 
@@ -326,7 +322,7 @@ def check_loss(row: Any) -> str | None:
     """Returns what a line of losses.jsonl should have been, None for one that is right."""
     if not isinstance(row, dict):
         return "a JSON object"
-    if not _is_step(row.get("step")):
+    if not _is_count(row.get("step")):
         return '"step": an int, not negative'
     if not _is_number(row.get("loss")):
         return '"loss": a number'
@@ -339,7 +335,7 @@ def check_row(row: Any) -> str | None:
     """Returns what a line of statistics.jsonl should have been, None for one that is right."""
     if not isinstance(row, dict):
         return "a JSON object"
-    if not _is_step(row.get("step")):
+    if not _is_count(row.get("step")):
         return '"step": an int, not negative'
     for name in ("layer", "stat"):
         if not isinstance(row.get(name), str) or not row[name]:

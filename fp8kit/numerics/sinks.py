@@ -48,7 +48,14 @@ def text_of(value: Any) -> str:
     return str(value) if isinstance(value, int) else str(np.float32(value))
 
 
-class JsonLines:
+class _InFile:
+    _file: _TextFile
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class JsonLines(_InFile):
     """A file of one JSON object a row (NaN and Inf as Python writes them), what is there already stays."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -58,11 +65,8 @@ class JsonLines:
         self._file.write("".join([f"{_json(row)}\n" for row in rows]))
         self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
 
-
-class Csv:
+class Csv(_InFile):
     """A file of comma-separated values with a head: FIELDS. Histograms are JSON lists in their field."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -78,11 +82,8 @@ class Csv:
             self._writer.writerow([known.get(name, "") for name in FIELDS])
         self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
 
-
-class LogFile:
+class LogFile(_InFile):
     """The file that Transformer Engine's debug features write, ``nvdlfw_inspect_statistics_logs/
     nvdlfw_inspect_globalrank-RANK.log`` within ``folder``: a line a row, LAYER_TENSOR_STAT, iteration and
     value between tabs."""
@@ -98,11 +99,13 @@ class LogFile:
             self._file.write(f"{name_of(row)} \t iteration={row['step']:06d} \t value={text}\n")
         self._file.flush()
 
+
+class _Users:
     def close(self) -> None:
-        self._file.close()
+        """What it is given to is the user's."""
 
 
-class Callback:
+class Callback(_Users):
     """A function of a step's rows."""
 
     def __init__(self, function: Callable[[Sequence[Row]], Any]) -> None:
@@ -111,11 +114,8 @@ class Callback:
     def write(self, rows: Sequence[Row]) -> None:
         self._function(rows)
 
-    def close(self) -> None:
-        """Nothing to close."""
 
-
-class Scalars:
+class Scalars(_Users):
     """A logger of ``nvdlfw_inspect``, whose ``log_scalar(name, value, iteration)`` is called with every
     number."""
 
@@ -126,9 +126,6 @@ class Scalars:
         for row in rows:
             if not isinstance(row["value"], list):
                 self._logger.log_scalar(name_of(row), row["value"], row["step"])
-
-    def close(self) -> None:
-        """The logger is the user's."""
 
 
 class TensorBoard:
@@ -167,7 +164,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(_Users):
     """A run of Weights & Biases, or its module: LAYER/TENSOR/STAT, histograms as ``wandb.Histogram``.
 
     The run's own step is the user's: rows of a step may come when he has logged the next one, and what goes
@@ -208,9 +205,6 @@ class WeightsAndBiases:
 
         edges = [e - 127 for e in range(_EXPONENTS + 1)]
         return wandb.Histogram(np_histogram=(value[:_EXPONENTS], edges))
-
-    def close(self) -> None:
-        """The run is the user's."""
 
 
 class _TextFile:

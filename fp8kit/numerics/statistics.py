@@ -179,7 +179,7 @@ def _single(view: ArrayView, name: str) -> ArrayView:
     """Returns a float64 view as float32, others as they are. FormatError for dtypes without statistics."""
     if view.dtype is formats.float64:
         with np.errstate(over="ignore"):
-            return arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
+            return arrays.as_view(arrays.native(view).astype(np.float32))
     if view.dtype not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16"
         raise FormatError("statistics", name, view.dtype.name, wanted)

@@ -6,7 +6,6 @@ from fp8kit.errors import ArgumentError
 from fp8kit.quantization import OPERANDS, Quantization, Quantizer
 from fp8kit.recipes import NAMED, TE_RECIPES
 
-TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
 # tensor -> the operand whose rules cast it. A GEMM's result is cast in what-ifs alone, by the rules that it
 # would have as an operand of the next layer
 _SOURCES = {"activation": "x", "weight": "w", "gradient": "g", "output": "x", "dgrad": "g", "wgrad": "g"}

@@ -136,7 +136,7 @@ class QuantizedCall:
         return matrix.batch, matrix.length, matrix.heads, matrix.depth
 
     def _spare(self, ws: WorkingSet, matrix: _Matrix) -> ArrayView:
-        return ws.scratch["spare"].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        return ws.scratch["spare"].first(matrix.shape)
 
     def _operand(self, ws: WorkingSet, name: str, along: int) -> ArrayView:
         """Returns an operand as the kernels take it."""
@@ -148,7 +148,7 @@ class QuantizedCall:
 
     @staticmethod
     def _clear(ws: WorkingSet, view: ArrayView) -> None:
-        arrays.provider(view.device).fill_zero(view, ws.stream)
+        arrays.fill_zero(view, ws.stream)
 
     def _gather(self, ws: WorkingSet, name: str, layer: ArrayView, into: ArrayView) -> None:
         """An operand's values in float32, zeros in padding. ``layer``: in the order of the inputs."""
@@ -225,7 +225,7 @@ class QuantizedCall:
         bits = own.stochastic_bits
         rng = ws.inputs["rng"] if bits else None
         for i, (source, into) in enumerate(pairs):
-            codes = ws.scratch["codes"].slice(0, 0, source.size).reshape(*source.shape)
+            codes = ws.scratch["codes"].first(source.shape)
             how = own.format, tile or source.shape
             drawn = bits, draw + 2 * i if bits else 0, rng
             k.quantize(source, codes, scale, inverse, None, *how, True, *drawn, stream)

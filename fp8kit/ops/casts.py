@@ -143,7 +143,7 @@ class Quantize(Operation):
             scale = ws.scratch["scale"]
             if amax is None:  # scale_inv holds the amaxes until they are scales
                 amax = inverse
-                arrays.provider(inverse.device).fill_zero(inverse, ws.stream)
+                arrays.fill_zero(inverse, ws.stream)
                 k.amax(x.rows(), inverse, tile, ws.stream)
             k.scale_from_amax(amax, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, ws.stream)
         rng = ws.inputs.get("rng")
@@ -153,7 +153,7 @@ class Quantize(Operation):
     def _by_blocks(self, s: QuantizeSpec, own: Quantizer, ws: WorkingSet) -> None:
         x, amax, rng = ws.inputs["x"].rows(), ws.scratch.get("amax"), ws.inputs.get("rng")
         if amax is not None:
-            arrays.provider(amax.device).fill_zero(amax, ws.stream)
+            arrays.fill_zero(amax, ws.stream)
             rotated = ws.scratch["rotated"].rows() if "rotated" in ws.scratch else None
             whole_amax(ws.kernels, x, own, s.along, amax, rotated, rng, ws.stream)
         out = [ws.outputs.get(name) for name in ("q", "scale_inv", "scale_codes", "tensor_scale_inv")]

@@ -93,7 +93,7 @@ class DropPath(Operation):
         """y = base + keep / (1 - p) * x."""
         if x.size and plan.spec.p == 1.0:
             if base is None:
-                arrays.provider(y.device).fill_zero(y, ws.stream)
+                arrays.fill_zero(y, ws.stream)
             else:
                 ws.kernels.copy(base, y.rows(), ws.stream)
         elif x.size:

@@ -105,7 +105,7 @@ class EmulatedCasts(Product):
 
     def _wide(self, ws: WorkingSet, matrix: ArrayView) -> ArrayView:
         """Returns a float16 matrix as float32, until the next one is."""
-        wide = ws.scratch[self._name("wide")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        wide = ws.scratch[self._name("wide")].first(matrix.shape)
         ws.kernels.copy(matrix, wide, ws.stream)
         return wide
 
@@ -153,7 +153,7 @@ class EmulatedCasts(Product):
             return
         matrix = self._rotated(ws, name, matrix)
         if codes is None:
-            codes = ws.scratch[self._name("line_codes")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+            codes = ws.scratch[self._name("line_codes")].first(matrix.shape)
         if own.needs_state:
             scale = self._recorded(ws, name, matrix, inverse, scale)
         else:
@@ -183,7 +183,7 @@ class EmulatedCasts(Product):
         _, own, along = self._how(name)
         if not own.hadamard:
             return matrix
-        rotated = ws.scratch[self._name("rotated")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+        rotated = ws.scratch[self._name("rotated")].first(matrix.shape)
         drawn = ws.inputs.get("rng") if own.signs == "random" else None
         ws.kernels.rotate(matrix, rotated, None, own.hadamard, own.signs, along, drawn, ws.stream)
         return rotated
@@ -197,10 +197,10 @@ class EmulatedCasts(Product):
         k, stream, rng, amax = ws.kernels, ws.stream, ws.inputs.get("rng"), None
         if quantizer.two_level:
             amax = ws.scratch[self._name("amax")].slice(0, 0, self._lines(cast))
-            arrays.provider(amax.device).fill_zero(amax, stream)
+            arrays.fill_zero(amax, stream)
             rotated = None
             if quantizer.row_scaled and quantizer.hadamard:
-                rotated = ws.scratch[self._name("rotated")].slice(0, 0, matrix.size).reshape(*matrix.shape)
+                rotated = ws.scratch[self._name("rotated")].first(matrix.shape)
             whole_amax(k, matrix, quantizer, along, amax, rotated, rng, stream)
             self.share(ws, name if quantizer.row_scaled else cast.source, amax)
         scales = tile_codes = None
@@ -227,7 +227,7 @@ class EmulatedCasts(Product):
         """1, float32 [1]: the rule of scales for an amax of 1 in a format with that largest value."""
         three = ws.scratch[self._name("one")]
         amax, one, inverse = (three.slice(0, i, 1) for i in range(3))
-        arrays.provider(three.device).fill_zero(amax, ws.stream)
+        arrays.fill_zero(amax, ws.stream)
         ws.kernels.scale_from_amax(amax, one, inverse, 1.0, False, 1.0, float32.max, ws.stream)
         return one
 
@@ -239,7 +239,7 @@ class EmulatedCasts(Product):
         """Values times their lines' scales, rounded once."""
         k, lines = ws.kernels, [inverse, None]
         out, wide = (ws.scratch[self._name(name)] for name in ("crossed", "crossed_wide"))
-        out, wide = (each.slice(0, 0, values.size).reshape(*values.shape) for each in (out, wide))
+        out, wide = (each.first(values.shape) for each in (out, wide))
         k.copy(values, wide, ws.stream)
         k.scale_product(
             wide, out, *(lines if self.casts[array].along else lines[::-1]), None, None, ws.stream
@@ -266,7 +266,7 @@ def scale_lines_of(
 ) -> None:
     """Fill ``scale`` and ``inverse``, float32, with the scales of the tiles of x and 1 / these: by their
     amaxes, which ``amax`` is for and ``share`` makes those of all ranks, or static."""
-    arrays.provider(amax.device).fill_zero(amax, stream)
+    arrays.fill_zero(amax, stream)
     if own.static:  # as for an amax of 1 in a format with that largest value
         rule = own.static_scale, False, 1.0, float32.max
     else:

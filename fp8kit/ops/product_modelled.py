@@ -83,7 +83,7 @@ class ModelledProduct(CodedProduct):
         codes, scales = self._part(ws, array, "_codes"), self._part(ws, array, "_scales")
         if not self._along(operand):  # its contraction is the rows
             lying = ws.scratch[self._name("lying_a" if self.sides[operand] else "lying_b")]
-            transposed = lying.slice(0, 0, codes.size).reshape(*codes.shape[::-1])
+            transposed = lying.first(codes.shape[::-1])
             ws.kernels.copy(codes.transpose(1, 0), transposed, ws.stream)
             codes, scales = transposed, scales.transpose(1, 0)
         return Coded(codes, scales, self._how(array).quantizer), self._part(ws, array, "_inv")

@@ -22,24 +22,31 @@ from typing import Any
 
 from fp8kit import collectives, slowness
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.protocol import Cast
 from fp8kit.errors import ShapeError
 from fp8kit.formats import DType
 from fp8kit.ops.product import Product, ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, GEMMS, Operand, QuantizedProduct
-from fp8kit.spec import Meta, Metas, WorkingSet
+from fp8kit.spec import Meta, WorkingSet
 
 Arrays = dict[str, Meta]
 # A product of a rank's rows with fewer operations is not made by itself: 2^36 take an H100 some 60 us. All
 # that there is to win is the time of a transfer over NVLink, some 1500 / N of that; a further launch and a
 # last wave of blocks that is not full take 5 us or so.
 LEAST_OPERATIONS = 2**36
+# what ``ParallelProduct`` leaves to its ``inner``
+_OF_INNER = (
+    *("check", "check_weights", "outputs", "scalars", "weight_outputs", "kept", "weight_names", "grads"),
+    *("backward_inputs", "cast_scratch", "x_cast", "g_cast", "cast_weight", "measure_weight", "save_weight"),
+)
 
 
 class ParallelProduct(Product):
     """``Product`` of a spec that is ``parallel``. ``inner``: the products that run here, with all rows;
     ``part``: those of which this rank casts its rows of x or g, None where nothing is gathered in codes.
     ``m``: rows of x, as everywhere."""
+
+    collectives: Any
+    inner: Any
 
     def __init__(
         self,
@@ -62,15 +69,19 @@ class ParallelProduct(Product):
             plain = replace(plain, bias="deferred")  # the sum has the bias once
         how = dtype, needs_x, needs
         self.inner = self._made(kind, plain, self.whole_rows, how, "n" if self.column else "k")
+        for name in _OF_INNER:
+            setattr(self, name, getattr(self.inner, name))
         self.part: Any = None
         self.whole_wgrad = self.inner.whole_wgrad
         # what is looked at is looked at as a whole, in high precision
         if spec.sequence and isinstance(self.inner, QuantizedProduct) and spec.watch is None:
             part = self._made(kind, plain, self.part_rows, how, "m")
             self.part = part if self._fits(part) else None
-        self.fprop_reads_x = self.inner.fprop_reads_x or (self.gathers_x and self.part is None)
+        self.x_in_codes = self.gathers_x and self.part is not None
+        self.g_in_codes = self.gathers_g and self.part is not None
+        self.fprop_reads_x = self.inner.fprop_reads_x or (self.gathers_x and not self.x_in_codes)
         self.wgrad_reads_x, self.casts_g = self.inner.wgrad_reads_x, self.inner.casts_g
-        self.reads_g = self.inner.reads_g or (self.gathers_g and self.part is None)
+        self.reads_g = self.inner.reads_g or (self.gathers_g and not self.g_in_codes)
         # a kernel may write codes where nothing has to be shared or gathered between
         self.fuses_cast = self.scales_known and self.inner.fuses_cast
 
@@ -81,13 +92,13 @@ class ParallelProduct(Product):
 
     def _fits(self, part: Any) -> bool:
         """Whether the codes of the ranks' parts are those of the whole, one beside the other."""
-        inner: Any = self.inner
+        inner = self.inner
         if self.gathers_x and (inner.plain & {"fprop", "wgrad"} or inner.decoded):
             return False
         if self.gathers_g and self.inner.reads_g:
             return False
         names = ("x_q", "x_qt") if self.gathers_x else ("g_q", "g_qt")
-        ranks = self.collectives.size  # type: ignore[union-attr]
+        ranks = self.collectives.size
         grain = max(ALIGN, *(max(inner.operands[name][2].tile) for name in names if name in inner.operands))
         whole, parts = inner._metas(*names), part._metas(*names)
         fits: bool = self.part_rows % grain == 0
@@ -111,7 +122,7 @@ class ParallelProduct(Product):
     def y_shape(self, x: Shape) -> Shape:
         if not self.spec.sequence:
             return *x[:-1], self.n
-        ranks = self.collectives.size  # type: ignore[union-attr]
+        ranks = self.collectives.size
         if len(x) < 2 or (self.gathers_g and x[0] % ranks):
             wanted = f"a first dimension, the sequence's, that {ranks} ranks divide"
             raise ShapeError("linear", "x", f"shape {x}", wanted)
@@ -124,65 +135,35 @@ class ParallelProduct(Product):
 
     @property
     def needs_rng(self) -> bool:
-        return self.inner.needs_rng
+        return self.inner.needs_rng  # type: ignore[no-any-return]
 
     def takes_amax(self, operand: str) -> bool:
         gathered = self.part is None and (self.gathers_x if operand == "x" else self.gathers_g)
         return self.inner.takes_amax(operand) and not gathered
 
-    def check(self, operation: str, metas: Metas) -> None:
-        self.inner.check(operation, metas)
-
-    def check_weights(self, operation: str, metas: Metas) -> None:
-        self.inner.check_weights(operation, metas)
-
-    def outputs(self) -> Arrays:
-        return self.inner.outputs()
-
-    def scalars(self) -> dict[str, str]:
-        return self.inner.scalars()
-
-    def weight_outputs(self) -> Arrays:
-        return self.inner.weight_outputs()
-
     def saved(self) -> Arrays:
-        return self.part.saved() if self.gathers_x and self.part is not None else self.inner.saved()
-
-    def kept(self) -> tuple[str, ...]:
-        return self.inner.kept()
-
-    def weight_names(self) -> tuple[str, ...]:
-        return self.inner.weight_names()
-
-    def grads(self) -> Arrays:
-        return self.inner.grads()
-
-    def backward_inputs(self) -> Arrays:
-        return self.inner.backward_inputs()
+        return (self.part if self.x_in_codes else self.inner).saved()  # type: ignore[no-any-return]
 
     def scratch(self) -> Arrays:
-        own = self.inner.scratch()
+        own: Arrays = self.inner.scratch()
         if self.gathers_x:
             own |= self._gathering("x_q") if self.part is not None else self._high("x")
         if self.gathers_g:
             own[self._own("sums")] = Meta((self.whole_rows, self.n), self.dtype)
         return own
 
-    def cast_scratch(self) -> Arrays:
-        return self.inner.cast_scratch()
-
     def backward_scratch(self) -> Arrays:
-        own = self.inner.backward_scratch()
+        own: Arrays = self.inner.backward_scratch()
         if self.gathers_x:
             if self.needs_x:
                 own[self._own("sums")] = Meta((self.whole_rows, self.k), self.dtype)
             if self.needs_w and self.part is not None:
-                whole = self.inner._metas("x_qt")  # type: ignore[attr-defined]
+                whole = self.inner._metas("x_qt")
                 own |= {self._own(f"{name}_whole"): whole[name] for name in self._moving("x_qt")}
                 own |= self._gathering("x_qt")
             elif self.needs_w and self.inner.wgrad_reads_x:
                 own |= self._high("x")
-        if self.gathers_g and self.part is not None:
+        if self.g_in_codes:
             for operand, wanted in (("g_q", self.needs_x), ("g_qt", self.needs_w)):
                 own |= self._gathering(operand) if wanted else {}
         elif self.gathers_g:
@@ -190,12 +171,9 @@ class ParallelProduct(Product):
         return own
 
     def workspace(self, k: Any) -> int:
-        return max(self.inner.workspace(k), 0 if self.part is None else self.part.workspace(k))
+        return max(int(own.workspace(k)) for own in (self.inner, self.part) if own is not None)
 
     # --- forward --------------------------------------------------------------------------------------------
-
-    def x_cast(self, ws: WorkingSet) -> Cast:
-        return self.inner.x_cast(ws)
 
     def cast_x(self, ws: WorkingSet, x: ArrayView, amax_known: bool = False) -> None:
         if not self.gathers_x:
@@ -211,22 +189,14 @@ class ParallelProduct(Product):
             for name in self._moving("x_q"):  # beside the weight's cast
                 self._start(ws, name, ws.scratch[self._own(name)], ws.scratch[name])
 
-    def cast_weight(self, ws: WorkingSet) -> None:
-        self.inner.cast_weight(ws)
-
-    def measure_weight(self, ws: WorkingSet) -> None:
-        self.inner.measure_weight(ws)
-
     def fprop(
         self, ws: WorkingSet, x: ArrayView | None, y: ArrayView, addend: ArrayView | None = None
     ) -> None:
-        comm: Any = self.collectives
-        if self.gathers_x and self.part is not None:
-            inner: Any = self.inner
+        if self.x_in_codes:
             if self._by_parts("fprop"):
-                inner.fprop(ws, None, y, addend, by=partial(self._as_it_arrives, "fprop"))
+                self.inner.fprop(ws, None, y, addend, by=partial(self._as_it_arrives, "fprop"))
             else:
-                inner.fprop(ws, None, y, addend, partial(self._arrive, ws, "x_q"))
+                self.inner.fprop(ws, None, y, addend, partial(self._arrive, ws, "x_q"))
             return
         if self.gathers_x:
             x = ws.scratch[self._own("x")]
@@ -238,14 +208,13 @@ class ParallelProduct(Product):
         else:
             self.inner.fprop(ws, x, y)
             if self.spec.sums:
-                comm.all_reduce(y, "sum", ws.stream, self.spec.label)
+                self.collectives.all_reduce(y, "sum", ws.stream, self.spec.label)
         if addend is not None:
             ws.kernels.add(y, addend, y, ws.stream)
 
     def _summed(self, ws: WorkingSet, x: ArrayView | None, sums: ArrayView, y: ArrayView) -> None:
         """A row's product in ``sums``, and in y this rank's rows of the ranks' sum."""
-        inner: Any = self.inner
-        comm: Any = self.collectives
+        comm, inner = self.collectives, self.inner
         if self._by_parts("fprop"):
             inner.fprop(ws, x, sums, by=partial(self._and_send, y))
             comm.wait(y, ws.stream)
@@ -253,13 +222,7 @@ class ParallelProduct(Product):
             inner.fprop(ws, x, sums)
             comm.reduce_scatter(sums, y, ws.stream, self.spec.label)
 
-    def save_weight(self, ws: WorkingSet) -> None:
-        self.inner.save_weight(ws)
-
     # --- backward -------------------------------------------------------------------------------------------
-
-    def g_cast(self, ws: WorkingSet) -> Cast:
-        return self.inner.g_cast(ws)
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:
         if not self.gathers_g:
@@ -279,15 +242,14 @@ class ParallelProduct(Product):
                     self._start(ws, name, ws.scratch[self._own(name)], ws.scratch[name])
 
     def dgrad(self, ws: WorkingSet, g: ArrayView | None, dx: ArrayView) -> None:
-        comm: Any = self.collectives
-        inner: Any = self.inner
+        comm, inner = self.collectives, self.inner
         out = ws.scratch[self._own("sums")] if self.gathers_x else dx
         if self.needs_w:
             self._start_x(ws)
-        if self.gathers_g and self.part is not None and self._by_parts("dgrad"):
+        if self.g_in_codes and self._by_parts("dgrad"):
             inner.dgrad(ws, None, out, by=partial(self._as_it_arrives, "dgrad"))
         else:
-            if self.gathers_g and self.part is not None:
+            if self.g_in_codes:
                 self._arrive(ws, "g_q")
             inner.dgrad(ws, self._whole_g(ws, g), out)
         if self.gathers_x:
@@ -296,10 +258,10 @@ class ParallelProduct(Product):
             comm.all_reduce(dx, "sum", ws.stream, self.spec.label)
 
     def finish(self, ws: WorkingSet, dx: ArrayView) -> None:
-        self.collectives.wait(dx, ws.stream)  # type: ignore[union-attr]
+        self.collectives.wait(dx, ws.stream)
 
     def wgrad(self, ws: WorkingSet, g: ArrayView | None, x: ArrayView | None) -> None:
-        if self.gathers_x and self.part is not None:
+        if self.x_in_codes:
             if not self.needs_x:  # else ``dgrad`` has begun it
                 self._start_x(ws)
             moved = {name: ws.scratch[self._own(f"{name}_whole")] for name in self._moving("x_qt")}
@@ -309,22 +271,22 @@ class ParallelProduct(Product):
         elif self.gathers_x and self.inner.wgrad_reads_x:
             assert x is not None
             x = self._gather_high(ws, "x", x)
-        if self.gathers_g and self.part is not None:
+        if self.g_in_codes:
             self._arrive(ws, "g_qt")
         self.inner.wgrad(ws, self._whole_g(ws, g), x)
 
     def _whole_g(self, ws: WorkingSet, g: ArrayView | None) -> ArrayView | None:
-        return ws.scratch[self._own("g")] if self.gathers_g and self.part is None else g
+        return ws.scratch[self._own("g")] if self.gathers_g and not self.g_in_codes else g
 
     # --- by parts -------------------------------------------------------------------------------------------
 
     def _by_parts(self, gemm: str) -> bool:
         """Whether the rows of each rank are multiplied by themselves, as they arrive or before they are sent:
         where scales are of whole tensors."""
-        comm: Any = self.collectives
-        if self.part is None or not comm.by_parts or 2 * self.part_rows * self.n * self.k < LEAST_OPERATIONS:
+        large = 2 * self.part_rows * self.n * self.k >= LEAST_OPERATIONS
+        if self.part is None or not self.collectives.by_parts or not large:
             return False
-        left = self.inner.operands.get(GEMMS[gemm][0])  # type: ignore[attr-defined]
+        left = self.inner.operands.get(GEMMS[gemm][0])
         return left is not None and left[2].tile == (0, 0)
 
     def _rows(self, rank: int, *arrays: ArrayView | None) -> list[Any]:
@@ -345,7 +307,6 @@ class ParallelProduct(Product):
     ) -> None:
         """A product of rows that the ranks have: first of this one's."""
         comm, inner, (codes, *scale) = self.collectives, self.inner, left
-        assert comm is not None and isinstance(inner, QuantizedProduct)
         for step in range(comm.size):
             rank = (comm.rank + step) % comm.size
             if step:
@@ -370,7 +331,6 @@ class ParallelProduct(Product):
     ) -> None:
         """fprop whose rows are sent to their ranks, where they are summed into ``y``: last this one's."""
         comm, inner, (codes, *scale) = self.collectives, self.inner, left
-        assert comm is not None and isinstance(inner, QuantizedProduct)
         for step in range(1, comm.size + 1):
             rank = (comm.rank + step) % comm.size
             part, to, plus = self._rows(rank, codes, out, addend)
@@ -389,24 +349,24 @@ class ParallelProduct(Product):
 
     def _gather_high(self, ws: WorkingSet, operand: str, x: ArrayView) -> ArrayView:
         whole: ArrayView = ws.scratch[self._own(operand)]
-        self.collectives.all_gather(x, whole, ws.stream, self.spec.label)  # type: ignore[union-attr]
+        self.collectives.all_gather(x, whole, ws.stream, self.spec.label)
         return whole
 
     def _moving(self, operand: str) -> Arrays:
         """Returns the arrays of an operand of which each rank has a part, as the rank has them."""
-        whole = self.inner._metas(operand)  # type: ignore[attr-defined]
+        whole = self.inner._metas(operand)
         return {n: meta for n, meta in self.part._metas(operand).items() if meta.shape != whole[n].shape}
 
     def _gathering(self, operand: str) -> Arrays:
         """Returns the parts of an operand that are made for one pass, and where parts are gathered that do
         not lie one after the other in the whole."""
-        whole = self.inner._metas(operand)  # type: ignore[attr-defined]
+        whole = self.inner._metas(operand)
         own: Arrays = {}
         for name, meta in self._moving(operand).items():
             if operand != "x_qt":
                 own[self._own(name)] = meta
             if _along(meta.shape, whole[name].shape):
-                ranks = self.collectives.size  # type: ignore[union-attr]
+                ranks = self.collectives.size
                 own[self._own(f"{name}_gathered")] = Meta((ranks, *meta.shape), meta.dtype)
         return own
 
@@ -417,13 +377,13 @@ class ParallelProduct(Product):
 
     def _start_x(self, ws: WorkingSet) -> None:
         """Begin to gather x's codes once more, for wgrad."""
-        for name in self._moving("x_qt") if self.gathers_x and self.part is not None else ():
+        for name in self._moving("x_qt") if self.x_in_codes else ():
             self._start(ws, name, ws.saved[name], ws.scratch[self._own(f"{name}_whole")])
 
     def _start(self, ws: WorkingSet, name: str, part: ArrayView, whole: ArrayView) -> None:
         """Begin to gather an array of the ranks' parts."""
-        comm: Any = self.collectives
-        comm.start("all_gather", part, self._gathered(ws, name, whole), ws.stream, self.spec.label)
+        gathered = self._gathered(ws, name, whole)
+        self.collectives.start("all_gather", part, gathered, ws.stream, self.spec.label)
 
     def _arrive(self, ws: WorkingSet, operand: str) -> None:
         """Wait for the codes of x, in forward, or of g."""
@@ -431,22 +391,19 @@ class ParallelProduct(Product):
             self._arrive_array(ws, name, ws.scratch[name])
 
     def _arrive_array(self, ws: WorkingSet, name: str, whole: ArrayView) -> None:
-        comm: Any = self.collectives
         gathered = self._gathered(ws, name, whole)
-        comm.wait(gathered, ws.stream)
+        self.collectives.wait(gathered, ws.stream)
         if gathered is not whole:
-            shape = gathered.shape[1:]
-            along = _along(shape, whole.shape)
+            along = _along(gathered.shape[1:], whole.shape)
             assert along is not None
-            for rank in range(comm.size):
-                one = gathered.slice(0, rank, 1).reshape(*shape)
-                ws.kernels.copy(one, whole.slice(along, rank * shape[along], shape[along]), ws.stream)
+            rows = gathered.shape[along + 1]
+            for rank in range(self.collectives.size):
+                ws.kernels.copy(gathered.at(rank), whole.slice(along, rank * rows, rows), ws.stream)
 
     def _gathered(self, ws: WorkingSet, name: str, whole: ArrayView) -> ArrayView:
         """Returns where parts are gathered: in ``whole``, unless they do not lie one after the other
         there."""
-        found: ArrayView = ws.scratch.get(self._own(f"{name}_gathered"), whole)
-        return found
+        return ws.scratch.get(self._own(f"{name}_gathered"), whole)
 
 
 def _along(part: Shape, whole: Shape) -> int | None:

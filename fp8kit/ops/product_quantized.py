@@ -393,11 +393,11 @@ class QuantizedProduct(Product):
         pair = []
         for side in (a, b):
             if side.dtype is float16:
-                side, narrow = wide.reshape(-1).slice(0, 0, side.size).reshape(*side.shape), side
+                side, narrow = wide.reshape(-1).first(side.shape), side
                 k.copy(narrow, side, ws.stream)
             pair.append(side)
         sums = ws.scratch[f"{self.spec.prefix}{gemm}_sums"].reshape(-1)
-        sums = sums.slice(0, 0, out.size).reshape(*out.shape)
+        sums = sums.first(out.shape)
         k.gemm(*pair, sums, layout, None, None, space, ws.stream)
         k.scale_product(sums, out, None, None, None, addend, ws.stream)
 

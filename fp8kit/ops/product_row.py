@@ -64,10 +64,10 @@ class RowProduct(QuantizedProduct):
         source, own = operand[0], self.operands[operand][2]
         k, name = ws.kernels, f"{self.spec.prefix}{source}_rows"
         (rows, columns), (m, n) = codes.shape, x.shape
-        padded = ws.scratch[name].slice(0, 0, rows * columns).reshape(rows, columns)
+        padded = ws.scratch[name].first((rows, columns))
         amax, scale = (ws.scratch[f"{name}_scales"].slice(0, start, rows) for start in (0, rows))
         for zeros in (padded, amax, scale):
-            arrays.provider(codes.device).fill_zero(zeros, ws.stream)
+            arrays.fill_zero(zeros, ws.stream)
         k.copy(x, padded.slice(0, 0, m).slice(1, 0, n), ws.stream)
         if operand in self.alike:
             whole = scale.slice(0, 0, 1)

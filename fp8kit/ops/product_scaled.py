@@ -116,7 +116,7 @@ class ScaledProduct(CodedProduct):
         codes, scales = self._part(ws, array, "_codes"), self._part(ws, array, "_scales")
         if gemm in self.refused:
             values = ws.scratch[self._name(f"{gemm}_values_{side}")].reshape(*codes.shape)
-            grid = ws.scratch[self._name(f"{gemm}_tiles")].slice(0, 0, scales.size).reshape(*scales.shape)
+            grid = ws.scratch[self._name(f"{gemm}_tiles")].first(scales.shape)
             self._decode_scales(ws, own.quantizer, scales, grid)
             how = own.quantizer.format, tile_of(own.quantizer, own.along)
             ws.kernels.dequantize(codes, values, grid, *how, ws.stream)

@@ -223,7 +223,7 @@ class TensorProduct(QuantizedProduct):
         format whose largest value it is."""
         both = ws.scratch[f"{self.spec.prefix}{STATIC}"]
         amax, scale = both.slice(0, 0, 1), both.slice(0, SLOT, 1)
-        arrays.provider(amax.device).fill_zero(amax, ws.stream)
+        arrays.fill_zero(amax, ws.stream)
         inverse = both.slice(0, SLOT + 1, 1)
         value = self.quantizers[operand].static_scale
         ws.kernels.scale_from_amax(amax, scale, inverse, value, False, 1.0, float32.max, ws.stream)

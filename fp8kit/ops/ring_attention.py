@@ -215,7 +215,7 @@ class RingAttention(Operation):
         """Chunk i's sum = w0 sum + w1 o with the weights of softmax(total, lse), and total their
         log-sum-exp."""
         kernels, stream, s = ws.kernels, ws.stream, ws.scratch
-        total, out, pair = _row(s["total"], i), _row(s["sum"], i), s["pair"]
+        total, out, pair = s["total"].at(i), s["sum"].at(i), s["pair"]
         old, new = (_column(pair, at) for at in (0, 1))
         kernels.copy(total, old, stream)
         self._by_rows(plan, ws, i, lse, new)
@@ -223,7 +223,7 @@ class RingAttention(Operation):
             kernels.copy(constant(0.0, out.device).repeated(out.size), out.reshape(out.size), stream)
         kernels.cross_entropy_fwd(pair, s["targets"], s["loss"], total, None, 0.0, -100, stream)
         kernels.softmax_fwd(pair, pair, stream)
-        wide, weight = s["wide"].slice(0, 0, out.size).reshape(*out.shape), s["weight"]
+        wide, weight = s["wide"].first(out.shape), s["weight"]
         kernels.copy(o.reshape(*out.shape), wide, stream)
         for values, own in ((out, old), (wide, new)):
             kernels.copy(own, weight, stream)
@@ -250,8 +250,8 @@ class RingAttention(Operation):
 
     def _lse_as_kernels_have_it(self, plan: Plan, ws: WorkingSet, i: int) -> None:
         """Save chunk i's log-sum-exp over all keys, (b, h, c)."""
-        spec, ring, total = plan.spec.attention, plan.extra, _row(ws.scratch["total"], i)
-        lse = _row(ws.saved["lse"], i)
+        spec, ring, total = plan.spec.attention, plan.extra, ws.scratch["total"].at(i)
+        lse = ws.saved["lse"].at(i)
         if not spec.packed:
             rows = total.reshape(*_leading(spec, ring))
             ordered = rows.transpose(1, 2, 0) if spec.qkv_format == "sbhd" else rows.transpose(0, 2, 1)
@@ -265,9 +265,9 @@ class RingAttention(Operation):
 
     def _places(self, plan: Plan, ws: WorkingSet, i: int) -> tuple[ArrayView, ArrayView]:
         """Lengths and starts of the sequences in this rank's chunk i of q."""
-        ring = plan.extra
-        lengths = _row(ws.inputs["sums_q"], chunks_of(ring.ranks.rank, ring.ranks.size, plan.spec.chunks)[i])
-        return lengths, ws.inputs["cu_seqlens_q_padded"]
+        ranks = plan.extra.ranks
+        chunk = chunks_of(ranks.rank, ranks.size, plan.spec.chunks)[i]
+        return ws.inputs["sums_q"].at(chunk), ws.inputs["cu_seqlens_q_padded"]
 
     # --- backward -------------------------------------------------------------------------------------------
 
@@ -281,12 +281,12 @@ class RingAttention(Operation):
         for step in range(size):
             source = (ring.ranks.rank - step) % size
             for i, j, row, column, block in ring.blocks(spec, source):
-                inputs = _inputs(ws, kv, i, j, row, column) | {"o": _row(ws.inputs["o"], i)}
+                inputs = _inputs(ws, kv, i, j, row, column) | {"o": ws.inputs["o"].at(i)}
                 grads = {name: ws.scratch[f"block_d{name}"] for name in _PARTS}
-                own = block.working_set(ws, inputs, grads, _row(ws.saved["lse"], i), True)
-                attention.backward(block.plan, own, {"o": _row(cotangents["o"], i)})
+                own = block.working_set(ws, inputs, grads, ws.saved["lse"].at(i), True)
+                attention.backward(block.plan, own, {"o": cotangents["o"].at(i)})
                 for name, at in (("q", i), ("k", j), ("v", j)):
-                    _add(ws, grads[name], _row(sums[name], at), (name, at) not in started)
+                    _add(ws, grads[name], sums[name].at(at), (name, at) not in started)
                     started.add((name, at))
             if step + 1 < size:
                 kv = _handed_on(plan, ws, kv, step)
@@ -321,10 +321,10 @@ def _inputs(
 ) -> dict[str, ArrayView]:
     """Returns what the attention of this rank's chunk i over the chunk j of ``kv`` gets; ``row``, ``column``:
     their numbers in the sequence."""
-    found = {"q": _row(ws.inputs["q"], i)} | {name: _row(view, j) for name, view in kv.items()}
+    found = {"q": ws.inputs["q"].at(i)} | {name: view.at(j) for name, view in kv.items()}
     for (name, own), chunk in zip(_SUMS.items(), (row, column), strict=True):
         if ws.inputs.get(own) is not None:
-            found[name] = _row(ws.inputs[own], chunk)
+            found[name] = ws.inputs[own].at(chunk)
     return found | {name: view for name in (*_STARTS, "rng") if (view := ws.inputs.get(name)) is not None}
 
 
@@ -342,14 +342,9 @@ def _add(ws: WorkingSet, part: ArrayView, total: ArrayView, first: bool) -> None
     if first:
         ws.kernels.copy(part, total.reshape(*part.shape), ws.stream)
         return
-    wide = ws.scratch["wide"].slice(0, 0, part.size).reshape(*part.shape)
+    wide = ws.scratch["wide"].first(part.shape)
     ws.kernels.copy(part, wide, ws.stream)
     ws.kernels.add(total, wide, total, ws.stream)
-
-
-def _row(view: ArrayView, i: int) -> ArrayView:
-    """view[i], C-contiguous."""
-    return view.slice(0, i, 1).reshape(*view.shape[1:])
 
 
 def _column(view: ArrayView, i: int) -> ArrayView:
@@ -366,7 +361,7 @@ def _leading(spec: AttentionSpec, ring: _Ring) -> Shape:
 @memoized("constants of ring attention")
 def constant(value: float, device: Device) -> ArrayView:
     """float32 (1,) on the device."""
-    return arrays.to(arrays.as_view(np.array([value], np.float32)), device)
+    return arrays.to(np.array([value], np.float32), device)
 
 
 ring_attention = RingAttention()

@@ -32,18 +32,18 @@ class Rounding:
         k, own, stream, made = ws.kernels, self._quantizer, ws.stream, ws.scratch[self._name]
         if not self._by_tensor:
             for part in parts:
-                values = made.slice(0, 0, part.size).reshape(*part.shape)
+                values = made.first(part.shape)
                 how = own, self._along, 0, None, None
                 k.cast_blocks(part, None, None, None, values, None, None, *how, stream)
                 k.copy(values, part, stream)
             return
         amax, scale, inverse = (ws.scratch[f"{self._name}_scale"].slice(0, i, 1) for i in range(3))
-        arrays.provider(amax.device).fill_zero(amax, stream)
+        arrays.fill_zero(amax, stream)
         for part in parts:
             k.amax(part, amax, part.shape, stream)
         share(amax)
         k.scale_from_amax(amax, scale, inverse, *own.scale_limits, stream)
         for part in parts:
-            codes = made.slice(0, 0, part.size).reshape(*part.shape)
+            codes = made.first(part.shape)
             k.quantize(part, codes, scale, inverse, None, own.format, part.shape, True, 0, 0, None, stream)
             k.dequantize(codes, part, inverse, own.format, part.shape, stream)

@@ -82,7 +82,7 @@ class ScaleRows(Operation):
     def _row_map(self, ws: WorkingSet) -> ArrayView:
         """Row r is (r, 0): every token goes to the one expert that there is."""
         s = ws.scratch
-        arrays.provider(s["routing"].device).fill_zero(s["routing"], ws.stream)
+        arrays.fill_zero(s["routing"], ws.stream)
         ws.kernels.expert_rows(s["routing"], s["row_map"], s["sizes"], s["counts"], 1, ws.stream)
         return s["row_map"]
 

@@ -183,7 +183,7 @@ class Statistics(Operation):
         spec: StatisticsSpec = plan.spec
         record, x, k, space = ws.outputs["record"], ws.inputs["x"].rows(), ws.kernels, ws.scratch["workspace"]
         if not _written_whole(spec) or not x.size:
-            arrays.provider(record.device).fill_zero(record, ws.stream)
+            arrays.fill_zero(record, ws.stream)
         parts = {(s.kernel, s.call, s.name): _numbers(record, s) for s in plan.extra}
         self._brief(spec, ws, x, parts)
         if spec.tensor and spec.exponents:
@@ -195,7 +195,7 @@ class Statistics(Operation):
             k.pair_statistics(x, ws.inputs["twin"].rows(), parts["pair", 0, "sums"], space, ws.stream)
         rng = ws.scratch.get("rng")
         if rng is not None:
-            arrays.provider(rng.device).fill_zero(rng, ws.stream)
+            arrays.fill_zero(rng, ws.stream)
         for call, cast in enumerate(spec.casts):
             if x.size and not cast.brief:
                 source, codes, scale_inv = self._cast(cast, ws, x)
@@ -250,7 +250,7 @@ class Statistics(Operation):
             if own.static:
                 scale_lines_of(ws.kernels, x, own, x.shape, amax, scale, inverse, stream)
                 return scale, None, None
-            arrays.provider(amax.device).fill_zero(amax, stream)
+            arrays.fill_zero(amax, stream)
             ws.kernels.amax(x, amax, x.shape, stream)
         return None, amax, Rule(own.power_2, own.epsilon)
 
@@ -260,7 +260,7 @@ class Statistics(Operation):
         """Count codes that were made before."""
         k, space, whole_record = ws.kernels, ws.scratch["workspace"], ws.scratch["counts"]
         source, codes, scale_inv = self._cast(cast, ws, x)
-        arrays.provider(counts.device).fill_zero(whole_record, ws.stream)
+        arrays.fill_zero(whole_record, ws.stream)
         found = whole_record.slice(0, 0, CAST_COUNTS)
         ends = whole_record.slice(0, CAST_COUNTS, CAST_SUMS).view(float64)
         tile = whole(x.shape, tile_on(cast.quantizer, cast.along))
@@ -276,13 +276,13 @@ class Statistics(Operation):
         """(x as it is compared, its codes, their scale_invs)."""
         own, k, rng, matrix = cast.quantizer, ws.kernels, ws.scratch.get("rng"), x
         if own.hadamard:
-            x = ws.scratch["rotated"].slice(0, 0, x.size).reshape(*x.shape)
+            x = ws.scratch["rotated"].first(x.shape)
             random = rng if own.signs == "random" else None
             k.rotate(matrix, x, None, own.hadamard, own.signs, cast.along, random, ws.stream)
         given = ws.inputs.get(f"q_{cast.given}") if cast.given else None
         if given is not None:
             return x, given.rows(), ws.inputs[f"scale_inv_{cast.given}"]
-        codes = ws.scratch["codes"].slice(0, 0, x.size).reshape(*x.shape)
+        codes = ws.scratch["codes"].first(x.shape)
         tile = tile_on(own, cast.along)
         scale_inv = ws.scratch["scale_inv"].slice(0, 0, math.prod(grid(x.shape, tile)))
         if own.granularity in _LINES:
@@ -332,7 +332,7 @@ class Statistics(Operation):
             if own.row_scaled:
                 lying = (1, x.shape[1]) if cast.along else (x.shape[0], 1)
             amax, tensor_scale_inv = (ws.scratch[name].slice(0, 0, count) for name in ("amax", "scale"))
-            arrays.provider(amax.device).fill_zero(amax, ws.stream)
+            arrays.fill_zero(amax, ws.stream)
             k.amax(x, amax, lying, ws.stream)
         targets = codes, scale_inv, scale_codes, None, amax, tensor_scale_inv
         k.cast_blocks(matrix, *targets, own, cast.along, 0, rng, None, ws.stream)

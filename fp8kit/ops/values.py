@@ -105,7 +105,7 @@ def check_indices(
         raise ArgumentError(operation, name, f"{int(values[wrong][0])} among them", wanted)
 
 
-def check_groups(operation: str, name: str, sizes: ArrayView | None, rows: int, slots: int = 0) -> None:
+def check_groups(operation: str, name: str, sizes: ArrayView | None, rows: int, slots: int) -> None:
     """Refuse sizes of groups on the CPU that are negative or claim more than there are, ``rows``; with
     ``slots``, more than so many each. Such of another shape or dtype are left to ``infer``."""
     if sizes is None or sizes.device.kind != "cpu" or sizes.dtype is not formats.int32 or sizes.ndim != 1:

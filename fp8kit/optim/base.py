@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fp8kit import arrays, captured, serialization
-from fp8kit.arguments import flag, listed, number, shown, want_known
+from fp8kit.arguments import NamedWell, flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh
@@ -117,7 +117,7 @@ class Batch(NamedTuple):
         return (self.lr, *self.hyper, decays, self.step, self.inv_scale, self.found_inf)
 
 
-class Optimizer(Loadable):
+class Optimizer(NamedWell, Loadable):
     """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in
     ``state_dict``'s "hyper" (the first is ``lr``, the last ``weight_decay``), and ``flat``, ``nest``,
     ``slots`` and ``update``.
@@ -139,11 +139,6 @@ class Optimizer(Loadable):
     """
 
     columns: ClassVar[tuple[str, ...]]
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """TypeError for a name that the constructor does not have, with the one that was meant."""
-        want_known(cls, named)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -258,7 +253,7 @@ class Optimizer(Loadable):
             found += [(param, self.gradient(param), lr, hyper[1:]) for param in having]
         return found
 
-    def make_step(self, taking: Sequence[Taking], inv_scale: Any = None, found_inf: Any = None) -> None:
+    def make_step(self, taking: Sequence[Taking], inv_scale: Any, found_inf: Any) -> None:
         """``step`` with what ``taking`` said; arrays and errors as there."""
         captured.hold(self, self._held)
         by = None if inv_scale is None else self._one("inv_scale", inv_scale)
@@ -313,7 +308,7 @@ class Optimizer(Loadable):
         """Let a step that was not made not count, unless it was skipped anyway. Waits for the device."""
         if found_inf is None or found_inf.numpy().reshape(-1)[0] == 0:
             for count in counts:
-                arrays.copy(count, arrays.as_view(count.numpy() - 1))
+                arrays.copy(count, count.numpy() - 1)
 
     def _counters(self, params: Sequence[Tensor]) -> list[_Counter]:
         """Make the states that are missing; the counters of ``params``, each once and with no other holders.
@@ -430,7 +425,7 @@ class Optimizer(Loadable):
             if isinstance(group["lr"], int | float):
                 group["lr"] = row[0]
             else:  # a captured graph reads it where it is
-                arrays.copy(arrays.as_view(group["lr"]), arrays.as_view(np.full(1, row[0], np.float32)))
+                arrays.copy(group["lr"], np.full(1, row[0], np.float32))
             group |= self.nest(row)
         self._states = {}
         counters: dict[tuple[arrays.Device, int], _Counter] = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arguments import integer, listed, number
+from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError
@@ -47,15 +48,21 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
         where = ", ".join(sorted(map(str, devices)))
         raise ArgumentError(operation, "params", f"gradients on {where}", "gradients on one device")
     (device,) = devices
-    kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
-    norm = arrays.empty((1,), float32, device)
-    space = max(kernels.l2norm_workspace([grad.size for grad in grads]), 1)
-    workspace = arrays.empty((space,), uint8, device)
-    kernels.l2norm(grads, norm, workspace, stream)
+    kernels, stream, norm = dispatch.kernels(device), arrays.current_stream(device), norm_of(grads)
     if scaler is not None and scaler.inv_scale is not None:
         kernels.scale_([norm], scaler.inv_scale, None, stream)
     kernels.clip_(grads, norm, limit, stream)
-    return arrays.provider(device).native(norm.reshape())
+    return arrays.native(norm.reshape())
+
+
+def norm_of(parts: Sequence[ArrayView]) -> ArrayView:
+    """Returns the norm of all numbers in arrays of one device, float32 (1,)."""
+    device = parts[0].device
+    norm, kernels = arrays.empty((1,), float32, device), dispatch.kernels(device)
+    space = max(kernels.l2norm_workspace([part.size for part in parts]), 1)
+    workspace = arrays.empty((space,), uint8, device)
+    kernels.l2norm(parts, norm, workspace, arrays.current_stream(device))
+    return norm
 
 
 def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:

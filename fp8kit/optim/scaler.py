@@ -72,7 +72,7 @@ class GradScaler(Loadable):
         if not self._views:
             inverse = np.float32(1) / self._host["scale"]
             host = self._host | {"inv_scale": inverse, "found_inf": np.zeros(1, np.float32)}
-            self._views = {n: arrays.to(arrays.as_view(array.copy()), device) for n, array in host.items()}
+            self._views = {n: arrays.to(array.copy(), device) for n, array in host.items()}
         if self._views["scale"].device != device:
             raise BackendError(
                 "GradScaler", "device", device, f"{self._views['scale'].device}, where its state is"

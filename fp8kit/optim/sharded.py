@@ -23,6 +23,7 @@ from fp8kit.collectives import Collectives
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.optim.base import Group, Optimizer, state_views
+from fp8kit.optim.clip import norm_of
 from fp8kit.serialization import Loadable
 
 _GRAIN = 256  # elements that a rank's part of a bucket is a multiple of: of kernels' vectors
@@ -128,12 +129,11 @@ class ShardedOptimizer(Loadable):
         for param in self._params:
             ranks.broadcast(param.view, 0, self._stream, name)
             param.version().count += 1
-        self._factor = arrays.as_view(np.full(1, 1 / ranks.size, np.float32))
-        self._factor = arrays.to(self._factor, self._buckets[0].device)
+        factor = np.full(1, 1 / ranks.size, np.float32)
+        self._factor = arrays.to(factor, self._buckets[0].device)
 
     def _check(self, name: str) -> None:
-        params = [p for group in self._whole.param_groups for p in group["params"] if p.requires_grad]
-        devices = {str(param.device) for param in params}
+        devices = {str(param.device) for param in self._whole._params() if param.requires_grad}
         if len(devices) > 1:
             raise ArgumentError(name, "params", f"tensors on {', '.join(sorted(devices))}", "one device")
         for group in self._whole.param_groups:
@@ -182,17 +182,17 @@ class ShardedOptimizer(Loadable):
         self._reduce()
         if not self._reduced:
             raise ArgumentError("clip_grad_norm_", "params", "no gradient", "at least one gradient")
-        tensor, kernels = self.tensor, self._kernels
+        tensor = self.tensor
         # what all have whole counts once
         own = [b.grad for b in self._buckets if b.split or tensor is None or tensor.rank == 0]
-        norm = self._norm(own)
+        norm = norm_of(own) if own else arrays.zeros((1,), float32, self._buckets[0].device)
         for group in (self.ranks, tensor):
             if group is not None and group.size > 1:
                 norms = arrays.empty((group.size,), float32, norm.device)
                 group.all_gather(norm, norms, self._stream, "clip_grad_norm_")
-                norm = self._norm([norms])
-        kernels.clip_([bucket.grad for bucket in self._buckets], norm, limit, self._stream)
-        return arrays.provider(norm.device).native(norm.reshape())
+                norm = norm_of([norms])
+        self._kernels.clip_([bucket.grad for bucket in self._buckets], norm, limit, self._stream)
+        return arrays.native(norm.reshape())
 
     def step(self) -> None:
         """One update of all parameters by the sum, or the mean, of the ranks' gradients. All ranks call it.
@@ -230,13 +230,14 @@ class ShardedOptimizer(Loadable):
             self._flat = arrays.empty((size * kind.itemsize,), uint8, bucket.device)
         return ArrayView(self._flat.ptr, (size,), kind, bucket.device, self._flat)
 
-    def _norm(self, parts: list[ArrayView]) -> ArrayView:
-        norm = arrays.zeros((1,), float32, self._buckets[0].device)
-        if parts:
-            space = max(self._kernels.l2norm_workspace([part.size for part in parts]), 1)
-            workspace = arrays.empty((space,), uint8, norm.device)
-            self._kernels.l2norm(parts, norm, workspace, self._stream)
-        return norm
+    def _filled(self, bucket: _Bucket, values: Iterable[ArrayView]) -> ArrayView:
+        """Returns a bucket of the parameters' ``values``, for a moment; zeros behind them."""
+        whole = self._bytes(bucket)
+        for value, (_, place) in zip(values, bucket.places(whole), strict=True):
+            self._kernels.copy(value, place, self._stream)
+        if bucket.count < whole.size:
+            arrays.zero_(whole.slice(0, bucket.count, whole.size - bucket.count))
+        return whole
 
     def _reduce(self) -> None:
         """The sums of this rank's parts of the gradients, once for the same gradients."""
@@ -251,11 +252,7 @@ class ShardedOptimizer(Loadable):
                 raise ArgumentError("ShardedOptimizer", "params", got, "gradients of all, or of none")
             return
         for bucket in self._buckets:
-            whole = self._bytes(bucket)
-            for param, place in bucket.places(whole):
-                self._kernels.copy(self._whole.gradient(param), place, self._stream)
-            if bucket.count < whole.size:
-                arrays.zero_(whole.slice(0, bucket.count, whole.size - bucket.count))
+            whole = self._filled(bucket, map(self._whole.gradient, bucket.params))
             self.ranks.reduce_scatter(whole, bucket.grad, self._stream, "gradients")
         if self.average and self.ranks.size > 1:
             parts = [bucket.grad for bucket in self._buckets]
@@ -267,11 +264,7 @@ class ShardedOptimizer(Loadable):
         if self._versions == self._now():
             return
         for bucket in self._buckets:
-            whole = self._bytes(bucket)
-            for param, place in bucket.places(whole):
-                self._kernels.copy(param.view, place, self._stream)
-            if bucket.count < whole.size:
-                arrays.zero_(whole.slice(0, bucket.count, whole.size - bucket.count))
+            whole = self._filled(bucket, (param.view for param in bucket.params))
             own = whole.slice(0, self.ranks.rank * bucket.part, bucket.part)
             self._kernels.copy(own, bucket.shard.view, self._stream)
 

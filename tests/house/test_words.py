@@ -72,7 +72,10 @@ def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) ->
     (ctypes) the C declaration."""
     if isinstance(node, ast.ClassDef):
         borrowed = [ast.unparse(line.targets[0]) for line in node.body if isinstance(line, ast.Assign)]
-        return "__doc__" in borrowed or any(ast.unparse(base).endswith("Structure") for base in node.bases)
+        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+        return (
+            "__doc__" in borrowed or node.name in bases or any(base.endswith("Structure") for base in bases)
+        )
     marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
     return (
         "overload" in marks

@@ -273,8 +273,3 @@ def test_missing_matplotlib_is_named(monkeypatch):
     monkeypatch.setattr(plots.importlib, "import_module", missing)
     with pytest.raises(BackendError, match=r"in a checkout of fp8kit, with: pip install '\.\[demo\]'"):
         plots.figure()
-
-
-def test_smoothed():
-    assert plots.smoothed([1.0, 2.0, 3.0, 5.0], 2).tolist() == [1.0, 1.5, 2.5, 4.0]
-    assert plots.smoothed([1.0, 2.0, 6.0], 10).tolist() == [1.0, 1.5, 3.0]

@@ -95,7 +95,7 @@ def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nn
     return nnx.Param(init(rngs.params(), shape, dtype))
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, wanted: Any = True) -> nnx.Param | None:
+def _zeros(shape: tuple[int, ...], dtype: Any, wanted: Any) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape, dtype)) if wanted else None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -64,10 +64,8 @@ _WHY = {
 }
 
 
-@cache
-def public_names() -> dict[str, tuple[str, ...]]:
-    """Module of Transformer Engine 2.20 for JAX -> its public names."""
-    return aliases.public_names(Path(__file__).with_name("public_names.txt").read_text("utf-8"))
+# module of Transformer Engine 2.20 for JAX -> its public names
+public_names = partial(aliases.public_names, Path(__file__).with_name("public_names.txt"))
 
 
 def why_not(module: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from fp8kit.arguments import flag
 from fp8kit.errors import UnsupportedError
+from fp8kit.scoped import changed
 from fp8kit_torch import torch_compat
 from fp8kit_torch.constants import onnx_mode
 from fp8kit_torch.te_compat.onnx_extensions import TRANSLATED, check, te_translation_table
@@ -34,17 +35,14 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     if not enabled:
         yield
         return
-    before, onnx_mode.on, onnx_mode.check = onnx_mode.on, True, check
     try:
-        with torch.no_grad():
+        with changed(onnx_mode, on=True, check=check), torch.no_grad():
             yield
     except torch.onnx.OnnxExporterError as error:
         found = _explained(error)
         if found is None:
             raise
         raise found from error
-    finally:
-        onnx_mode.on = before
 
 
 def _explained(error: BaseException | None) -> UnsupportedError | None:

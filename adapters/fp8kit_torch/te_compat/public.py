@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 from fp8kit import aliases
@@ -43,10 +43,8 @@ _MODULES = {
 }
 
 
-@cache
-def public_names() -> dict[str, tuple[str, ...]]:
-    """Module of Transformer Engine 2.20 -> its public names, sorted."""
-    return aliases.public_names(Path(__file__).with_name("public_names.txt").read_text("utf-8"))
+# module of Transformer Engine 2.20 -> its public names, sorted
+public_names = partial(aliases.public_names, Path(__file__).with_name("public_names.txt"))
 
 
 def why_not(module: str, name: str) -> str:

@@ -43,8 +43,8 @@ class Quantizer:
         name = type(self).__name__
         if type(self) is Quantizer:
             raise UnsupportedError("Quantizer: this is the base of Float8Quantizer and others")
-        self.rowwise_usage = bool(flag(name, "rowwise", rowwise))
-        self.columnwise_usage = bool(flag(name, "columnwise", columnwise))
+        self.rowwise_usage = flag(name, "rowwise", rowwise)
+        self.columnwise_usage = flag(name, "columnwise", columnwise)
         self.internal = False
 
     def __getattr__(self, name: str) -> Any:
@@ -63,8 +63,9 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         _want(type(self).__name__, tensor)
-        made: QuantizedTensor = _Quantize.apply(tensor if dtype is None else tensor.to(dtype), self)
-        return made
+        return _Quantize.apply(  # type: ignore[no-any-return]
+            tensor if dtype is None else tensor.to(dtype), self
+        )
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
         """``quantize`` without a gradient. A subclass may change what is cast and call this one."""
@@ -235,7 +236,7 @@ class Float8CurrentScalingQuantizer(_OneScale):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = type(self).__name__
         of_one(name, "amax_reduction_group", amax_reduction_group)
-        self.use_existing_amax = bool(flag(name, "use_existing_amax", use_existing_amax))
+        self.use_existing_amax = flag(name, "use_existing_amax", use_existing_amax)
         self.dtype, self.force_pow_2_scales = of_format(format_of(name, fp8_dtype)), bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group

@@ -91,7 +91,7 @@ def _take(key: tuple[Problem, int]) -> bool:
     return given
 
 
-def is_cudnns(about: Problem, device: int | None = None) -> bool:
+def is_cudnns(about: Problem, device: int | None) -> bool:
     """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``device``:
     where a ``timed`` call runs: whether it gets one of the graphs that are left there; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():

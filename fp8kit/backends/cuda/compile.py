@@ -157,7 +157,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def compile_ptx(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> str:
+def compile_ptx(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None) -> str:
     """Returns the PTX of a source, compiled afresh; arguments and errors as for ``compile_cubin``."""
     return _compile(name, defines, arch, unit, "PTX")[0].rstrip(b"\0").decode()
 

@@ -13,8 +13,8 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType
 from fp8kit.raw_kernels import manifest
+from fp8kit.scoped import changed
 
 _PLAIN_SHARED = 48 * 1024  # dynamic shared memory beyond this must be asked for
 
@@ -272,16 +273,10 @@ def _module(
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
 
 
-@contextmanager
-def launching_by(launcher: Callable[..., None] | None) -> Iterator[None]:
+def launching_by(launcher: Callable[..., None] | None) -> AbstractContextManager[None]:
     """Context manager: in this thread ``launcher``, with the parameters of ``launch``, launches in its place;
     None is the engine itself."""
-    before = here.launcher
-    here.launcher = launcher
-    try:
-        yield
-    finally:
-        here.launcher = before
+    return changed(here, launcher=launcher)
 
 
 def capturing(stream: int) -> bool:

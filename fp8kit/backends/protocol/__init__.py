@@ -75,7 +75,6 @@ from fp8kit.backends.protocol.xielu import LearnedActivations
 
 __all__ = [
     "BLOCK",
-    "FAMILIES",
     "KERNELS",
     "NORMALIZATIONS",
     "SERVES",
@@ -139,8 +138,6 @@ class Kernels(
 
 
 KERNELS: tuple[str, ...] = tuple(name for base in Kernels.__bases__ for name in vars(base) if name in SPECS)
-# files of the contract, and of an engine
-FAMILIES: tuple[str, ...] = tuple(dict.fromkeys(SPECS[name].family for name in KERNELS))
 # workspace function -> the kernels whose workspace it measures
 SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {name: SPECS[name].serves for name in KERNELS if SPECS[name].serves}

@@ -35,8 +35,7 @@ SUM_BLOCK = 128
 
 def f32(view: ArrayView) -> Float32:
     """Returns the view's values as float32: its own memory where it is float32, else a widened copy."""
-    values: Float32 = view.numpy().astype(np.float32, copy=False)
-    return values
+    return view.numpy().astype(np.float32, copy=False)
 
 
 def bits_of(view: ArrayView) -> Array:
@@ -69,7 +68,7 @@ def column_sum(x: Float32) -> Float32:
     rows, columns = x.shape
     whole = rows - rows % SUM_BLOCK
     if not whole:
-        return np.asarray(np.add.reduce(x, axis=0))
+        return np.add.reduce(x, axis=0)  # type: ignore[no-any-return]
     partial = np.add.reduce(x[:whole].reshape(-1, SUM_BLOCK, columns), axis=1)
     total: Float32 = np.add.reduce(partial, axis=0)
     if whole < rows:

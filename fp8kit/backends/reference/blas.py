@@ -157,11 +157,11 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     least = _VECTOR if min(m, n) == 1 else _MATRIX
     threads = 1 if library is None or m * n * k < least else _one_thread.threads(library)
     if threads < 2:
-        return np.asarray(np.matmul(left, right, out=out))
+        return np.matmul(left, right, out=out)
     count = min(_PARTS * threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
     if count < 2:
         with _one_thread:
-            return np.asarray(np.matmul(left, right, out=out))
+            return np.matmul(left, right, out=out)
     result = np.empty((m, n), np.float32) if out is None else out
     if m >= n:
         parts = deque((left[at], right, result[at]) for at in _cuts(m, count))

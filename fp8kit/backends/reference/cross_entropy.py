@@ -88,4 +88,4 @@ def cross_entropy_bwd(
 
 
 def _in_range(targets: Array, columns: int) -> Array:
-    return np.asarray((targets >= 0) & (targets < columns))
+    return (targets >= 0) & (targets < columns)

@@ -266,7 +266,7 @@ def quantize_transpose(
 
 def member(stack: ArrayView | None, e: int) -> ArrayView | None:
     """Array ``e`` of several, (E, ...)."""
-    return None if stack is None else stack.slice(0, e, 1).reshape(*stack.shape[1:])
+    return None if stack is None else stack.at(e)
 
 
 def quantize_stack(

@@ -112,7 +112,7 @@ def _softmax(x: Float32, among: Array) -> Float32:
     """Softmax over those ``among`` each row, 0 elsewhere."""
     inside: Float32 = np.where(among, x, np.float32(-np.inf))
     made = np.exp(inside - inside.max(1, keepdims=True))
-    return np.asarray(np.where(among, made / made.sum(1, keepdims=True), np.float32(0)))
+    return np.where(among, made / made.sum(1, keepdims=True), np.float32(0))
 
 
 def _sigmoid(x: Float32) -> Float32:
@@ -122,14 +122,14 @@ def _sigmoid(x: Float32) -> Float32:
 def _score(x: Float32, score: str) -> Float32:
     if score == "sigmoid":
         return _sigmoid(x)
-    return np.asarray(np.sqrt(np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))))
+    return np.sqrt(np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x))))  # type: ignore[no-any-return]
 
 
 def _slope(x: Float32, s: Float32, score: str) -> Float32:
     """ds / dx."""
     if score == "sigmoid":
-        return np.asarray(s * _sigmoid(-x))
-    return np.asarray(np.where(s == 0, np.float32(0), _sigmoid(x) / (s + s)))
+        return s * _sigmoid(-x)
+    return np.where(s == 0, np.float32(0), _sigmoid(x) / (s + s))
 
 
 def _probs(x: Float32, taken: Array, rule: Routing) -> Float32:
@@ -141,7 +141,7 @@ def _probs(x: Float32, taken: Array, rule: Routing) -> Float32:
         if rule.dense or rule.topk > 1:
             inside = np.where(everywhere if rule.dense else taken, made, np.float32(0))
             made = made / (inside.sum(1, keepdims=True) + _TINY)
-    return np.asarray(np.where(everywhere if rule.dense else taken, made * np.float32(rule.factor), 0))
+    return np.where(everywhere if rule.dense else taken, made * np.float32(rule.factor), 0)
 
 
 def _backward(x: Float32, taken: Array, g: Float32, rule: Routing) -> Float32:
@@ -149,11 +149,11 @@ def _backward(x: Float32, taken: Array, g: Float32, rule: Routing) -> Float32:
     g = np.where(wanted, g * np.float32(rule.factor), np.float32(0))
     if rule.score == "softmax":
         p = _softmax(x, np.ones_like(taken) if rule.before else wanted)
-        return np.asarray(p * (g - (g * p).sum(1, keepdims=True)))
+        return p * (g - (g * p).sum(1, keepdims=True))  # type: ignore[no-any-return]
     s = _score(x, rule.score)
     slope = _slope(x, s, rule.score)
     if rule.dense or rule.topk > 1:
         inside = np.where(wanted, s, np.float32(0))
         total = inside.sum(1, keepdims=True) + _TINY
         g = (g - (g * inside).sum(1, keepdims=True) / total) / total
-    return np.asarray(np.where(wanted, g * slope, np.float32(0)))
+    return np.where(wanted, g * slope, np.float32(0))

@@ -31,7 +31,7 @@ def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Array
 
 def lengths_of(sums: ArrayView) -> Array:
     """Lengths by running sums, at least 0 whatever those hold: int64 (b,)."""
-    return np.asarray(np.diff(sums.numpy().astype(np.int64)).clip(0))
+    return np.diff(sums.numpy().astype(np.int64)).clip(0)
 
 
 def _sequences(lengths: ArrayView, starts: ArrayView, tokens: int) -> Iterator[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ def _numbers(alpha_p: ArrayView, alpha_n: ArrayView, beta: float) -> tuple[np.fl
 def _curved(u: Float32, eps: float) -> Float32:
     """expm1(min(u, eps))."""
     least = np.minimum(u, np.float32(eps))
-    return np.asarray(np.expm1(least, out=least))
+    return np.expm1(least, out=least)
 
 
 def _shifted(x: ArrayView, bias: ArrayView | None, part: slice) -> Float32:

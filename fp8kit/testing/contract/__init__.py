@@ -355,7 +355,7 @@ def wide(values: Any) -> Array:
 
 def put(array: Any, device: Device) -> ArrayView:
     """A NumPy array on ``device`` (a copy, also on the CPU)."""
-    return arrays.to(arrays.as_view(np.array(array, copy=True, order="C")), device)
+    return arrays.to(np.array(array, copy=True, order="C"), device)
 
 
 def poisoned(shape: Shape, dtype: DType, device: Device) -> ArrayView:

@@ -78,7 +78,7 @@ def operand(
 def each_scale(layout: Array, shape: Shape, tile: Tile) -> Array:
     """The scale_inv of every code."""
     rows = layout.T if tile == LINE else np.repeat(layout, BLOCK, 0)
-    return np.asarray(np.repeat(rows, BLOCK, 1)[: shape[0], : shape[1]])
+    return np.repeat(rows, BLOCK, 1)[: shape[0], : shape[1]]
 
 
 def block_quantize(

@@ -48,7 +48,7 @@ def philox(rng: Array, indices: Array) -> Array:
             first & _LOW,
         ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.asarray(np.choose((np.asarray(indices) % 4).astype(np.int64), c))
+    return np.choose((np.asarray(indices) % 4).astype(np.int64), c)
 
 
 def keep_factors(rng: Array | None, p: float, shape: tuple[int, ...]) -> Array:
@@ -61,7 +61,7 @@ def factors_of(rng: Array | None, p: float, indices: Array) -> Array:
     if not p or rng is None:
         return np.ones(indices.shape)
     kept = philox(rng, indices) >= int(p * 2.0**32)
-    return np.asarray(kept * float(np.float32(1 / (1 - p))))
+    return kept * float(np.float32(1 / (1 - p)))
 
 
 def dropped(x: Any, factors: Array) -> Array:

@@ -109,7 +109,7 @@ def _rows(values: Array, block: int | None) -> Array:
 
 def _amax(rows: Array) -> Array:
     """Returns the amax of each row, NaN ignored."""
-    return np.asarray(np.max(np.where(np.isnan(rows), 0, np.abs(rows)), axis=1, initial=0))
+    return np.max(np.where(np.isnan(rows), 0, np.abs(rows)), axis=1, initial=0)  # type: ignore[no-any-return]
 
 
 def _factors(rows: Array, kept: MomentFormat) -> Array:

@@ -36,14 +36,14 @@ def _score(x: Array, score: str) -> Array:
 
 def _slope(x: Array, score: str) -> Array:
     s = _score(x, "sigmoid")
-    return np.asarray(s * (1 - s) if score == "sigmoid" else s / (2 * _score(x, score)))
+    return s * (1 - s) if score == "sigmoid" else s / (2 * _score(x, score))  # type: ignore[no-any-return]
 
 
 def _softmax(x: Array, among: Array) -> Array:
     made = np.where(
         among, np.exp(np.where(among, x - np.where(among, x, -np.inf).max(1, keepdims=True), 0)), 0
     )
-    return np.asarray(made / made.sum(1, keepdims=True))
+    return made / made.sum(1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def _take(keys: Array, count: int) -> list[int]:
@@ -83,7 +83,7 @@ def probabilities(x: Array, taken: Array, rule: Routing) -> Array:
         made = _score(x, rule.score)
         if rule.dense or rule.topk > 1:
             made = made / (np.where(wanted, made, 0).sum(1, keepdims=True) + _TINY)
-    return np.asarray(np.where(wanted, made * rule.factor, 0))
+    return np.where(wanted, made * rule.factor, 0)
 
 
 def _relative(x: Array, rule: Routing) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def narrowed(x: Array, fmt: Format) -> Array:
     return np.asarray(x.astype(kind.numpy).view(np.uint8))
 
 
+@dataclass
 class Sampler:
     """Makes arrays on ``device`` for calls of ``kernels``, from a fixed seed: the same calls give the same
     values. ``dtype`` is that of the high-precision arrays.
@@ -35,8 +37,12 @@ class Sampler:
     one shows in the results, and what writes there in ``buffers``, the whole memory of each.
     """
 
-    def __init__(self, kernels: Any, device: Device, dtype: DType = float32, guard: int = 0) -> None:
-        self.kernels, self.device, self.dtype, self.guard = kernels, device, dtype, guard
+    kernels: Any
+    device: Device
+    dtype: DType = float32
+    guard: int = 0
+
+    def __post_init__(self) -> None:
         self.random = np.random.Generator(np.random.Philox(1))
         self.buffers: list[ArrayView] = []
 
@@ -46,7 +52,7 @@ class Sampler:
         host = np.full((size + 2 * self.guard) * dtype.itemsize, 0xFF, np.uint8).view(dtype.numpy)
         if fill is not None:
             host[self.guard : self.guard + size] = fill().reshape(-1)
-        self.buffers.append(arrays.to(arrays.as_view(host), self.device))
+        self.buffers.append(arrays.to(host, self.device))
         return self.buffers[-1].slice(0, self.guard, size).reshape(*shape)
 
     def put(self, values: Any, dtype: DType | None = None) -> ArrayView:
