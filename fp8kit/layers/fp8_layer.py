@@ -319,7 +319,7 @@ class FP8Layer(Layer):
         if state is not None and state.enabled:
             fp8, delayed = self._fp8_of(state.recipe), state.recipe.history is not None
             self.check_held(fp8)
-        spec = self._spec_for(fp8, False, bias, options)
+        spec = self._spec_for(fp8, False, bias, options, ())
         self.validate_call(spec, inputs, delayed, fp8 is not None and fp8.needs_rng)
 
     def _run_special(
