@@ -119,7 +119,7 @@ class GroupedOnDevice(GroupedWeights):
         asked = x, kinds, cast, None if state is None else state[:2], self.name
         if known is not None and known[0] is recipe and known[1] == asked:
             return
-        want_parameters("GroupedLinear", own_parameters(self), x)  # type: ignore[arg-type]
+        want_parameters("GroupedLinear", own_parameters(self), x, "")  # type: ignore[arg-type]
         fields = self.num_gemms, self.in_features, self.out_features, "oi"
         spec, fp8 = spec_in_force(fields, (self.layer_name, self.name or ""))
         if fp8 is not None:
