@@ -13,13 +13,13 @@ ContextVar, but it reads, and guards, what a property gives whose getter is a bu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
-from fp8kit.arguments import shown, want_known
+from fp8kit.arguments import shown, want_known, without_unknown
 from fp8kit.collectives import Collectives
 from fp8kit.errors import Fp8kitError, RecipeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Recipe
@@ -55,35 +55,31 @@ class AutocastState(NamedTuple):
     check_finite: bool = False
 
 
-_Touched = tuple[type[ForwardState], Recipe, dict[int, ForwardState]]
+# (class of the states, identity of a recipe, whose hash takes time) -> the recipe, and its states
+_Touched = dict[tuple[type[ForwardState], Any], tuple[Recipe, dict[ForwardState, None]]]
+_Stack = list[tuple["autocast | resumed", AutocastState]]
 
 
 class _Entered:
-    """One autocast that was entered. ``stack``: it, and what is around it, from the outermost one on.
-    ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be updated:
-    by the identity of a recipe, whose hash takes time, (class of the states, recipe, states by their
-    identity). ``traced``: the stack of the compiled function's own autocasts that are around it, None where
+    """One autocast that was entered, ``scope``. ``stack``: it, and what is around it, from the outermost one
+    on. ``root``: the outermost ``active`` one, None where none is, whose ``touched`` has what is to be
+    updated. ``traced``: the stack of the compiled function's own autocasts that are around it, None where
     none is."""
 
-    __slots__ = ("above", "active", "ended", "root", "stack", "touched", "traced", "value")
-    above: _Entered | None
+    traced: _Stack | None = None
 
     def __init__(
         self, scope: autocast | resumed, state: AutocastState, active: bool, above: _Entered | None
     ) -> None:
-        self.value, self.above, self.ended, self.active = state, above, False, active
-        root = self if active else None
-        if above is None:
-            self.stack: list[tuple[autocast | resumed, AutocastState]] = [(scope, state)]
-        else:
-            self.stack = [*above.stack, (scope, state)]
-            around = above.root
-            if around is not None:
-                root = around if not around.ended else above.live_root() or root
-        self.root: _Entered | None = root
-        self.touched: dict[tuple[type[ForwardState], int], _Touched] = {}
+        self.scope, self.value, self.active, self.above = scope, state, active, above
+        self.ended = False
+        self.root: _Entered | None = self if active else None
+        self.stack: _Stack = [(scope, state)]
+        self.touched: _Touched = {}
+        if above is not None:
+            self.stack = above.stack + self.stack
+            self.root = above.live_root() or self.root
         _INNERMOST.set(self)
-        self.traced: list[tuple[autocast | resumed, AutocastState]] | None = None
         before = _thread.stack
         if before:  # entered by what a compiled function left untraced
             outermost = above is None or before[-1][0].tracing
@@ -108,7 +104,7 @@ class _Thread(threading.local):
     """The autocasts that a compiled function has opened itself while it runs, with those around them."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[autocast | resumed, AutocastState]] = []
+        self.stack: _Stack = []
 
 
 _thread = _Thread()
@@ -201,9 +197,10 @@ def checking_finite() -> bool:
     return found is not None and found.value.check_finite
 
 
-def _drop(states: dict[int, ForwardState]) -> None:
-    for state in states.values():
-        state.drop()
+def _drop(touched: _Touched) -> None:
+    for _, states in touched.values():
+        for state in states:
+            state.drop()
 
 
 def leave_all() -> None:
@@ -211,8 +208,7 @@ def leave_all() -> None:
     while (found := _innermost()) is not None:
         found.ended = True
         _left(found)
-        for _, _, states in found.touched.values():
-            _drop(states)
+        _drop(found.touched)
 
 
 def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autocast | resumed:
@@ -229,26 +225,37 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> autoca
         if isinstance(scope, autocast) and scope.tracing and scope.touched_untraced(state, recipe, training):
             return scope
     found = _INNERMOST.get()
-    if found is not None and found.ended:
+    if found is None or found.ended:
         found = _innermost()
     if found is None or (root := found.root) is None or (root.ended and (root := found.live_root()) is None):
         raise Fp8kitError(
             "touch_forward", "state", "a call outside of autocast", "a call within an active autocast"
         )
     if training or found.value.calibrating:
-        touched, key = root.touched, (type(state), id(recipe))  # another thread may take it and end meanwhile
-        if key not in touched:
-            touched[key] = type(state), recipe, {}
-        touched[key][2][id(state)] = state
-    return found.stack[-1][0]
+        # in one step: another thread may end it meanwhile
+        root.touched.setdefault((type(state), id(recipe)), (recipe, {}))[1][state] = None
+    return found.scope
 
 
-def _by_value(touched: Iterable[_Touched]) -> list[_Touched]:
+def _by_value(touched: _Touched) -> _Touched:
     """Those of equal recipes together."""
-    groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
-    for own, recipe, states in touched:
-        groups.setdefault((own, recipe), {}).update(states)
-    return [(own, recipe, states) for (own, recipe), states in groups.items()]
+    found: _Touched = {}
+    for (own, _), (recipe, states) in touched.items():
+        found.setdefault((own, recipe), (recipe, {}))[1].update(states)
+    return found
+
+
+def _commit(touched: _Touched) -> None:
+    """Update what was touched; where an update raises, forget what is left."""
+    if len(touched) > 1:
+        touched = _by_value(touched)
+    try:
+        for (own, _), (recipe, states) in [*touched.items()]:
+            own.commit_forward(recipe, [*states])
+            states.clear()
+    except BaseException:
+        _drop(touched)
+        raise
 
 
 def commit_touched() -> None:
@@ -256,21 +263,8 @@ def commit_touched() -> None:
     found = _innermost()
     root = None if found is None else found.live_root()
     if root is not None:
-        left, root.touched = root.touched, {}
-        for frontend, recipe, states in _by_value(left.values()):
-            frontend.commit_forward(recipe, list(states.values()))
-
-
-# arguments of this class and of the frontends'
-_NAMES = frozenset(("enabled", "calibrating", "recipe", "amax_reduction_group"))
-
-
-class _Named(ContextDecorator):
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """TypeError for a name that the constructor does not have, with the one that was meant."""
-        if not _NAMES.issuperset(named):  # want_known takes a few calls
-            want_known(cls, named)
-        return object.__new__(cls)
+        touched, root.touched = root.touched, {}
+        _commit(touched)
 
 
 def want_no_checks(operation: str, state: AutocastState | None) -> None:
@@ -280,7 +274,7 @@ def want_no_checks(operation: str, state: AutocastState | None) -> None:
         raise UnsupportedError(operation, "check_finite of autocast", True, wanted)
 
 
-class autocast(_Named):
+class autocast(ContextDecorator):
     """Context manager and decorator: modules within compute in FP8.
 
     * ``enabled``: False switches FP8 off, also inside another autocast.
@@ -306,6 +300,7 @@ class autocast(_Named):
 
     tracing: bool = False  # open within a function that torch.compile traced
 
+    @without_unknown
     def __init__(
         self,
         enabled: bool = True,
@@ -313,13 +308,16 @@ class autocast(_Named):
         recipe: Recipe | None = None,
         amax_reduction_group: object = None,
         check_finite: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            want_known(type(self), unknown)
         flags = (enabled is True or enabled is False) and (calibrating is False or calibrating is True)
         if not flags or not (check_finite is None or check_finite is True or check_finite is False):
             checking = False if check_finite is None else check_finite
             _refuse_flag(enabled=enabled, calibrating=calibrating, check_finite=checking)
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
+            raise self._no_recipe(recipe)
         if amax_reduction_group is not None:
             self._want_group(amax_reduction_group)
         self.amax_reduction_group: Any = amax_reduction_group
@@ -329,6 +327,10 @@ class autocast(_Named):
         self.recipe = _DEFAULT if recipe is None else recipe
         # entered and not left, in their order; threads may share it
         self._open: dict[_Entered, None] = {}
+
+    def _no_recipe(self, recipe: object) -> RecipeError:
+        """The error for a ``recipe`` that is none."""
+        return RecipeError("autocast", "recipe", shown(recipe), f"{WANTED}{_inside(recipe)}")
 
     def _want_group(self, group: object) -> None:
         """RecipeError for an ``amax_reduction_group`` that is none."""
@@ -353,33 +355,21 @@ class autocast(_Named):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        own = _INNERMOST.get()
-        usual = own is not None and not own.ended and own.stack[-1][0] is self
-        if own is None or not usual:
+        own = innermost = _INNERMOST.get()
+        if own is None or own.ended or own.scope is not self:
             own = self._entry()
         del self._open[own]
         own.ended, own.root = True, None  # which may be itself, and would keep it
-        if usual and own.above is None and own.traced is None:  # the same in fewer calls
+        if own is innermost and own.above is None and own.traced is None:  # the same in fewer calls
             _INNERMOST.set(None)
         else:
             _left(own)
         recipe = own.value.recipe
         if recipe.by_layer and own.above is None and kind is None:
             recipe.ended()
-        if not own.touched:
-            return
-        left = [*own.touched.values()]
-        own.touched = {}
-        if len(left) > 1:
-            left = _by_value(left)
-        try:
-            while left and kind is None:
-                frontend, recipe, states = left[0]
-                frontend.commit_forward(recipe, [*states.values()])
-                del left[0]
-        finally:
-            for _, _, states in left:
-                _drop(states)
+        if own.touched:
+            touched, own.touched = own.touched, {}
+            (_commit if kind is None else _drop)(touched)
 
     def _entry(self) -> _Entered:
         """Of the entries of this object that are open the innermost one of this thread or task; where none

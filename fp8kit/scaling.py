@@ -32,7 +32,7 @@ FIELDS = ("scale", "scale_inv", "amax_history")
 _FEW = 64  # states: more cost their look-up more than they save
 _UPDATE = "update_delayed_"  # of a key
 _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
-_placed, _device, _place = map(attrgetter, ("placed", "device", "placed.place"))
+_placed, _place, _device, _group = map(attrgetter, ("placed", "placed.place", "device", "group"))
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -188,21 +188,17 @@ class ScalingState:
     @classmethod
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
-        for state in states:
-            if EVERYONE or state.group is not None:
-                share_amaxes(recipe.history, states)
-                break
-        update(recipe.history, states, forward=True)
+        update(recipe.history, states, True)
 
 
 def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(np.array(array, np.float32, copy=True, order="C"), device)
 
 
-def share_amaxes(history: AmaxHistory | None, states: Sequence[ScalingState]) -> None:
+def share_amaxes(history: AmaxHistory, states: Sequence[ScalingState]) -> None:
     """Row 0 of the histories becomes its maximum over the ranks, where there are several and the recipe says
     so: one collective for each group and device."""
-    if history is None or not history.reduce:
+    if not history.reduce:
         return
     parts: dict[tuple[str, Device], tuple[Collectives, list[ArrayView]]] = {}
     for state in states:
@@ -226,7 +222,7 @@ def share_amaxes(history: AmaxHistory | None, states: Sequence[ScalingState]) ->
 
 def update(
     history: AmaxHistory | None,
-    states: Sequence[ScalingState],
+    states: Sequence[Any],
     forward: bool,
     stream: Callable[[int], int] | None = None,
 ) -> None:
@@ -235,37 +231,49 @@ def update(
 
     ``stream``: gives the stream to work on of a GPU, by its index; None takes the current one.
     """
+    update_among(stream, EVERYONE, share_amaxes, history, states, forward)
+
+
+def update_among(
+    stream: Callable[[int], int] | None,
+    ranks: Any,
+    share: Callable[[AmaxHistory, Sequence[Any]], None],
+    history: AmaxHistory | None,
+    states: Sequence[Any],
+    forward: bool,
+) -> None:
+    """``update`` by a frontend of other ranks: ``share`` is called before with history and states where
+    ``ranks`` are not empty or a state has a group of its own."""
     if history is None or not states:
         return
-    if history.on_host:  # all answers first: a callable that raises leaves every state as it was
-        fp8_max = history.max_forward if forward else history.max_backward
-        for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
-            for view, array in zip(state.placed.arrays, updated, strict=True):
-                arrays.copy(view, array)
+    if ranks or any(map(_group, states)):
+        share(history, states)
+    if history.on_host:
+        _update_on_host(history, states, history.max_forward if forward else history.max_backward)
         return
     device = states[0].placed.device
-    if device.kind == "cpu":
-        on = 0
-    else:
-        on = arrays.current_stream(device) if stream is None else stream(device.index)
+    on = arrays.current_stream(device) if stream is None or device.kind == "cpu" else stream(device.index)
     kernels, rule = dispatch.kernels(device), history.rules[forward]
-    recorded = getattr(kernels, "replays", None)
-    if recorded is not None and len(states) <= _FEW:
-        known = recorded.found.get((_UPDATE, on, rule, *map(_place, states)))
+    replays = kernels.replays
+    if replays is not None and len(states) <= _FEW:
+        known = replays.found.get((_UPDATE, on, rule, *map(_place, states)))
         if known is not None:
             known()
             return
     there: list[Placed] = [*map(_placed, states)]
-    if len(there) > 1 and [*map(_device, there)].count(device) < len(there):
-        for each in {own.device: None for own in there}:
-            update(history, [state for state in states if state.placed.device == each], forward, stream)
-        return
-    recorded = replay.direct(kernels)
-    if recorded is None or len(there) > _FEW:
-        _update_delayed(kernels, there, rule, on)
+    devices = dict.fromkeys(map(_device, there))
+    if len(devices) > 1:
+        for device in devices:
+            own = [state for state in states if state.placed.device == device]
+            update_among(stream, (), _shared, history, own, forward)
+    elif len(there) <= _FEW and (replays := replay.direct(kernels)) is not None:
+        replays.run((_UPDATE, on, rule, *map(_place, states)), _update_delayed, kernels, there, rule, on)
     else:
-        key = (_UPDATE, on, rule, *map(_place, states))
-        recorded.run(key, _update_delayed, kernels, there, rule, on)
+        _update_delayed(kernels, there, rule, on)
+
+
+def _shared(history: AmaxHistory, states: Sequence[Any]) -> None:
+    """Amaxes that are shared already."""
 
 
 def _update_delayed(kernels: Any, there: Sequence[Placed], rule: DelayedRule, stream: int) -> None:
@@ -273,6 +281,13 @@ def _update_delayed(kernels: Any, there: Sequence[Placed], rule: DelayedRule, st
     fp8_max, *rest = rule
     scales, inverses, histories = zip(*[own.arrays for own in there], strict=True)
     kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rest, stream)
+
+
+def _update_on_host(history: AmaxHistory, states: Sequence[Any], fp8_max: float) -> None:
+    """The update by user callables. All answers come first: one that raises leaves every state as it was."""
+    for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
+        for view, array in zip(state.placed.arrays, updated, strict=True):
+            arrays.copy(view, array)
 
 
 def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> list[HostArray]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.arguments import flag, named_well
+from fp8kit.arguments import flag, named_well, want_known, without_unknown
 from fp8kit.autocast import WANTED, AutocastState, _thread, entered, traced_active
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
@@ -47,6 +47,7 @@ class autocast(_autocast):
 
     traced: list[tuple[str, ScalingState]] | None = None
 
+    @without_unknown
     def __init__(
         self,
         enabled: bool = True,
@@ -54,18 +55,19 @@ class autocast(_autocast):
         recipe: Recipe | None = None,
         amax_reduction_group: object = None,
         _graph: bool = False,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            want_known(type(self), unknown)
+        super().__init__(enabled, calibrating, recipe, amax_reduction_group)
         self._leaves_scales = _graph is not False and flag("autocast", "_graph", _graph)
-        if torch.compiler.is_compiling():
-            if _graph:
-                raise not_compiled("_graph of autocast")
-            if recipe is not None and not isinstance(recipe, Recipe):
-                raise RecipeError(f"autocast: recipe: expected {WANTED}")
-            self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
-            self.recipe, self._open = _DEFAULT if recipe is None else recipe, {}
-            self.amax_reduction_group = amax_reduction_group
-        else:
-            super().__init__(enabled, calibrating, recipe, amax_reduction_group)
+        if self._leaves_scales and torch.compiler.is_compiling():
+            raise not_compiled("_graph of autocast")
+
+    def _no_recipe(self, recipe: object) -> RecipeError:
+        if torch.compiler.is_compiling():  # Dynamo shows what an error is made of, not what it says
+            return RecipeError(f"autocast: recipe: expected {WANTED}")
+        return super()._no_recipe(recipe)
 
     def _want_group(self, group: object) -> None:
         if not (is_group(group) or isinstance(group, Collectives)):

@@ -75,7 +75,11 @@ class TorchOp(BoundOp):
         self.make_grads = [
             None if name in self.streamed_grads else memory.maker(meta) for name, meta in self.grads.items()
         ]
-        self.asked: Any = None  # by ``call.prepare``
+        # by ``call.prepare``: what was asked for beside tensors, whether others are as those were, and how
+        # often that may be said anew, as where the first ones came in another mode of torch
+        self.asked: Any = None
+        self.fits: Callable[..., bool]
+        self.renewals = 8
         # of the outputs and the tensors, one after the other, those that backward reads
         self.kept_at = [place + len(self.outputs) * (not made) for place, made in self.kept.values()]
         self.no_amaxes, self.no_grad_amaxes = (None,) * len(self.amaxes), (None,) * len(self.grad_amaxes)

@@ -28,7 +28,7 @@ from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads, StackedMainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
-from fp8kit_torch.torch_compat import applier, calls_backward, held_alone
+from fp8kit_torch.torch_compat import alike, applier, calls_backward, held_alone
 from fp8kit_torch.views import dtype_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -79,19 +79,18 @@ def prepare(
     ``scales``: names of the inputs that a ``StateBinding`` will add. ``last``: what this gave for a call
     before, which is mostly what it gives again. Raises what ``apply`` raises; ``run`` then refuses nothing
     more."""
-    names, tensors = tuple(inputs), list(inputs.values())
-    needs: tuple[str, ...] = ()
-    if torch.is_grad_enabled():
-        needs = tuple(compress(names, map(_requires_grad, tensors)))
-    if not all(map(_is_contiguous, tensors)):
-        tensors = [t if _is_contiguous(t) else t.contiguous() for t in tensors]
-    kinds = [*map(_kind, tensors)]
-    asked = needs, names, kinds, scales
+    names, tensors = tuple(inputs), [*inputs.values()]
+    asked = torch.is_grad_enabled(), names, scales
     same = last is not None and last.spec is spec and last.asked == asked
-    if last is not None and same and last.kernels is kernels(last.device):
+    if last is not None and same and last.fits(*tensors) and last.kernels is kernels(last.device):
         return last, tensors
-    found = bind(operation, spec, needs, names, kinds, scales)
-    found.asked = asked
+    if not all(map(_is_contiguous, tensors)):
+        whole = {name: t if _is_contiguous(t) else t.contiguous() for name, t in inputs.items()}
+        return prepare(operation, spec, whole, scales, last)
+    needs = tuple(compress(names, map(_requires_grad, tensors))) if asked[0] else ()
+    found = bind(operation, spec, needs, names, [*map(_kind, tensors)], scales)
+    if found.renewals and (found is last or found.asked != asked):
+        found.asked, found.fits, found.renewals = asked, alike(tensors), found.renewals - 1
     return found, tensors
 
 
@@ -145,7 +144,7 @@ class _Node(torch.autograd.Function):
         op, state, main = ctx.call
         saved = list(ctx.saved_tensors)
         # first of all, so that a pass that fails later knows which recorded amaxes to drop
-        if op.grad_amaxes:
+        if state.tokens and op.grad_amaxes:
             finish_backward(state.tokens)
         into = _NOWHERE if main is None else main.buffers(op.needs)
         # drop the graph's references, so that each buffer is freed after its last use; a retained graph keeps

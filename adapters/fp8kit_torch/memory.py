@@ -67,15 +67,12 @@ class TorchMemory:
         tensor = torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device=self.where)
         return ArrayView(tensor.data_ptr(), meta.shape, meta.dtype, self.device, tensor)
 
-    def block(self, nbytes: int) -> Tensor:
-        return _EMPTY[self.device.kind]((nbytes,), (1,), torch.uint8)
-
     def arena(self, nbytes: int, stream: int) -> Arena:
         if not nbytes:
             return self._nothing
         if self.compiled or not self.cuda or torch_compat.is_capturing():
             # a graph may be replayed beside what the thread does later; the CPU's memory costs little
-            owner = self.block(nbytes)
+            owner = _EMPTY[self.device.kind]((nbytes,), (1,), torch.uint8)
             return Arena(nbytes, owner.data_ptr(), owner, self.device, False)
         return scratch.arena(nbytes, self.device, stream)
 

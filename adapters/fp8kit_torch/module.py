@@ -7,9 +7,10 @@ backward pass ends (backward).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.te_compat.module_state import TransformerEngineState
 from fp8kit_torch.te_compat.own_layers import OwnLayer
 
+_placed = attrgetter("placed")
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
 
@@ -63,6 +65,10 @@ def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
         )
         raise ArgumentError(layer, name, f"a {type(part).__name__}", wanted)
     return part
+
+
+def _chained(call: Call, binding: StateBinding, main: MainGrads | None) -> Any:
+    return chained(call._replace(binding=binding))
 
 
 def _run(layer: Any, inputs: Any, first: Any, bias: str, in_fp8: Any, options: Any) -> dict[str, Tensor]:
@@ -137,22 +143,18 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             self.validate_call(spec, inputs, delayed, True)
         return {**inputs, "rng": next_rng(inputs["x"].device)}
 
-    def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
+    def prepare_call(
+        self, spec: Any, inputs: dict[str, Any], delayed: bool
+    ) -> Callable[[Any, Any], dict[str, Tensor]]:
         if type(inputs["x"]) is Pending:
-            return Call(self.operation, spec, inputs)
+            return partial(_chained, Call(self.operation, spec, inputs))
         try:
             scales = scale_names(self.gemms) if delayed else ()
-            prepared = prepare(self.operation, spec, inputs, scales, self._last)
+            op, tensors = prepare(self.operation, spec, inputs, scales, self._last)
         except Fp8kitError as error:
             raise self.own_refusal(error, self.operation) from None
-        if prepared[0] is not self._last:
-            self.__dict__["_last"] = prepared[0]
-        return prepared
-
-    def execute(self, prepared: Any, binding: StateBinding, main: MainGrads | None) -> dict[str, Tensor]:
-        if type(prepared) is Call:
-            return chained(Call(*prepared[:3], binding))  # type: ignore[return-value]
-        return run(*prepared, binding, main)
+        self.__dict__["_last"] = op
+        return partial(run, op, tensors)
 
     def cast_weight(
         self, spec: Any, inputs: dict[str, Any], prefix: str, binding: StateBinding
@@ -410,13 +412,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
         amaxes go nowhere."""
         known, states = self._binding, self.fp8_meta
-        same = (
-            known is not None
-            and known[1] is record
-            and (known[0] is recipe or known[0] == recipe)
-            and known[3] is states["scaling_fwd"].placed  # of these tensors
-        )
-        found: StateBinding = known[2] if same else self._bind(recipe, record)
+        if (
+            known is None
+            or known[1] is not record
+            or (known[0] is not recipe and known[0] != recipe)
+            or known[3] != [*map(_placed, states.values())]  # of these tensors
+        ):
+            known = self._bind(recipe, record)
+        found: StateBinding = known[2]
         forward = states["scaling_fwd"]
         if kept is not None:
             assert kept.scales is not None
@@ -437,9 +440,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
 
     # --- delayed scaling ------------------------------------------------------------------------------------
 
-    def _bind(self, recipe: Recipe, record: bool) -> StateBinding:
-        """The state's addresses by the operation's names. Where amaxes are to be recorded, the history gets
-        the recipe's length."""
+    def _bind(self, recipe: Recipe, record: bool) -> tuple[Any, ...]:
+        """What is kept as ``_binding``: for whom, the state's addresses by the operation's names, and where
+        it lies. Where amaxes are to be recorded, the history gets the recipe's length."""
         history: Any = recipe.history
         self.prepare(history.length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
@@ -453,8 +456,8 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 backward_amaxes=slot_addresses(back, backward.amax_history, "amax"),
                 tokens=((history, backward, None),),
             )
-        self._binding = (recipe, record, binding, forward.placed)
-        return binding
+        self._binding = recipe, record, binding, [*map(_placed, self.fp8_meta.values())]
+        return self._binding
 
     # --- within torch.compile -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,13 +30,14 @@ from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.torch_compat import unseen
 from fp8kit_torch.views import as_view
 
-_group, _scale = attrgetter("group"), attrgetter("scale")
+_scale = attrgetter("scale")
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-# of a backward pass: the states that recorded in it, and by which rules
-_Recorded = dict["ScalingState", AmaxHistory]
+# of a backward pass: by the identity of a rule, the rule and the states that recorded by it
+_Recorded = dict[int, tuple[AmaxHistory, dict["ScalingState", None]]]
 _RECORDED: dict[int, _Recorded] = {}  # by the pass's number
+_NOTHING: _Recorded = {}
 # a state that backward records into, its rule, and the number of the pass: None for the one that runs then
 Token = tuple[AmaxHistory, "ScalingState", int | None]
 
@@ -137,23 +138,15 @@ class ScalingState:
         torch_compat.increment_version([*map(_scale, states)])
 
 
-def update(history: AmaxHistory | None, states: Sequence[Any], forward: bool) -> None:
-    """``fp8kit.scaling.update`` of all ``states``, one kernel call a device, on torch's current stream. Where
-    there are several processes and the recipe says so, their amaxes are reduced before."""
-    if torch_compat.GROUPS or any(map(_group, states)):
-        _reduce(history, states)
-    scaling.update(history, states, forward, torch_compat.current_stream)
-
-
 def _stream(device: Device) -> int:
     """torch's current stream of a device."""
     return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
 
-def _reduce(history: AmaxHistory | None, states: Sequence[Any]) -> None:
+def _reduce(history: AmaxHistory, states: Sequence[Any]) -> None:
     """Row 0 of the histories becomes its maximum over the processes, where there are several and the recipe
     says so: one collective for each group and device."""
-    if history is None or not history.reduce:
+    if not history.reduce:
         return
     if not torch_compat.GROUPS and not any(isinstance(state.group, Collectives) for state in states):
         return
@@ -167,6 +160,12 @@ def _reduce(history: AmaxHistory | None, states: Sequence[Any]) -> None:
             whole = torch.cat(rows)
             ranks.all_reduce(as_view(whole), "max", _stream(as_view(whole).device), "the update of scales")
             torch_compat.foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
+
+
+# ``fp8kit.scaling.update`` on torch's current stream, with torch's processes
+update: Callable[[AmaxHistory | None, Sequence[Any], bool], None] = partial(
+    scaling.update_among, torch_compat.current_stream, torch_compat.GROUPS, _reduce
+)
 
 
 def named(handle: int) -> ScalingState | None:
@@ -193,38 +192,28 @@ class _BackwardEnd(int):
     __slots__ = ()
 
     def __call__(self) -> None:
-        recorded = _RECORDED[self]
-        while recorded:
-            history = next(iter(recorded.values()))
-            states = [state for state, own in recorded.items() if own is history]
-            update(history, states, False)
-            for state in states:
-                del recorded[state]
+        for history, states in [*_RECORDED[self].values()]:
+            update(history, [*states], False)
+            states.clear()
         del _RECORDED[self]
 
     def __del__(self) -> None:
-        for state in _RECORDED.pop(self, ()):
-            if state.scale.is_cuda:
-                # what failed may still be running, on any stream
-                torch.cuda.synchronize(state.scale.device)
-            state.drop()
+        for _, states in _RECORDED.pop(self, _NOTHING).values():
+            for state in states:
+                if state.scale.is_cuda:
+                    # what failed may still be running, on any stream
+                    torch.cuda.synchronize(state.scale.device)
+                state.drop()
 
 
 def open_backward() -> int:
     """Number of the backward pass that runs now, at whose end the states that it recorded are updated. Called
     within one, by any of its threads: there is one for each device."""
     number = torch_compat.current_backward()
-    _opened(number)
-    return number
-
-
-def _opened(number: int) -> _Recorded:
-    """What the backward pass of that number, which runs now, has recorded."""
     own: _Recorded = {}
-    found = _RECORDED.setdefault(number, own)
-    if found is own:  # one thread's
+    if _RECORDED.setdefault(number, own) is own:  # one thread's
         torch_compat.at_backwards_end(_BackwardEnd(number))
-    return found
+    return number
 
 
 def finish_backward(tokens: Sequence[Token]) -> None:
@@ -233,11 +222,9 @@ def finish_backward(tokens: Sequence[Token]) -> None:
     if _HELD or not tokens:
         return
     number = tokens[0][2]
-    recorded = None if number is None else _RECORDED.get(number)
-    if recorded is None:
-        recorded = _opened(torch_compat.current_backward())
+    recorded = _RECORDED[number if number in _RECORDED else open_backward()]
     for history, state, _ in tokens:
-        recorded.setdefault(state, history)
+        recorded.setdefault(id(history), (history, {}))[1][state] = None
 
 
 class StateBinding(NamedTuple):

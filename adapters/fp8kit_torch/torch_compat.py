@@ -340,10 +340,15 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that says in one call whether as many tensors have the class, dtype, device, shape, strides
     and ``requires_grad`` that these have now, each those of its place, outside of modes in which torch is not
-    now; one that says no where torch has not the class."""
+    now; one that says no where torch has not the class. The stride of a dimension of one element, which
+    nobody looks at, is any."""
     if _TensorGuards is None:
         return lambda *others: False
-    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    sizes = [[*t.shape] for t in tensors]
+    strides = [
+        [None if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+        for t in tensors
+    ]
     made = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return made.check  # type: ignore[no-any-return]
 

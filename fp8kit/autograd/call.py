@@ -19,7 +19,7 @@ from fp8kit.execution import plans
 from fp8kit.execution.bound import BoundOp
 from fp8kit.execution.memory import Arena, Scratch
 from fp8kit.execution.refusals import refuse_no_inputs, want_call, want_spec
-from fp8kit.formats import float32, int64, uint8
+from fp8kit.formats import float32, int64
 from fp8kit.ops.dropout_add import AddSpec, add
 from fp8kit.spec import Meta, Operation
 
@@ -55,10 +55,6 @@ class NativeMemory:
     def view(self, meta: Meta) -> ArrayView:
         array = self.maker(meta)()
         return ArrayView(array.ptr, array.shape, array.dtype, array.device, array)
-
-    def block(self, nbytes: int) -> ArrayView:
-        address, owner = self._alloc(nbytes, self.device)
-        return ArrayView(address, (nbytes,), uint8, self.device, owner)
 
     def stream(self) -> int:
         return arrays.current_stream(self.device)

@@ -22,7 +22,7 @@ from fp8kit.execution.memory import ALIGNMENT, Arena, Layout, Memory, Region, Sp
 from fp8kit.execution.refusals import plan_of, signature_of
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.execution.watching import Places
-from fp8kit.formats import DType, float32
+from fp8kit.formats import DType, float32, uint8
 from fp8kit.inspection import is_watched
 from fp8kit.spec import Meta, Operation, Signature, Views, WorkingSet
 
@@ -196,6 +196,12 @@ class BoundOp(Interface):
         return None if lives is None else lambda: lives().spans
 
     @cached_property
+    def _make_block(self) -> Callable[[], Any]:
+        """Allocates what forward saves."""
+        made: Callable[[], Any] = self.memory.maker(Meta((self.saved.nbytes,), uint8))
+        return made
+
+    @cached_property
     def backward_scratch(self) -> Layout:
         """The layout of backward's temporaries in memory of their own."""
         spans = self._spans(True) if self.signature.grads else None
@@ -267,7 +273,7 @@ class BoundOp(Interface):
             shown, places = self._shown.make(memory)
             amaxes = [*amaxes, *places]
         stream = memory.stream()
-        saved = [memory.block(nbytes) if block is None else block] if nbytes else []
+        saved = [self._make_block() if block is None else block] if nbytes else []
         place = memory.address(saved[0]) if nbytes else 0
         arena, replays = memory.arena(self._arena_bytes, stream), self._forward_replays
         try:

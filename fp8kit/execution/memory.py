@@ -269,9 +269,6 @@ class Memory(Protocol):
     def view(self, meta: Meta) -> ArrayView:
         """A fresh array of ``meta``, contents undefined, as a view whose owner is the array."""
 
-    def block(self, nbytes: int) -> Any:
-        """A new array of ``nbytes`` bytes, contents undefined."""
-
     def address(self, array: Any) -> int:
         """The address of an array."""
 

@@ -131,7 +131,7 @@ def replays(kernels: Any, sizes: Sequence[int] = (), joined: Sequence[int] = ())
 
 def direct(kernels: Any) -> Replays | None:
     """The recorded calls of single kernels, those that no operation makes; None as ``replays``."""
-    found: Replays | None = getattr(kernels, "replays", None)
-    if found is None and getattr(kernels, "recorder", None) is not None:
-        found = kernels.replays = Replays(kernels.recorder)
+    if kernels.replays is None and kernels.recorder is not None:
+        kernels.replays = Replays(kernels.recorder)
+    found: Replays | None = kernels.replays
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -163,17 +163,16 @@ class FP8Layer(Layer):
         will random numbers."""
         raise NotImplementedError
 
-    def prepare_call(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> Any:
-        """Returns a call as ``execute`` takes it. What is refused although it is ``delayed`` is refused here,
-        before the layer's state is touched."""
+    def prepare_call(
+        self, spec: Any, inputs: dict[str, Any], delayed: bool
+    ) -> Callable[[Any, Any], dict[str, Any]]:
+        """Returns a function of a binding and of ``Operands.main`` that makes the call, with that state, and
+        returns its outputs by name. What is refused although it is ``delayed`` is refused here, before the
+        layer's state is touched."""
         raise NotImplementedError
 
     def with_rng(self, spec: Any, inputs: dict[str, Any], delayed: bool) -> dict[str, Any]:
         """``inputs`` and ``rng``, drawn for a call that ``validate_call`` does not refuse."""
-        raise NotImplementedError
-
-    def execute(self, prepared: Any, binding: Any, main: Any) -> dict[str, Any]:
-        """Run a prepared call with the state that ``binding`` says, and return its outputs by name."""
         raise NotImplementedError
 
     def cast_weight(self, spec: Any, inputs: dict[str, Any], prefix: str, binding: Any) -> dict[str, Any]:
@@ -281,8 +280,7 @@ class FP8Layer(Layer):
         if state is None or not (state.enabled or state.calibrating):
             self.note_pass(False, False)
             spec = self._spec_for(None, False, bias, options, operands.fields)
-            prepared = self.prepare_call(spec, operands.inputs, False)
-            return self.execute(prepared, self.no_binding, operands.main)
+            return self.prepare_call(spec, operands.inputs, False)(self.no_binding, operands.main)
         recipe, enabled, idle = state.recipe, state.enabled, self.recomputation.idle()
         fp8, delayed = self._fp8_of(recipe), recipe.history is not None
         if first is not None and (fp8.random_weight or self.casts_weights_anew):
@@ -297,11 +295,11 @@ class FP8Layer(Layer):
             own = operands.inputs | self.held_inputs(weights, fp8) if weights else operands.inputs
             spec = self._spec_for(fp8, bool(weights), bias, options, operands.fields)
             own = self.with_rng(spec, own, delayed) if fp8.needs_rng else own
-            prepared = self.prepare_call(spec, own, delayed)
+            call = self.prepare_call(spec, own, delayed)
             binding = self.bind_state(recipe, training, record, None) if delayed else self.no_binding
             if not idle:
                 self.keep_pass(binding, None)
-            outputs = self.execute(prepared, binding, operands.main)
+            outputs = call(binding, operands.main)
         else:
             outputs = self._run_special(
                 operands, state, fp8, first, bias, options, kept, training, record, fp8_grad
@@ -356,7 +354,7 @@ class FP8Layer(Layer):
             self.keep_pass(binding, None if weights else cached)
         if not enabled:
             spec = self._spec_for(None, False, bias, options | self.calibration_options, fields)
-            outputs = self.execute(self.prepare_call(spec, inputs, False), self.no_binding, main)
+            outputs = self.prepare_call(spec, inputs, False)(self.no_binding, main)
             if delayed and record and kept is None:
                 with self.no_grad():
                     self.record_amaxes(self.calibrate(inputs, outputs))
@@ -367,7 +365,7 @@ class FP8Layer(Layer):
             fields = (("input_cached", True), *fields)
         spec = self._spec_for(fp8, cached is not None, bias, options, fields)
         inputs = inputs | dict(codes or {}) | (cached or {})
-        return self.execute(self.prepare_call(spec, inputs, delayed), binding, main)
+        return self.prepare_call(spec, inputs, delayed)(binding, main)
 
     def ranks_of_weights(self) -> dict[str, Collectives]:
         """Returns, by a product's prefix, the collectives of the ranks that share its weight; products whose

@@ -10,7 +10,7 @@ recipe in one kernel call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import arrays
@@ -18,7 +18,6 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import touch_forward
 from fp8kit.autograd import Tensor, apply, no_grad, validate
 from fp8kit.backends import dispatch
-from fp8kit.collectives import EVERYONE
 from fp8kit.formats import float32, int64
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.layers.recompute import Kept
@@ -36,7 +35,6 @@ from fp8kit.scaling import (
     backward_slots,
     check_saved,
     forward_slots,
-    share_amaxes,
     update,
 )
 
@@ -73,11 +71,7 @@ def commit_backward(updates: list[_Update]) -> None:
     for recipe, state in updates:
         groups.setdefault(id(recipe), (recipe, []))[1].append(state)
     for recipe, states in groups.values():
-        for state in states:
-            if EVERYONE or state.group is not None:
-                share_amaxes(recipe.history, states)
-                break
-        update(recipe.history, states, forward=False)
+        update(recipe.history, states, False)
 
 
 class Fp8Module(FP8Layer, NativeLayer):
@@ -103,13 +97,15 @@ class Fp8Module(FP8Layer, NativeLayer):
         self.validate_call(spec, inputs, delayed, True)
         return {**inputs, "rng": next_rng(inputs["x"].device)}  # type: ignore[union-attr]
 
-    def prepare_call(self, spec: Any, inputs: Inputs, delayed: bool) -> tuple[Any, Inputs]:
+    def prepare_call(
+        self, spec: Any, inputs: Inputs, delayed: bool
+    ) -> Callable[[Any, Any], dict[str, Tensor]]:
         if delayed:
             self.validate_call(spec, inputs, True)
-        return spec, inputs
+        return partial(self._call, spec, inputs)
 
-    def execute(self, prepared: tuple[Any, Inputs], binding: Binding, main: Any) -> dict[str, Tensor]:
-        (spec, inputs), (_, scales, amaxes, _, backward_inputs, finish) = prepared, binding
+    def _call(self, spec: Any, inputs: Inputs, binding: Binding, main: Any) -> dict[str, Tensor]:
+        _, scales, amaxes, _, backward_inputs, finish = binding
         if scales:
             inputs = {**inputs, **scales}
         return apply(self.operation, spec, inputs, amaxes, backward_inputs, finish, self)

@@ -144,6 +144,27 @@ def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: py
     assert len(recorded._graphed) == before
 
 
+def test_a_graph_is_launched_where_its_device_is_current(
+    aside: _Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among several devices, of which a thread may have made any current."""
+    kernel, driver = fake("q", monkeypatch)
+    current, seen = [0], []
+    monkeypatch.setattr(launch, "entry_point", lambda: (driver.entry, lambda: current[0]))
+    calls = types.SimpleNamespace(
+        getDevice=lambda: current[0],
+        setDevice=lambda device: current.__setitem__(0, device),
+        graphLaunch=lambda graph, stream: seen.append((graph, current[0])),
+    )
+    monkeypatch.setattr(launch, "runtime", lambda: calls)
+    made = two_launches(kernel, 99)
+    for device in (0, 0, 0, 1, 0):
+        current[0] = device
+        made()
+        assert current == [device]
+    assert seen == [(501, 0)] * 3
+
+
 def test_what_is_captured_already_is_not_made_a_graph_of_its_own(
     aside: _Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

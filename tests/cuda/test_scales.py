@@ -97,14 +97,15 @@ def test_the_states_of_each_device_are_updated_there(monkeypatch: pytest.MonkeyP
         def update(scales: Any, inverses: Any, histories: Any, *rest: Any) -> None:
             calls.append((device.index, [view.ptr for view in scales], rest[0], rest[-1]))
 
-        return types.SimpleNamespace(update_delayed_=update)
+        return types.SimpleNamespace(update_delayed_=update, recorder=None, replays=None)
 
     monkeypatch.setattr(dispatch, "kernels", kernels)
     own = [
         types.SimpleNamespace(
+            group=None,
             placed=scaling.placed(
                 *[ArrayView(100 * i + at, shape, float32, Device("cuda", i % 2)) for at, shape in PARTS]
-            )
+            ),
         )
         for i in range(5)
     ]
@@ -135,7 +136,8 @@ def test_an_update_of_the_same_states_is_done_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dispatch, "kernels", lambda device: made)
     first, second = (
         types.SimpleNamespace(
-            placed=scaling.placed(*[ArrayView(start + at, shape, float32, GPU) for at, shape in PARTS])
+            group=None,
+            placed=scaling.placed(*[ArrayView(start + at, shape, float32, GPU) for at, shape in PARTS]),
         )
         for start in (100, 200)
     )

@@ -40,9 +40,9 @@ class Recording(Replay):
         "__weakref__",
         "_at_once",
         "_calls",
+        "_current",
         "_graphable",
         "_kept",
-        "_quick",
         "_slow",
         "complete",
         "steps",
@@ -56,7 +56,8 @@ class Recording(Replay):
         self._calls = 0
         # what does it all by one call: the launch of the graph, or the only step
         self._at_once: Callable[[], Any] | None = None
-        self._quick: Callable[[], Any] | None = None  # the same, where no other device can be current
+        # of that time: says which device is current; None where there is only one
+        self._current: Callable[[], int] | None = None
         self._graphable = True
         self._slow = False
 
@@ -88,13 +89,19 @@ class Recording(Replay):
         return moving(self, self.steps, addresses, sizes)
 
     def __call__(self) -> None:
-        """See ``Replay``. The same in fewer calls where one call of a library does it, on the only device."""
-        quick, here = self._quick, launch.here
-        if quick is None or here.recording is not None or here.memory is None:
+        """See ``Replay``. The same in fewer calls where one call of a library does it, on the device that is
+        current."""
+        at_once, current, here = self._at_once, self._current, launch.here
+        if (
+            at_once is None
+            or here.recording is not None
+            or here.memory is None
+            or (current is not None and current() != self.device)
+        ):
             super().__call__()
             return
         try:
-            status = quick()
+            status = at_once()
         except BackendError:
             raise
         except RuntimeError as error:
@@ -107,8 +114,6 @@ class Recording(Replay):
         steps, at_once = self.steps, self._at_once
         if at_once is not None:
             self.check(0, at_once())
-            if launch.entry_point()[1] is None:
-                self._quick = at_once
             return
         for i, step in enumerate(steps):
             status = step.replay()
@@ -120,7 +125,7 @@ class Recording(Replay):
         if not self._calls % OFTEN:
             if len(steps) == 1 and not self._slow:
                 self._graphable = False  # a graph would not be quicker
-                self._at_once = steps[0].replay
+                self._current, self._at_once = launch.entry_point()[1], steps[0].replay
             elif not launch.capturing(self.stream):
                 self._capture()
 
@@ -146,7 +151,8 @@ class Recording(Replay):
             if any(statuses):
                 held.clear()
                 return
-            self._at_once = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
+            graph_launch = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
+            self._current, self._at_once = launch.entry_point()[1], graph_launch
             weakref.finalize(self, let_go, held).atexit = False
             _graphed.add(self)
             self._kept = [step.replay.kernel for step in self.steps if isinstance(step.replay, Launch)]
