@@ -299,7 +299,8 @@ def test_device_memory_of_experts_is_let_go():
             assert all(map(together, layers))
         found.append((held, grads))
         del layers, y, calls
-    assert found[0][0] <= found[1][0] - 3 * 4 * 8 * size * size
+    left = 3 * 512  # what is away has one element there, and the least that torch takes for one is 512 bytes
+    assert found[0][0] <= found[1][0] - 3 * 4 * 8 * size * size + left
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
