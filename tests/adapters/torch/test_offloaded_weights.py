@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import fp8kit_torch as ft
 import pytest
@@ -273,6 +274,35 @@ def test_experts_whose_weights_move_meanwhile():
     gc.collect()
     assert all(map(together, layers))
     assert all(map(torch.equal, layers.parameters(), wanted))
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
+def test_what_else_reads_and_writes_experts(one):
+    """They are loaded while they are away, cast to another dtype before they go again, or while they are
+    away, and pickled."""
+    layers, x = experts(single_grouped_weight=one), torch.randn(ROWS, WIDTH, requires_grad=True)
+    other = {name: torch.full_like(value, 0.5) for name, value in layers.state_dict().items()}
+    y, *_ = run_experts(layers, x, None)
+    assert not all(map(together, layers))
+    layers.load_state_dict(other)
+    del y
+    gc.collect()
+    for dtype in (torch.bfloat16, torch.float64):
+        if dtype is torch.bfloat16:
+            layers.to(dtype)
+        y, *_ = run_experts(layers, x.bfloat16(), None)
+        assert not all(map(together, layers))
+        layers.to(dtype)
+        del y
+        gc.collect()
+        assert {p.dtype for p in layers.parameters()} == {dtype}
+        assert all((p == 0.5).all() for p in layers.parameters())
+    copied = pickle.loads(pickle.dumps(layers))
+    assert all(map(torch.equal, copied.parameters(), layers.parameters()))
+    y, *_ = run_experts(copied.to(torch.float32), x, None)
+    assert [together(layer) for layer in copied] == [False, False, True]
+    y.sum().backward()
+    assert all(map(together, copied))
 
 
 @pytest.mark.gpu
