@@ -14,6 +14,7 @@ from fp8kit_torch import offloading
 from fp8kit_torch.cpu_offload import get_cpu_offload_context
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 WIDTH, ROWS = 32, 24
@@ -274,6 +275,27 @@ def test_experts_whose_weights_move_meanwhile():
     gc.collect()
     assert all(map(together, layers))
     assert all(map(torch.equal, layers.parameters(), wanted))
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("kind", ["several", "one", "torch"])
+def test_a_weight_that_is_changed_before_backward_is_refused(kind, activations):
+    """As torch refuses it where nothing is offloaded; torch does not look at what hooks give back."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    layers = linears() if kind == "torch" else experts(single_grouped_weight=kind == "one")
+
+    def y():
+        if kind == "torch":
+            return forward(layers, x, offload_activations=activations)[0].sum()
+        return run_experts(layers, x, None, offload_activations=activations)[0].sum()
+
+    for changed in layers:  # two that were away, and one that was not
+        loss = y()
+        changed.load_state_dict(changed.state_dict())
+        with pytest.raises(AutogradError, match="changed in place"):
+            loss.backward()
+        del loss
+        y().backward()
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
