@@ -95,12 +95,15 @@ def parameter_dtype(operation: str, name: str, value: Any) -> torch.dtype:
     return found
 
 
+def _is_count(value: torch.Tensor) -> bool:
+    return is_integer(value) and value.dtype is not torch.bool
+
+
 def want_groups(operation: str, name: str, value: torch.Tensor, groups: int) -> None:
     """A tensor of integers (groups,). FormatError for others, ShapeError for another shape."""
     if value.dtype is torch.int32 and value.shape == (groups,) and not value.is_meta:
         return  # as in most calls
-    integers = is_integer(value) and value.dtype is not torch.bool
-    want_sizes(operation, name, value, integers, value.shape, groups)
+    want_sizes(operation, name, value, _is_count(value), value.shape, groups)
 
 
 def splits(operation: str, name: str, value: Any) -> None:
@@ -108,7 +111,7 @@ def splits(operation: str, name: str, value: Any) -> None:
     FormatError for an array of others."""
     if isinstance(value, torch.Tensor | np.ndarray):
         of_torch = isinstance(value, torch.Tensor)
-        if not (is_integer(value) if of_torch else value.dtype.kind in "iu"):
+        if not (_is_count(value) if of_torch else value.dtype.kind in "iu"):
             raise FormatError(operation, name, shown(value), "integers")
         if of_torch and value.is_cuda and value.ndim == 1:
             return

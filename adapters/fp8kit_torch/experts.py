@@ -121,7 +121,7 @@ def expert_numbers(index: Tensor) -> Tensor:
     if index.dtype is torch.int32:
         return index
     if index.dtype in _WIDE:
-        index = index.to(torch.int64).clamp(-1, 2**31 - 1)
+        index = index.to(torch.int64).clamp(-(2**31), 2**31 - 1)
     return index.to(torch.int32)
 
 

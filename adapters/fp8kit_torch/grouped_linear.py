@@ -47,7 +47,7 @@ class GroupedLinear(GroupedOnDevice):
     Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,), which lie side by side in memory
     where they can (``side_by_side``), so that all groups' are one array. Under ``autocast`` the three
     GEMMs of each group run in FP8, each with scales of its own; a group without rows runs none, and its
-    scales do not age. Within ``torch.compile`` the numbers of rows are a part of the compiled code.
+    scales do not age. Within ``torch.compile`` the numbers of rows of a list are a part of the compiled code.
     """
 
     def __init__(

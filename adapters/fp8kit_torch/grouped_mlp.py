@@ -13,6 +13,7 @@ from fp8kit.arguments import without_unknown
 from fp8kit.errors import ShapeError
 from fp8kit.layers.grouped import want_tokens
 from fp8kit_torch.checks import check, shown, splits
+from fp8kit_torch.experts import expert_numbers
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import Init
 from fp8kit_torch.te_compat.methods import TransformerEngineMethods
@@ -85,7 +86,9 @@ class GroupedMLP(layers.GroupedMLP, TransformerEngineMethods, TorchLayer):
             sizes, counts = ([int(n) for n in numbers] for numbers in given.values())
             want_tokens(counts, sizes)
             given = given if stays else {"m_splits": sizes, "tokens_per_expert": counts}
-        sizes, counts = (torch.as_tensor(numbers, device=x.device) for numbers in given.values())
+        sizes, counts = (
+            expert_numbers(torch.as_tensor(numbers, device=x.device)) for numbers in given.values()
+        )
         if counts.shape != sizes.shape:
             raise ShapeError("GroupedMLP", "tokens_per_expert", shown(counts), f"shape {tuple(sizes.shape)}")
         return are_tokens(x.shape[:-1].numel(), sizes, counts).to(x.dtype)

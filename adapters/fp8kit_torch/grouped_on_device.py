@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import current
-from fp8kit.errors import ArgumentError, UnsupportedError
+from fp8kit.errors import Fp8kitError, UnsupportedError, on_behalf_of
 from fp8kit.layers.arguments import want_plain
 from fp8kit.layers.base import spec_object
 from fp8kit.layers.fp8_layer import WeightCache
@@ -53,8 +53,9 @@ class GroupedOnDevice(GroupedWeights):
         if self._held is not None:
             want_held_fit("GroupedLinear", self.main_parameters(), fp8)
 
-    def _held_whole(self, alone: bool) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """``_whole`` of weights that are held in FP8, and their codes where the autocast wants these."""
+    def _held_whole(self, alone: bool, dtype: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """``_whole`` of weights that are held in FP8, and their codes where the autocast wants these.
+        ``dtype``: that torch.autocast casts to, if it does."""
         weights: list[Any] = self.main_parameters()
         for name, weight in zip(self.weight_names, weights, strict=True):
             if not isinstance(weight, QuantizedTensor):
@@ -71,7 +72,7 @@ class GroupedOnDevice(GroupedWeights):
         if known is None or known[0] is not spec:
             self.__dict__["_taken"] = known = spec, expert_weight_cast.operands(spec)
         codes = staying(codes_as_one(weights, known[1]))
-        return standing_for(weights, codes, alone), codes
+        return standing_for(weights, codes, alone, dtype), codes
 
     def _on_device(self, x: Tensor, sizes: Tensor, is_first_microbatch: bool | None) -> Any:
         """``forward`` with sizes that are not looked at."""
@@ -90,7 +91,7 @@ class GroupedOnDevice(GroupedWeights):
         if self._held is None:
             (weight, read), codes = self._whole("weight", fused), None
         else:
-            (weight, codes), read = self._held_whole(fused), []
+            (weight, codes), read = self._held_whole(fused, autocast_dtype(x)), []
         inputs = {"x": x, "weight": weight}
         if biases is not None and not self.return_bias:
             inputs["bias"], _ = self._whole("bias")
@@ -104,10 +105,10 @@ class GroupedOnDevice(GroupedWeights):
         given = inputs["x"], sizes, inputs["weight"], inputs.get("bias"), layer
         try:
             y = expert_product(*given, read=read, main=main, owner=self, first=first, codes=codes)
-        except ArgumentError as error:  # of the sizes' values, on the CPU
-            if error.argument != "m_splits":
+        except Fp8kitError as error:
+            if error.operation != expert_linear.name or error.argument is None:
                 raise
-            raise error.renamed("GroupedLinear", "m_splits") from None
+            raise error.renamed("GroupedLinear", error.argument) from None
         return (y, biases) if self.return_bias else y
 
     def _want_on_device(self, x: TensorMeta) -> None:
@@ -128,7 +129,8 @@ class GroupedOnDevice(GroupedWeights):
         inputs = {"x": x, "group_sizes": sizes, "weight": self._as_one_kind("weight", x)}
         if self.use_bias and not self.return_bias:
             inputs["bias"] = self._as_one_kind("bias", x)
-        validate(expert_linear, spec, inputs)
+        with on_behalf_of("GroupedLinear"):
+            validate(expert_linear, spec, inputs)
         self.__dict__["_wanted"] = recipe, asked
 
     def shared_weights(

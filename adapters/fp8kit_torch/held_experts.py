@@ -49,11 +49,13 @@ def codes_as_one(weights: Sequence[Any], wanted: Mapping[str, Meta]) -> dict[str
     return {name: found[name].view(wanted[name].shape) for name in wanted}
 
 
-def standing_for(weights: Sequence[Any], codes: Mapping[str, Tensor], alone: bool) -> Tensor:
+def standing_for(
+    weights: Sequence[Any], codes: Mapping[str, Tensor], alone: bool, dtype: torch.dtype | None
+) -> Tensor:
     """What stands for the weights as one (N, ...) in a call that multiplies their ``codes``, and hands their
-    gradients on but for ``alone``."""
+    gradients on but for ``alone``. ``dtype``: that torch.autocast casts to, if it does."""
     if isinstance(weights[0], QuantizedGroupedTensor):
         return weights[0].detach() if alone else weights[0]
     shape = len(weights), *weights[0].shape
-    whole: Tensor = QuantizedGroupedTensor._made(codes, None, shape, weights[0].dtype)
+    whole: Tensor = QuantizedGroupedTensor._made(codes, None, shape, dtype or weights[0].dtype)
     return whole if alone else as_one(whole, *weights)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 A weight's values are copied to the host beside the computation. Then the parameter, which stays the object
 that it is, gets memory that holds one NaN, so that whoever reads it meanwhile sees that; before it is needed
 it gets memory of its own and its values again. It is needed by the layer's backward pass, by any call of a
-module that has it, by ``state_dict``, and once no graph is left that would read it.
+module that has it, by ``state_dict`` and ``load_state_dict``, and once no graph is left that would read it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class OffloadedWeight:
         for parameter in parameters:
             setattr(parameter, _KNOWN, self)
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that is read from a file is not offloaded
+
     def _there(self) -> list[Any]:
         """What is left of the parameters."""
         return [parameter for ref in self._members if (parameter := ref()) is not None]
@@ -65,7 +68,7 @@ class OffloadedWeight:
         if values is None:
             return
         self._stride = values.stride()
-        if self.host is None:
+        if self.host is None or (self.host.shape, self.host.dtype) != (values.shape, values.dtype):
             self.host = self._owner.host_buffer(values)
         with self._owner.beside(values):
             self.host.copy_(values, non_blocking=True)
@@ -95,7 +98,7 @@ class OffloadedWeight:
             return
         assert host is not None
         where = found[0].device
-        values = torch.empty_strided(host.shape, self._stride, dtype=host.dtype, device=where)
+        values = torch.empty_strided(host.shape, self._stride, dtype=found[0].dtype, device=where)
         with self._owner.beside(values), torch.no_grad():
             values.copy_(host, non_blocking=True)
         self._owner.keep_until_copied(values)
@@ -206,12 +209,14 @@ def restore(parameters: Iterable[Any]) -> None:
 
 
 def restore_before_state(module: Module) -> None:
-    """Let ``module.state_dict()`` bring its weights back first, as that of what it is in does."""
+    """Let ``module.state_dict()`` and ``load_state_dict`` bring its weights back first, as those of what it
+    is in do."""
     for each in module.modules():
         if each not in _ASKED:
             _ASKED.add(each)
             each.register_state_dict_pre_hook(_before_state)
+            each.register_load_state_dict_pre_hook(_before_state)
 
 
-def _before_state(module: Module, prefix: str, keep_vars: bool) -> None:
+def _before_state(module: Module, *given: Any) -> None:
     restore(module.parameters(recurse=False))

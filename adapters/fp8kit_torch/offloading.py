@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fp8kit.arguments import integer
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, AutogradError
 from fp8kit_torch.offloaded_weights import ModuleCalls, OffloadedWeight, offloaded_of, restore_before_state
 from fp8kit_torch.torch_compat import base, version
 
@@ -68,20 +69,24 @@ class _Reader:
     the layer's backward pass, which needs them. ``of``: what gives the parameters that have its memory, which
     lies elsewhere once they are back; None for other memory."""
 
-    __slots__ = ("_form", "_of", "_tensor", "keeper")
+    __slots__ = ("_at_first", "_form", "_of", "_tensor", "keeper")
 
     def __init__(self, tensor: Tensor, of: Callable[[], Tensor] | None, keeper: _Keeper) -> None:
         self.keeper, self._of = keeper, of
         self._tensor = tensor if of is None else None
         self._form = tensor.shape, tensor.stride(), tensor.storage_offset()
+        # of several as one the layer looks itself (``side_by_side.want_unchanged``)
+        self._at_first = None if isinstance(of, partial) else version(tensor)
 
     def read(self) -> Tensor:
-        """The tensor."""
+        """The tensor. AutogradError where it was changed in place: torch does not look behind its hooks."""
         self.keeper.layer.restore_weights()
-        if self._of is None:
-            assert self._tensor is not None
-            return self._tensor
-        return self._of().as_strided(*self._form)
+        found = self._tensor if self._of is None else self._of()
+        assert found is not None
+        if self._at_first not in (None, version(found)):
+            wanted = "the one that forward had, until backward has read it"
+            raise AutogradError("cpu_offload", "a saved tensor", "one changed in place", wanted)
+        return found if self._of is None else found.as_strided(*self._form)
 
 
 class _Keeper:
@@ -288,11 +293,12 @@ class OffloadSynchronizer:
         """What the graph holds instead of a saved tensor: the tensor itself where it is a parameter, small,
         or marked by ``mark_not_offload``."""
         layer = self.current
-        if layer is None or not self._offloads(layer):
+        if layer is None or (self._calls is None and not self._offloads(layer)):
             return tensor
         of = None if self._calls is None else _parameters_of(tensor)
         stays = (
             of is not None
+            or not self._offloads(layer)
             or not self.activations
             or type(tensor) is not Tensor
             or tensor.layout is not torch.strided

@@ -161,9 +161,10 @@ def _as_routing(routing: Tensor, is_mask: bool) -> Tensor:
 
 
 def _as_int32(native: Any) -> ArrayView:
-    """Integers of any width as int32, those that it does not hold as -1 or its largest."""
-    least, most = -1 if native.dtype.kind == "i" else 0, min(np.iinfo(native.dtype).max, 2**31 - 1)
-    return arrays.as_view(native.clip(least, most).astype(np.int32))
+    """Integers of any width as int32, those that it does not hold as its least or largest."""
+    own, held = np.iinfo(native.dtype), np.iinfo(np.int32)
+    bounds = max(own.min, held.min), min(own.max, held.max)
+    return arrays.as_view(native.clip(*bounds).astype(np.int32))
 
 
 def grouped_dense(

@@ -117,8 +117,11 @@ def test_sizes_of_any_integers(frontend: SimpleNamespace, dtype: Any) -> None:
     want = frontend.grouped(x, kernel, frontend.array(np.array([3, 0, 3], np.int32)))
     assert np.array_equal(np.asarray(y), np.asarray(want))
     if dtype is np.int64 and frontend is not FRONTENDS["jax"]:  # JAX has none
-        wide = frontend.array(np.array([2**32, 0, 3]))  # 0, if 32 bits of it counted
-        _refused(ArgumentError, "grouped_dense", "group_sizes", lambda: frontend.grouped(x, kernel, wide))
+        for wide in (2**32, -7):  # 0, if 32 bits of it counted
+            sizes = frontend.array(np.array([wide, 0, 3]))
+            names = "grouped_dense", "group_sizes"
+            text = _refused(ArgumentError, *names, lambda s=sizes: frontend.grouped(x, kernel, s))
+            assert wide > 0 or "got [-7, 0, 3]" in text
 
 
 @pytest.mark.parametrize("layer", [fk.nn.GroupedLinear, fk.nn.GroupedMLP, te.GroupedLinear, te.GroupedMLP])
@@ -132,6 +135,18 @@ def test_sizes_of_a_layer_are_integers(layer: Any, stays: bool) -> None:
             FormatError, "GroupedLinear", "m_splits", lambda given=sizes: experts(x, m_splits=given)
         )
         assert text.endswith("expected integers")
+
+
+def test_a_layer_of_pytorch_names_itself() -> None:
+    """Also where its product is another operation; of two parts the later one, before the first one runs."""
+    experts = te.GroupedMLP(2, 8, 4, device="cpu", use_grouped_tensor=True)
+    x, sizes, calls = torch.randn(6, 8), torch.tensor([3, 3]), []
+    _refused(FormatError, "GroupedLinear", "inp", lambda: experts.fc1(x.half(), sizes))
+    experts.fc1.register_forward_pre_hook(lambda *given: calls.append(1))
+    for i in range(2):
+        setattr(experts.fc2, f"weight{i}", torch.nn.Parameter(torch.ones(8, 6)))
+    _refused(ShapeError, "GroupedLinear", "weight", lambda: experts(x, sizes))
+    assert not calls
 
 
 @pytest.mark.parametrize("layer", [te.GroupedLinear, te.GroupedMLP])

@@ -260,6 +260,22 @@ def test_numbers_that_nobody_looks_at(of):
         assert np.array_equal(np.asarray(made), np.array(expected, bool)), sizes
 
 
+@pytest.mark.parametrize("kind", [fk.nn.GroupedMLP, ft.GroupedMLP], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("stays", [False, True])
+def test_padding_by_integers_of_any_kind(kind, stays, dtype):
+    layer = kind(E, H, F, device="cpu", use_grouped_tensor=stays)
+    array = torch.from_numpy if kind is ft.GroupedMLP else lambda sizes: fk.tensor(sizes, device="cpu")
+    sizes, counts = (array(np.array(numbers, np.int32)) for numbers in (SIZES, COUNTS))
+    want = layer(as_given(kind, X), sizes, tokens_per_expert=counts)
+    sizes, counts = (np.array(numbers, dtype) for numbers in (SIZES, COUNTS))
+    for given in ((array(sizes), array(counts)), (array(sizes), counts)):
+        made = layer(as_given(kind, X), given[0], tokens_per_expert=given[1])
+        assert np.array_equal(*(y.detach().numpy() for y in (made, want)))
+    with pytest.raises(Fp8kitError, match=r"GroupedMLP: tokens_per_expert: .* expected integers"):
+        layer(as_given(kind, X), given[0], tokens_per_expert=array(np.ones(E, np.bool_)))
+
+
 def as_given(kind, x):
     """An array as the frontend of the class takes it."""
     return torch.from_numpy(x) if kind is ft.GroupedMLP else x

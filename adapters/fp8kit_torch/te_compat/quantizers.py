@@ -350,10 +350,12 @@ class Float8BlockQuantizer(OperandQuantizer):
         return BlockProduct.shapes(rows, k, self.rule())[1]  # type: ignore[return-value]
 
 
-def quantizer_of(held: OperandTensor) -> Quantizer:
-    """One that casts as a tensor was cast that a layer made."""
+def quantizer_of(held: OperandTensor) -> Quantizer | None:
+    """One that casts as a tensor was cast that a layer made; None where there is none, for scales of rows."""
     own, dtype = held._fp8.w, held._fp8_dtype
     how: dict[str, Any] = {"amax_epsilon": own.epsilon, "force_pow_2_scales": own.power_2}
+    if own.granularity == "row":
+        return None
     if own.granularity == "tensor":
         return Float8CurrentScalingQuantizer(dtype, **how, **held.get_usages())
     return Float8BlockQuantizer(

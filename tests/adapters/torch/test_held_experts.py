@@ -63,7 +63,7 @@ def same(got, want):
     assert [i for i, pair in enumerate(zip(got, want, strict=True)) if not torch.equal(*pair)] == []
 
 
-WAYS = [(recipe, options) for recipe in ("current", "block") for options in ({}, ONE)] + [("row", {})]
+WAYS = [(recipe, options) for recipe in RECIPES for options in ({}, ONE)]
 
 
 @pytest.mark.parametrize(("recipe", "options"), WAYS)
@@ -89,6 +89,20 @@ def test_in_high_precision_they_are_their_values(place, options):
         for to, weight in zip(plain.main_parameters(), held.main_parameters(), strict=True):
             to.copy_(weight.dequantize())
     same(step(held, None), step(plain, None))
+
+
+@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
+def test_under_torchs_autocast(place, options):
+    """Weights of layers in float32 are multiplied as those are of layers in bfloat16."""
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        _, held = twins(place, RECIPES["current"], params_dtype=dtype, **options)
+        with torch.no_grad():
+            for weight in held.main_parameters():
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).view(weight.shape).bfloat16())
+        with torch.autocast(torch.device(place).type, torch.bfloat16):
+            made.append(step(held, RECIPES["current"]))
+    same([t.bfloat16() for t in made[0]], made[1])
 
 
 @pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])

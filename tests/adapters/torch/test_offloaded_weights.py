@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import fp8kit_torch as ft
 import pytest
@@ -13,6 +14,7 @@ from fp8kit_torch import offloading
 from fp8kit_torch.cpu_offload import get_cpu_offload_context
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 WIDTH, ROWS = 32, 24
@@ -273,6 +275,56 @@ def test_experts_whose_weights_move_meanwhile():
     gc.collect()
     assert all(map(together, layers))
     assert all(map(torch.equal, layers.parameters(), wanted))
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("kind", ["several", "one", "torch"])
+def test_a_weight_that_is_changed_before_backward_is_refused(kind, activations):
+    """As torch refuses it where nothing is offloaded; torch does not look at what hooks give back."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    layers = linears() if kind == "torch" else experts(single_grouped_weight=kind == "one")
+
+    def y():
+        if kind == "torch":
+            return forward(layers, x, offload_activations=activations)[0].sum()
+        return run_experts(layers, x, None, offload_activations=activations)[0].sum()
+
+    for changed in layers:  # two that were away, and one that was not
+        loss = y()
+        changed.load_state_dict(changed.state_dict())
+        with pytest.raises(AutogradError, match="changed in place"):
+            loss.backward()
+        del loss
+        y().backward()
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
+def test_what_else_reads_and_writes_experts(one):
+    """They are loaded while they are away, cast to another dtype before they go again, or while they are
+    away, and pickled."""
+    layers, x = experts(single_grouped_weight=one), torch.randn(ROWS, WIDTH, requires_grad=True)
+    other = {name: torch.full_like(value, 0.5) for name, value in layers.state_dict().items()}
+    y, *_ = run_experts(layers, x, None)
+    assert not all(map(together, layers))
+    layers.load_state_dict(other)
+    del y
+    gc.collect()
+    for dtype in (torch.bfloat16, torch.float64):
+        if dtype is torch.bfloat16:
+            layers.to(dtype)
+        y, *_ = run_experts(layers, x.bfloat16(), None)
+        assert not all(map(together, layers))
+        layers.to(dtype)
+        del y
+        gc.collect()
+        assert {p.dtype for p in layers.parameters()} == {dtype}
+        assert all((p == 0.5).all() for p in layers.parameters())
+    copied = pickle.loads(pickle.dumps(layers))
+    assert all(map(torch.equal, copied.parameters(), layers.parameters()))
+    y, *_ = run_experts(copied.to(torch.float32), x, None)
+    assert [together(layer) for layer in copied] == [False, False, True]
+    y.sum().backward()
+    assert all(map(together, copied))
 
 
 @pytest.mark.gpu
