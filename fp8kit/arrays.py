@@ -360,9 +360,9 @@ def duplicate(view: ArrayView, where: Device | None = None) -> ArrayView:
     return own
 
 
-def to(array: Any, where: Device | str) -> ArrayView:
+def to(view: Any, where: Device | str) -> ArrayView:
     """Returns a view of any array where it already lives on ``where``, else a copy there."""
-    view = as_view(array)
+    view = as_view(view)
     if not isinstance(where, Device):
         where = device(where)
     return view if view.device == where else duplicate(view, where)

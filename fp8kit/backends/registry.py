@@ -128,7 +128,7 @@ class OpImpl:
 
 def want_kernel(operation: str, argument: str, name: Any) -> None:
     """BackendError where ``name`` is no kernel of the contract."""
-    if name not in KERNELS:
+    if not isinstance(name, str) or name not in KERNELS:
         wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(name, KERNELS)}"
         raise BackendError(operation, argument, repr(name), wanted)
 
