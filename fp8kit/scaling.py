@@ -254,7 +254,7 @@ def update_among(
     device = states[0].placed.device
     on = arrays.current_stream(device) if stream is None or device.kind == "cpu" else stream(device.index)
     kernels, rule = dispatch.kernels(device), history.rules[forward]
-    replays = getattr(kernels, "replays", None)  # of an engine's kernels; a set of functions has none
+    replays = kernels.replays
     if replays is not None and len(states) <= _FEW:
         known = replays.found.get((_UPDATE, on, rule, *map(_place, states)))
         if known is not None:

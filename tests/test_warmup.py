@@ -75,7 +75,8 @@ def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch)
 
         return call
 
-    every = SimpleNamespace(policy=own.policy, **{kernel: spied(kernel) for kernel in KERNELS})
+    own_calls = {kernel: spied(kernel) for kernel in KERNELS}
+    every = SimpleNamespace(policy=own.policy, replays=None, recorder=None, **own_calls)
     monkeypatch.setattr(dispatch, "kernels", lambda device: every)
     layer = nn.TransformerLayer(32, 64, 2, params_dtype="bfloat16", device="cpu")
     optimizer = fk.optim.AdamW(layer.parameters(), lr=1e-3)

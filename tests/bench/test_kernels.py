@@ -55,6 +55,8 @@ def test_the_table_is_what_a_layer_runs(monkeypatch):
 
     spied = SimpleNamespace(
         policy=own.policy,
+        replays=None,
+        recorder=None,
         **{name: counted(name) if name in named else getattr(own, name) for name in KERNELS},
     )
     monkeypatch.setattr(dispatch, "kernels", lambda device: spied)
