@@ -242,7 +242,8 @@ def _torch(problem: Problem) -> Step:
 def measure(size: Size, mode: Mode, setting: Setting) -> list[Row]:
     """The rows of one size in one mode."""
     problem, kernels = Problem(size, mode, setting.device), dispatch.kernels(setting.device)
-    contest = Contest(setting.fewer_rounds(), f"{mode.name}: {size}", product=mode.name)
+    turns = setting.fewer_rounds().sustained(problem.flops)
+    contest = Contest(turns, f"{mode.name}: {size}", product=mode.name)
 
     def ours(row: Row) -> Step:
         step = problem.ours(kernels)

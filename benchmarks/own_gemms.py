@@ -40,7 +40,6 @@ OURS, LIBRARY = "fp8kit", "cuBLASLt"
 FUSED = "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"
 TENSORS, BLOCKS, FEW, EPILOGUES = "tensors", "blocks", "few rows", "epilogues"
 ROWS = 16, 32, 64, 256, 1024, 4096, 16384
-TURN = 8e-3  # seconds that a contender's turn takes at least, so that the chip is at its power limit
 REPEATS = 20  # of a product of few rows in a graph
 _SCALE = 2.0**-6
 _LINE, _SQUARE = (1, 128), (128, 128)
@@ -104,7 +103,7 @@ def measure_epilogue(case: Epilogue, setting: Setting, own: Any, library: Any) -
     separate = SimpleNamespace(**dict(zip(FUSED, composed(library, place, __name__), strict=True)))
     assert spec.flops is not None
     flops = spec.flops(SimpleNamespace(**given))
-    contest = Contest(_long(setting, flops), str(case), scales=EPILOGUES)
+    contest = Contest(setting.sustained(flops), str(case), scales=EPILOGUES)
     for name, kernels in ((OURS, own), (LIBRARY, separate)):
         contest.enter(name, lambda row, kernels=kernels: _timed(partial(spec.call, kernels, given)))
     return _of_best(contest, contest.time(host=False), flops)
@@ -115,11 +114,6 @@ def _timed(step: Step) -> Step:
     for _ in range(4):
         step()
     return step
-
-
-def _long(setting: Setting, flops: float) -> Setting:
-    """Turns of ``TURN`` seconds or more."""
-    return setting.warmed(math.ceil(TURN / (flops / 1.2e15)) if setting.device.kind == "cuda" else 10)
 
 
 def _of_best(contest: Contest, rows: list[Row], flops: float, repeats: int = 1) -> list[Row]:
@@ -183,7 +177,7 @@ def _repeated(given: gemms.Operands, kernels: Any) -> Step:
 
 def measure(case: Case, setting: Setting, own: Any, library: Any) -> list[Row]:
     """Ours and cuBLASLt's."""
-    turns = setting.warmed() if case.scales == FEW else _long(setting, case.product.flops)
+    turns = setting.warmed() if case.scales == FEW else setting.sustained(case.product.flops)
     contest, repeats = Contest(turns, str(case), scales=case.scales), 1
     if case.scales == BLOCKS:
         step, error = _of_blocks(case.product, setting.device)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import platform
 import sys
 import time
@@ -104,6 +105,9 @@ _HEAD = {
 }
 
 
+TURN, SPEED = 40e-3, 1.2e15  # seconds and operations a second: see ``Setting.sustained``
+
+
 class Unavailable(Exception):
     """A case that cannot run here; the message says why."""
 
@@ -140,6 +144,15 @@ class Setting:
         if self.device.kind == "cpu":
             return self
         return replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, calls))
+
+    def sustained(self, flops: float) -> Setting:
+        """Returns the same, for products of so many floating-point operations in FP8, whose turns keep a GPU
+        at its power limit. After a change of work its clocks take some tens of milliseconds until they are
+        the contender's own: so ``TURN`` seconds of a turn do not count, and as many do."""
+        if self.device.kind == "cpu":
+            return self
+        calls = math.ceil(TURN * SPEED / flops)
+        return replace(self, warmups=max(self.warmups, calls), calls=max(self.calls, calls))
 
     def fewer_rounds(self) -> Setting:
         """Returns the same in half as many rounds, two at least: for parts that have many cases."""

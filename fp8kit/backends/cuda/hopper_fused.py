@@ -27,6 +27,7 @@ from fp8kit.backends.cuda.hopper_gemm import (
     blocks_together,
     cheapest,
     compiled,
+    in_turn,
     packed,
     result_map,
     rows_map,
@@ -108,7 +109,8 @@ def _plan(
         result_map((m, n), out_stride, out, scales, "none", at, True) if wants_product else NONE[1],
     )
     kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
-    band = min(tall, band_of(clusters, at.rows, at.columns * together))
+    turns = in_turn(promote, "none", at, epilogue)
+    band = min(tall, band_of(clusters, at.rows, at.columns * together, turns))
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
     return Planned(kernel, clusters * together, maps, sizes)
 
