@@ -1,6 +1,6 @@
 """Every benchmark with its peers, the verdicts on the targets, and the documents' tables.
 
-    python -m benchmarks [PART ...] --out DIR [--minutes N]
+    python -m benchmarks [PART ...] --out DIR [--minutes N] [--only LAYER]
     python -m benchmarks --table [--update]
 
 Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART the usual ones run; --list
@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=positive, metavar="N", help="turns of each contender (6; on the CPU 2)"
     )
+    parser.add_argument("--only", metavar="LAYER", help='of the layers\' sizes one, such as "layer 4096"')
     parser.add_argument("--isolate", action="store_true", help="a process for each part")
     parser.add_argument(
         "--table",
@@ -62,6 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes": options.minutes,
         "--device": options.device,
         "--rounds": options.rounds,
+        "--only": options.only,
         "--isolate": options.isolate,
     }
     for name, given in beside.items():
@@ -114,14 +116,19 @@ def measure(options: argparse.Namespace) -> int:
 
 def setting_of(options: argparse.Namespace) -> Setting:
     """How the run is made."""
-    given: dict[str, Any] = {"out": options.out}
+    given: dict[str, Any] = {"out": options.out, "only": options.only}
     if options.rounds is not None:
         given["rounds"] = options.rounds
     if options.minutes is not None:
         given["deadline"] = time.monotonic() + 60 * options.minutes
-    return reports.setting_for(
+    setting = reports.setting_for(
         device_of(argparse.Namespace(command="benchmarks", device=options.device)), **given
     )
+    if not setting.layers:
+        known = list(setting.sizes.layers)
+        expected = f"expected one of {', '.join(known)}{meant(options.only, known)}"
+        options.refuse(f"argument --only: got {options.only!r}, {expected}")
+    return setting
 
 
 def peers() -> dict[str, str]:
@@ -164,6 +171,7 @@ def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.
             str(setting.device),
         ]
         order += ["--rounds", str(setting.rounds)]
+        order += [] if setting.only is None else ["--only", setting.only]
         start, said = time.perf_counter(), "it cannot be started"
         limit = min(PART_SECONDS, setting.left())
         try:

@@ -278,12 +278,13 @@ def _measure(about: Sizes, setting: Setting) -> list[Row]:
 
 
 def attention_part(setting: Setting) -> list[Row]:
-    """The layers' attention as the engine takes it, then a row a size, path and direction. A result of ours
-    is compared with its formula; with dropout it is not."""
+    """The layers' attention as the engine takes it, then a row a size, path and direction, but where
+    only one layer is asked for. A result of ours is compared with its formula; with dropout it is not."""
+    grid = (*GRID, *OTHERS) if setting.sizes is FULL else SMALL
     rows = skeleton.attention_part(setting, torch_kernels.attentions)
     return rows + within_time(
         setting,
-        (*GRID, *OTHERS) if setting.sizes is FULL else SMALL,
+        () if setting.only else grid,
         lambda about: _measure(about, setting),
         lambda about: row_of(str(about), "all"),
     )

@@ -33,6 +33,7 @@ from fp8kit.testing.contract import workspace
 OURS, SINGLES, LOOP = "fp8kit grouped", "one after another, graph", "one after another"
 TORCH = "torch._grouped_mm bf16"
 ORDER = "impl:cuda.hopper_grouped_fp8_gemm", "impl:cuda.grouped_fp8_gemm", "reference"
+LIBRARY = SelectionPolicy(per_op={"block_gemm": ("impl:cuda.timed_block_gemm", "reference")})  # cuBLASLt's
 CORNER = 64  # rows and columns of the largest group's result that are compared with float64
 BOUND = 2.0**-7  # bfloat16's rounding and the tensor cores' 14-bit sums where they are fast: docs/numerics.md
 _SCALE, _SPREAD = 2.0**-6, 64.0
@@ -254,7 +255,7 @@ def measure(size: Size, mode: Mode, setting: Setting) -> list[Row]:
         return step
 
     contest.enter(OURS, ours)
-    loop = problem.singles(kernels)
+    loop = problem.singles(dispatch.kernels(setting.device, LIBRARY))
     if setting.device.kind == "cuda":
         contest.enter(SINGLES, lambda row: as_graph(loop))
     stream = arrays.current_stream(setting.device)

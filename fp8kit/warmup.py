@@ -113,7 +113,7 @@ def warmup(
 
     def compiled(arch: str) -> Warmup:
         own = scaled_products.for_arch(rule.quantization, arch)
-        return _compiled(variants(hidden, kind.name, activation, own), arch, count, tell)
+        return _compiled(variants(hidden, kind.name, activation, own, arch), arch, count, tell)
 
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
@@ -169,13 +169,16 @@ def _two_steps(layer: Any, zeros: Any, recipe: Recipe, say: Callable[[str], obje
     arrays.synchronize(zeros.device)
 
 
-def variants(hidden: int, dtype: str, activation: str, quantization: Quantization) -> list[Variant]:
+def variants(
+    hidden: int, dtype: str, activation: str, quantization: Quantization, arch: str
+) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
-    ``quantization`` of the recipe, as the device carries it out."""
+    ``quantization`` of the recipe, as devices of ``arch`` carry it out."""
     from fp8kit import formats
     from fp8kit.backends.activation import LEARNED
     from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
+    from fp8kit.ops.product_block import BlockProduct
     from fp8kit.ops.products import product_class
     from fp8kit.raw_kernels import manifest
 
@@ -196,11 +199,41 @@ def variants(hidden: int, dtype: str, activation: str, quantization: Quantizatio
             for defines in map(dict, manifest.source(source).variants):
                 if all(defines.get(key, values[0]) in values for key, values in fits.items()):
                     found.append((source, defines))
+    if issubclass(product, BlockProduct):
+        found += _block_gemms(quantization, own, arch)
     norms = norm.variants(hidden, formats.dtype(dtype))
     found += [(source, {"T": own, **defines}) for source, defines in norms]
     if dtype == "float32":  # cuDNN takes the others
         found.append(("attention.cu", {"T": own}))
     return [variant for i, variant in enumerate(found) if variant not in found[:i]]
+
+
+def _block_gemms(quantization: Quantization, own: str, arch: str) -> list[Variant]:
+    """Variants of our own product with scales of blocks, of every tile that it may choose."""
+    from fp8kit.backends.cuda import hopper_gemm, mma_gemm
+    from fp8kit.backends.cuda.compile import arch_of
+    from fp8kit.backends.cuda.own_gemm import SCALES
+    from fp8kit.backends.cuda.quantize import format_name
+    from fp8kit.raw_kernels import manifest
+
+    source = hopper_gemm.SOURCE if arch == arch_of(hopper_gemm.CAPABILITY) else mma_gemm.SOURCE
+    wanted = [
+        {
+            "LEFT": format_name(gemm.a.format),
+            "RIGHT": format_name(gemm.b.format),
+            "SCALES": SCALES[gemm.a.tile, gemm.b.tile],
+            "T": own,
+            "GROUPS": "none",
+            "EPILOGUE": "bare",
+        }
+        for gemm in quantization.gemms.values()
+        if gemm.compute == "quantized" and isinstance(gemm.how, bool)
+    ]
+    return [
+        (source, defines)
+        for defines in map(dict, manifest.source(source).variants)
+        if any(all(defines.get(key, value) == value for key, value in each.items()) for each in wanted)
+    ]
 
 
 def _compiled(wanted: list[Variant], arch: str, threads: int, tell: Callable[[str], object]) -> Warmup:

@@ -15,9 +15,11 @@ from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.cuda import compile as kernel_compiler
+from fp8kit.backends.cuda import hopper_gemm
 from fp8kit.backends.protocol import KERNELS, SPECS
 from fp8kit.raw_kernels import manifest
 from fp8kit.warmup import Warmup, variants
+from tests.support import hopper
 
 module = sys.modules["fp8kit.warmup"]
 
@@ -29,11 +31,12 @@ RECIPES = {
 }
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89"])
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ALL)
-def test_variants_are_the_manifests(dtype, activation, recipe):
-    found = variants(4096, dtype, activation, RECIPES[recipe].quantization)
+def test_variants_are_the_manifests(dtype, activation, recipe, arch):
+    found = variants(4096, dtype, activation, RECIPES[recipe].quantization, arch)
     assert len({str(variant) for variant in found}) == len(found)
     assert ("block.cu" in dict(found)) is (recipe == "block")
     assert ("xielu.cu" in dict(found)) is (activation == "xielu")
@@ -62,6 +65,26 @@ def test_what_lays_codes_out_is_compiled_where_products_take_their_scales(recipe
     assert found == {"sm_90a": set(), "sm_100a": widths, "sm_120a": widths}
 
 
+def test_products_of_blocks_are_compiled_with_every_tile_that_may_be_chosen(monkeypatch):
+    """By Hopper's kernel on Hopper, by that of any chip elsewhere; cuBLASLt's need none."""
+    for recipe in RECIPES.values():
+        for arch, own in (("sm_90a", "hopper_gemm.cu"), ("sm_89", "mma_gemm.cu"), ("sm_100a", "mma_gemm.cu")):
+            found = variants(4096, "bfloat16", "gelu", recipe.quantization, arch)
+            products = [
+                (source, manifest.defines(**defines)) for source, defines in found if "gemm" in source
+            ]
+            assert {source for source, _ in products} == ({own} if recipe is RECIPES["block"] else set())
+            if arch == "sm_90a" and products:
+                compiled = {defines for _, defines in products}
+    plan, chosen = hopper.planned(hopper_gemm, monkeypatch), set()
+    for scales in ("lines_squares", "lines_lines"):
+        for m in (1, 16, 128, 512, 2048, 8192):
+            for n, k in ((4096, 4096), (16384, 4096), (4096, 16384), (512, 512)):
+                how = "e4m3", "e4m3", "bf16", scales, (0, 0), 128
+                chosen.add(plan(0, m, n, k, k, k, n, m, n, *how).kernel)
+    assert chosen == compiled
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch):
     """The contract's kernels that a step calls, by the sources that name them."""
@@ -84,7 +107,7 @@ def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch)
         y = layer(fk.tensor(np.ones((16, 1, 32), np.float32), dtype="bfloat16", device="cpu"))
     nn.cross_entropy(y.reshape(16, 32), fk.tensor(np.arange(16), device="cpu")).backward()
     optimizer.step()
-    sources = {source for source, _ in variants(32, "bfloat16", "gelu", RECIPES[name].quantization)}
+    sources = {source for source, _ in variants(32, "bfloat16", "gelu", RECIPES[name].quantization, "sm_90a")}
     missing = [
         kernel
         for kernel in called

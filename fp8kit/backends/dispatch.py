@@ -108,7 +108,7 @@ def plugins_fingerprint() -> str:
 def _fingerprint(version: int) -> str:
     said = [
         f"{i.op_name} {i.impl_id} {i.kind.value} {i.vendor} {i.priority} {i.min_arch} "
-        f"{sorted(i.devices)} {i.supported_dtypes and sorted(i.supported_dtypes)}"
+        f"{i.max_arch} {sorted(i.devices)} {i.supported_dtypes and sorted(i.supported_dtypes)}"
         for i in registry.every()
         if i.engine not in IN_TREE
     ]

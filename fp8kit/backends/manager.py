@@ -322,10 +322,12 @@ class _Unfit(str):
 def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
     """Why an implementation cannot run on a device, or None."""
     misplaced = _misplaced(impl, device)
-    if misplaced is None and impl.min_arch is not None:
-        have = arch()
-        if have is not None and have < impl.min_arch:
-            return _Unfit(f"needs compute capability {impl.min_arch / 10}, {device} has {have / 10}")
+    least, most = impl.min_arch, impl.max_arch
+    if misplaced is None and (least, most) != (None, None) and (have := arch()) is not None:
+        if least is not None and have < least:
+            return _Unfit(f"needs compute capability {least / 10}, {device} has {have / 10}")
+        if most is not None and have > most:
+            return _Unfit(f"is for compute capability {most / 10} at most, {device} has {have / 10}")
     if misplaced is None and not impl.is_available():
         return _Unfit("not available: its _is_available() says so")
     return misplaced

@@ -58,7 +58,8 @@ class OpImpl:
     * ``priority``: higher goes first among those of a kind (default by kind: 150, 100, 50).
     * ``supported_dtypes``: names of the dtypes of the kernel's first array that it takes; a call with another
       goes on to the next implementation. None: all.
-    * ``min_arch``: least compute capability times ten (89, 90), on devices that have one. None: any.
+    * ``min_arch``, ``max_arch``: least and greatest compute capability times ten (89, 90), on devices that
+      have one. None: any.
     * ``devices``: device kinds that it runs on.
     * ``deterministic``: it gives the same bits for the same arguments every time; otherwise
       ``fk.deterministic`` leaves it out.
@@ -76,6 +77,7 @@ class OpImpl:
     min_arch: int | None = None
     devices: frozenset[str] = frozenset({"cpu"})
     deterministic: bool = True
+    max_arch: int | None = None
 
     def __post_init__(self) -> None:
         def want(argument: str, fits: bool, wanted: str) -> None:
@@ -98,11 +100,10 @@ class OpImpl:
         if self.priority is None:
             object.__setattr__(self, "priority", PRIORITY[self.kind])
         want("priority", type(self.priority) is int, "an int")
-        want(
-            "min_arch",
-            self.min_arch is None or type(self.min_arch) is int,
-            "an int, the compute capability times ten, or None",
-        )
+        for argument in ("min_arch", "max_arch"):
+            value = getattr(self, argument)
+            whole = value is None or type(value) is int
+            want(argument, whole, "an int, the compute capability times ten, or None")
         want("deterministic", isinstance(self.deterministic, bool), "True or False")
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)

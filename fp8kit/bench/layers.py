@@ -87,7 +87,7 @@ def layer_part(setting: Setting, field: Field = NATIVE) -> list[Row]:
     """Returns a TransformerLayer at every size, forward and backward; beside the largest the skeleton of the
     same run, which has no check of its own."""
     rows: list[Row] = []
-    for workload, layer in setting.sizes.layers.items():
+    for workload, layer in setting.layers.items():
         problem, contest = layer_problem(layer, setting), Contest(setting.warmed(LAYER_CALLS), workload)
         entered(contest, problem, field.contenders(problem, workload), field)
         if layer is setting.sizes.large and setting.device.kind == "cuda":
@@ -125,8 +125,8 @@ def steps_part(setting: Setting) -> list[Row]:
     recipe; the first step's parameters must be finite. ``ratio``: beside bfloat16."""
     return within_time(
         setting,
-        setting.sizes.layers,
-        lambda name: _steps(name, layer_problem(setting.sizes.layers[name], setting), setting),
+        setting.layers,
+        lambda name: _steps(name, layer_problem(setting.layers[name], setting), setting),
         lambda name: row_of(name, "all"),
     )
 

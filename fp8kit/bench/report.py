@@ -36,7 +36,7 @@ from typing import Any
 
 import fp8kit
 from fp8kit.arrays import CPU, Device
-from fp8kit.bench.sizes import FULL, SMALL, Sizes
+from fp8kit.bench.sizes import FULL, SMALL, Layer, Sizes
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 
 ABSENT = "not installed"
@@ -116,7 +116,8 @@ class Unavailable(Exception):
 class Setting:
     """How a run is made. ``rounds`` turns of each contender, ``calls`` counted calls in a turn, after
     ``warmups``. ``deadline``: of the whole run, on ``time.monotonic``, None for none; a part begins nothing
-    new after it. ``out``: folder of the plots, None for none."""
+    new after it. ``out``: folder of the plots, None for none. ``only``: the name of one of the sizes' layers,
+    None for all."""
 
     device: Device = CPU
     sizes: Sizes = FULL
@@ -126,6 +127,12 @@ class Setting:
     seed: int = 0
     deadline: float | None = None
     out: Path | None = None
+    only: str | None = None
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The layers that a part over them measures, by name."""
+        return {name: layer for name, layer in self.sizes.layers.items() if self.only in (None, name)}
 
     def left(self) -> float:
         """Seconds until the deadline, infinity without one."""

@@ -113,8 +113,8 @@ def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list
     compared with the first one's, backward's gradient too."""
     return within_time(
         setting,
-        setting.sizes.layers,
-        lambda name: _attention(Contest(setting, f"attention, {name}"), setting.sizes.layers[name], peers),
+        setting.layers,
+        lambda name: _attention(Contest(setting, f"attention, {name}"), setting.layers[name], peers),
         lambda name: row_of(f"attention, {name}", "all"),
     )
 

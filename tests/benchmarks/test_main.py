@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 import benchmarks
 from benchmarks import __main__ as command
-from benchmarks import error, own_gemms, parts, table, targets, train
+from benchmarks import attention, error, own_gemms, parts, table, targets, train
 from fp8kit.arrays import CPU
+from fp8kit.bench import layers
 from fp8kit.bench import report as reports
 from fp8kit.bench.report import Part, Report, Setting
 from fp8kit.bench.sizes import FULL, SMALL
@@ -217,6 +220,27 @@ def test_a_part_that_fails_is_reported_and_hides_nothing(tmp_path, monkeypatch, 
     assert reports.read(tmp_path / command.FILE).parts["error"]["status"] == "ok"
 
 
+def test_of_the_layers_one(tmp_path, monkeypatch):
+    """In this process and in a part's own, by one contender of the layer."""
+
+    def child(order, **options):
+        assert order[order.index("--only") + 1] == "layer 32"
+        return SimpleNamespace(returncode=command.main(order[3:]), stderr="")
+
+    def first(problem, workload):
+        return dict(list(layers.native_only(problem, workload).items())[:1])
+
+    own = Part("layer", "", partial(layers.layer_part, field=layers.Field(first)))
+    found = (own, Part("attention", "", attention.attention_part))
+    monkeypatch.setattr(parts, "PARTS", found)
+    monkeypatch.setattr(command.subprocess, "run", child)
+    for more in ([], ["--isolate"]):
+        command.main([*QUICK, "--only", "layer 32", *more, "--out", str(tmp_path)])
+        made = reports.read(tmp_path / command.FILE)
+        found = {row["workload"] for part in made.parts for row in made.rows(part)}
+        assert found == {"layer 32", "attention, layer 32"}
+
+
 def test_other_libraries_failures_are_not_this_runs(tmp_path, monkeypatch):
     rows = [
         row("torch.compile bf16", status="failed: it"),
@@ -273,6 +297,12 @@ def test_usage(capsys, tmp_path, monkeypatch):
         (["kernel", *out], 2, "; did you mean kernels;"),
         (["gemm", "--minutes", "0", *out], 2, "argument --minutes: got 0, expected a finite number and > 0"),
         (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"),
+        (
+            ["layer", *QUICK, "--only", "layer 62", *out],
+            2,
+            "expected one of layer 64, layer 48, layer 32, layer 16; did you mean layer 64",
+        ),
+        (["--table", "--only", "layer 64"], 2, "argument --only: not allowed"),
         (["--update"], 2, "argument --update: not"),
         (["gemm"], 2, "required: --out"),
         (["gemm", "--device", "gpu", *out], 2, "--device: got 'gpu', expected a name like"),

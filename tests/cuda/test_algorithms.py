@@ -245,11 +245,13 @@ def test_relatives_are_candidates_of_large_fp8_products(
 def test_deterministic_products_take_the_first() -> None:
     manager = dispatch.get_default_manager()
     for kernel in ("gemm", "fp8_gemm", "block_gemm"):
-        ours = [f"cuda.{own}_{kernel}" for own in ("hopper", "mma")] if kernel != "gemm" else []
+        first = ["cuda.hopper_block_gemm"] if kernel == "block_gemm" else []
+        last = {"gemm": [], "fp8_gemm": ["cuda.hopper_fp8_gemm", "cuda.mma_fp8_gemm"]}
+        ours = last.get(kernel, ["cuda.mma_block_gemm"])
         free, _ = manager.ranked(kernel, GPU, SelectionPolicy(), lambda: 90)
-        assert [impl.impl_id for impl in free] == [f"cuda.timed_{kernel}", f"cuda.{kernel}", *ours]
+        assert [impl.impl_id for impl in free] == [*first, f"cuda.timed_{kernel}", f"cuda.{kernel}", *ours]
         order, left_out = manager.ranked(kernel, GPU, SelectionPolicy(deterministic=True), lambda: 90)
-        assert [impl.impl_id for impl in order] == [f"cuda.{kernel}", *ours]
+        assert [impl.impl_id for impl in order] == [*first, f"cuda.{kernel}", *ours]
         refused = dict(left_out)
         why = next(why for impl, why in refused.items() if impl.impl_id == f"cuda.timed_{kernel}")
         assert "deterministic" in why

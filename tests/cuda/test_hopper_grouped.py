@@ -294,6 +294,7 @@ def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPat
 def test_it_is_chosen_on_hopper_alone() -> None:
     registry = OpRegistry()
     register(registry)
-    found = {impl.impl_id: impl.min_arch for impl in registry.get_implementations("grouped_fp8_gemm")}
-    assert list(found) == ["cuda.hopper_grouped_fp8_gemm", "cuda.grouped_fp8_gemm"]
-    assert found["cuda.hopper_grouped_fp8_gemm"] == hopper_grouped.LEAST_ARCH == 90
+    for name in ("grouped_fp8_gemm", "grouped_gemm"):
+        found = registry.get_implementations(name)
+        assert [impl.impl_id for impl in found] == [f"cuda.hopper_{name}", f"cuda.{name}"]
+        assert (found[0].min_arch, found[0].max_arch) == (90, 90)

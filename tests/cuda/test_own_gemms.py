@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import arrays, formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends import dispatch
+from fp8kit.backends import dispatch, manager
 from fp8kit.backends.cuda import OWN, gemm, hopper_gemm, launch, mma_gemm, own_gemm, register
 from fp8kit.backends.manager import chain
 from fp8kit.backends.policy import SelectionPolicy, policy_context
@@ -20,7 +21,7 @@ from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
 from fp8kit.errors import BackendError
-from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32, uint8
 from fp8kit.lab import override
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
@@ -453,9 +454,10 @@ def test_who_says_how_products_are_added(
     assert says.pop(f"cuda.mma_{name}") is None
     assert set(says) == {f"cuda.timed_{name}", f"cuda.{name}", f"cuda.hopper_{name}"}
     chained: Any = chain(found, [impl.fn for impl in found])
-    assert chained._sums is says[f"cuda.timed_{name}"]
+    assert chained._sums is says[f"cuda.{'timed' if name == 'fp8_gemm' else 'hopper'}_{name}"]
     assert all(sums(call) is ACCUMULATIONS[how] for sums in says.values())
-    theirs = says[f"cuda.{name}"]
+    ours, theirs = says[f"cuda.hopper_{name}"], says[f"cuda.{name}"]
+    assert ours(SimpleNamespace(**{**vars(call), "b": ArrayView(4104, (16, 64), float32, GPU)})) is None
     made.splits = 2
     assert theirs(call) is None
     made.splits = 1
@@ -464,9 +466,90 @@ def test_who_says_how_products_are_added(
     assert all(sums(call) is None for sums in says.values())
 
 
-def test_they_are_not_chosen_where_no_policy_names_them() -> None:
-    registry = OpRegistry()
-    register(registry)
-    for name in NAMES:
-        found = [impl.impl_id for impl in registry.get_implementations(name)]
-        assert found.index(f"cuda.{name}") < min(found.index(f"cuda.{own}_{name}") for own in WHICH)
+# --- which is chosen ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+def test_of_blocks_our_own_is_chosen_on_hopper_alone(arch: int) -> None:
+    """And no other of these products by itself, while cuBLASLt's is there."""
+    own = dispatch.get_default_manager()
+    for policy in (SelectionPolicy(), SelectionPolicy(deterministic=True)):
+        for name in NAMES:
+            ids = [impl.impl_id for impl in own.ranked(name, GPU, policy, lambda: arch)[0]]
+            hopper = f"cuda.hopper_{name}"
+            assert (hopper in ids) is (arch == 90)
+            assert (ids[0] == hopper) is (arch == 90 and name == "block_gemm")
+            assert ids[-1] == f"cuda.mma_{name}"
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The kernels that are chosen for a Hopper that is not here, and what runs of which of them."""
+    run: list[Any] = []
+    monkeypatch.setattr(arrays.provider(GPU), "count", lambda: 1, raising=False)
+    monkeypatch.setattr(arrays.provider(GPU), "arch", lambda device: 90, raising=False)
+    monkeypatch.setattr(hopper_gemm, "_plan", support.planned(hopper_gemm, monkeypatch))
+    monkeypatch.setattr(hopper_gemm, "tensor_map", lambda *given: b"x" * 120)
+    monkeypatch.setattr(launch, "launch", lambda kernel, *given: run.append("hopper"))
+    # the last two of cuBLASLt's: whether it is timed, and the kinds of scales
+    monkeypatch.setattr(gemm, "fp8_gemm", lambda *given: run.append(given[-2:]))
+    return dispatch.OpManager().choose(GPU, SelectionPolicy()), run
+
+
+@pytest.mark.parametrize(
+    ("moved", "by"),
+    [
+        ({}, "hopper"),
+        ({"out": 2}, "hopper"),
+        ({"a": 8}, (True, ("block_1x128", "block_128x128"))),
+        ({"b_scale_inv": 4}, (True, ("block_1x128", "block_128x128"))),
+    ],
+    ids=["whole", "out", "a", "scales"],
+)
+def test_what_it_cannot_take_goes_to_cublaslt(
+    moved: dict[str, int],
+    by: Any,
+    on_hopper: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Addresses that copies cannot read from: which is said, once."""
+    monkeypatch.setattr(manager, "_SAID", set())
+    kernels, run = on_hopper
+    sizes = {"a": (32, 256), "b": (128, 256), "out": (32, 128), "a_scale_inv": (2, 32), "b_scale_inv": (1, 4)}
+    types = {"a": uint8, "b": uint8, "out": bfloat16}
+    views = {
+        name: ArrayView(4096 + moved.get(name, 0), shape, types.get(name, float32), GPU)
+        for name, shape in sizes.items()
+    }
+    rest = {"a_format": E4M3, "b_format": E4M3, "a_tile": LINE, "b_tile": SQUARE, "stream": 0}
+    for _ in range(2):
+        kernels.block_gemm(**views, **rest, bias=None, addend=None, workspace=None)
+    assert run == [by, by]
+    said = "block_gemm: cuda.hopper_block_gemm cannot take the call"
+    assert sum(said in message for message in caplog.messages) == (by != "hopper")
+
+
+@pytest.mark.gpu
+def test_a_layers_products_with_scales_of_blocks_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All six of an MLP's step, with rows that no tile divides; cuBLASLt's where a policy names it."""
+    support.want_hopper()
+    packed, library, made = hopper_gemm.packed, gemm.fp8_gemm, []
+    monkeypatch.setattr(hopper_gemm, "packed", lambda *given: made.append("hopper") or packed(*given))
+    monkeypatch.setattr(gemm, "fp8_gemm", lambda *given: made.append("cuBLASLt") or library(*given))
+    rng = np.random.default_rng(0)
+    x, g = (
+        fk.tensor(rng.standard_normal((300, 256)).astype(bfloat16.numpy), device=GPU, requires_grad=needs)
+        for needs in (True, False)
+    )
+    for policy, by in (
+        (SelectionPolicy(), "hopper"),
+        (SelectionPolicy(deterministic=True), "hopper"),
+        (SelectionPolicy(per_op={"block_gemm": ("impl:cuda.block_gemm",)}), "cuBLASLt"),
+    ):
+        made.clear()
+        layer = fk.nn.LayerNormMLP(256, 512, params_dtype=bfloat16, device=GPU)
+        with policy_context(policy), fk.autocast(recipe=fk.recipe.Float8BlockScaling()):
+            y = layer(x)
+        y.backward(g)
+        assert made == [by] * 6

@@ -104,6 +104,7 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         (lambda: impl("y", devices=None), "devices: got None, expected a set of names, one at least"),
         (lambda: impl("y", devices={3}), r"devices: got \{3\}, expected a set of names"),
         (lambda: impl("y", min_arch="sm_90"), "min_arch: got 'sm_90', expected an int"),
+        (lambda: impl("y", max_arch=9.0), r"max_arch: got 9\.0, expected an int"),
     ):
         with pytest.raises(BackendError, match=said):
             wrong()

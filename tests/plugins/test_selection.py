@@ -175,19 +175,23 @@ def test_supported_dtypes_move_on_call_by_call(caplog: pytest.LogCaptureFixture)
         total("float32")
 
 
-def test_min_arch_and_availability(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_arch_and_availability(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     both = frozenset({"cpu", "cuda"})
     for name, arch in (("new", 100), ("old", 80)):
         registry.register_many(Engine(name, ["add"], min_arch=arch, devices=both).impls)
+    registry.register_many(Engine("past", ["add"], max_arch=80, devices=both).impls)
     gone = Engine("gone", ["add"], devices=both).impls[0]
     gone.fn._is_available = lambda: False  # type: ignore[attr-defined]
     registry.register_impl(gone)
-    assert ids() == ["new.add", "old.add", "reference.add"], "a CPU has no compute capability"
+    every = ["new.add", "old.add", "past.add", "reference.add"]
+    assert ids() == every, "a CPU has no compute capability"
     provider = arrays.provider(Device("cuda"))
     monkeypatch.setattr(provider, "count", lambda: 1, raising=False)
     monkeypatch.setattr(provider, "arch", lambda device: 90, raising=False)
     assert ids(device=Device("cuda")) == ["cuda.add", "old.add"]
     assert why(device=Device("cuda"))["new.add"] == "needs compute capability 10.0, cuda:0 has 9.0"
+    past = "is for compute capability 8.0 at most, cuda:0 has 9.0"
+    assert why(device=Device("cuda"))["past.add"] == past
     dispatch.kernels(Device("cuda"))
     assert (
         "add: new.add is left out on cuda:0: needs compute capability 10.0, cuda:0 has 9.0" in caplog.messages
@@ -196,7 +200,7 @@ def test_min_arch_and_availability(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         "add: gone.add is left out on cuda:0: not available: its _is_available() says so" in caplog.messages
     )
     monkeypatch.setattr(provider, "arch", lambda device: 75, raising=False)
-    assert ids(device=Device("cuda")) == []
+    assert ids(device=Device("cuda")) == ["past.add"]
     assert why(device=Device("cuda"))["cuda.add"] == "needs compute capability 8.0, cuda:0 has 7.5"
     monkeypatch.setattr(provider, "count", lambda: 0, raising=False)
     with pytest.raises(BackendError, match="device: cuda:0 is not usable, 0 cuda devices are"):

@@ -35,8 +35,9 @@ OWN = {
     },
     "mma_gemm.cu": {"fp8_gemm": "mma_gemm", "block_gemm": "mma_gemm"},
 }
-# modules of these that come before the library or the general source, being faster (docs/moe.md)
-FIRST = ("hopper_grouped",)
+# implementations of these that come before the library or the general source, being faster (docs/moe.md,
+# docs/performance.md)
+FIRST = {"hopper_block_gemm", "hopper_grouped_fp8_gemm", "hopper_grouped_gemm"}
 
 
 def implementation(kernel: str, source: str = "") -> Callable[..., Any]:
@@ -82,6 +83,6 @@ def register(registry: OpRegistry) -> None:
         for name, module in modules.items():
             own = importlib.import_module(f"{__name__}.{module}")
             impl_id = f"{module.partition('_')[0]}_{name}"
-            priority = PRIORITY[Kind.VENDOR] + (1 if module in FIRST else -1)
-            more = {"priority": priority, "min_arch": own.LEAST_ARCH}
+            more = dict(zip(("min_arch", "max_arch"), own.ARCHS, strict=True))
+            more["priority"] = PRIORITY[Kind.VENDOR] + (2 if impl_id in FIRST else -1)
             registry.register_impl(impl(name, impl_id, implementation(name, source), **more))

@@ -1,19 +1,21 @@
-"""FP8 products with what follows them: cuBLASLt's product and a pass of this engine each. The kernel that
-does both at once is Hopper's (``hopper_fused``)."""
+"""FP8 products with what follows them: a product and a pass of this engine each, the product that the engine
+chooses by itself. The kernel that does both at once is Hopper's (``hopper_fused``)."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.composed import composed
-from fp8kit.backends.cuda import FP8_ARCH, gemm, launch, mma_gemm
+from fp8kit.backends.cuda import FP8_ARCH, block, gemm, hopper_gemm, launch, mma_gemm
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.activation import act_bwd, act_bwd_workspace, act_fwd
-from fp8kit.backends.cuda.block import block_gemm, block_quantize
+from fp8kit.backends.cuda.block import block_quantize
 from fp8kit.backends.cuda.gemm import fp8_gemm_workspace
 from fp8kit.backends.cuda.quantize import quantize_transpose
+from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType
 
@@ -25,6 +27,15 @@ def _fp8_gemm(a: ArrayView, *more: Any) -> None:
     """cuBLASLt's product where it has one, else that of any chip."""
     major, minor = launch.capability(a.device.index)
     (gemm if 10 * major + minor >= FP8_ARCH else mma_gemm).fp8_gemm(a, *more)
+
+
+def _block_gemm(a: ArrayView, *more: Any) -> None:
+    """Hopper's own product where it takes the call, else ``block``'s."""
+    if launch.capability(a.device.index) == hopper_gemm.CAPABILITY:
+        with suppress(CannotTake):
+            hopper_gemm.block_gemm(a, *more)
+            return
+    block.block_gemm(a, *more)
 
 
 def _bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -54,7 +65,7 @@ def fused_workspace(rows: int, columns: int, itemsize: int) -> int:
 fp8_gemm_act, fp8_gemm_act_bwd, fp8_gemm_cast, fp8_gemm_lines = composed(
     SimpleNamespace(
         fp8_gemm=_fp8_gemm,
-        block_gemm=block_gemm,
+        block_gemm=_block_gemm,
         act_fwd=act_fwd,
         act_bwd=act_bwd,
         quantize_transpose=quantize_transpose,

@@ -16,8 +16,8 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
 from fp8kit.backends.cuda.fused_gemm import SUM_ROWS
 from fp8kit.backends.cuda.hopper_gemm import (
+    ARCHS,
     DEPTH,
-    LEAST_ARCH,
     SHARED,
     SOURCE,
     THREADS,
@@ -44,7 +44,7 @@ from fp8kit.formats import DType, Format
 from fp8kit.lru import memoized
 from fp8kit.raw_kernels import manifest
 
-__all__ = ["LEAST_ARCH", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
+__all__ = ["ARCHS", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
 
 _FURTHER = Packer("4Pq3d48x")  # struct Further behind its cast
 _NO_PARAMS = (0.0, 0.0, 0.0)

@@ -20,7 +20,7 @@ from fp8kit.backends.cuda.tensor_maps import CODES, NONE, tensor_map
 from fp8kit.backends.registry import CannotTake
 from fp8kit.lru import memoized
 
-CAPABILITY, LEAST_ARCH = (9, 0), 90
+CAPABILITY, ARCHS = (9, 0), (90, 90)
 SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
 DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
@@ -230,10 +230,14 @@ def packed(
     return _JOB.pack(*described, *pointers, *plan.sizes) + further
 
 
+def _addresses(call: Any) -> int:
+    return int(call.a.ptr | call.b.ptr | call.a_scale_inv.ptr | call.b_scale_inv.ptr)
+
+
 def _run(product: Product, stream: int) -> None:
     """CannotTake on devices that are not of compute capability 9.0, beside the contract's refusals."""
     a, b, out, scale_invs = product.a, product.b, product.out, (product.a_scale_inv, product.b_scale_inv)
-    if (a.ptr | b.ptr | scale_invs[0].ptr | scale_invs[1].ptr) % 16:
+    if _addresses(product) % 16:
         raise CannotTake("hopper_gemm", "a, b, scales", "addresses", "multiples of 16")
     plan = _plan(
         out.device.index,
@@ -257,9 +261,10 @@ def _run(product: Product, stream: int) -> None:
 
 
 def sums(call: Any) -> Accumulation | None:
-    """How a call's terms are added; None on other chips, where another kernel makes the product."""
-    capability = launch.capability(call.out.device.index)
-    return on_chip(capability, getattr(call, "fast_accumulate", False))
+    """How a call's terms are added; None for one that another kernel takes."""
+    apart = launch.row_stride(call.a) | launch.row_stride(call.b) | call.a.shape[1]
+    how = on_chip(launch.capability(call.out.device.index), getattr(call, "fast_accumulate", False))
+    return None if (_addresses(call) | apart) % 16 else how
 
 
 fp8_gemm, block_gemm = contract("hopper_gemm", _run)

@@ -14,10 +14,10 @@ from fp8kit.arrays import ArrayView, Shape, Tile
 from fp8kit.backends.cuda import grouped, launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.hopper_gemm import (
+    ARCHS,
     CAPABILITY,
     DEPTH,
     KINDS,
-    LEAST_ARCH,
     SHARED,
     THREADS,
     Planned,
@@ -39,7 +39,7 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import Format
 from fp8kit.lru import memoized
 
-__all__ = ["LEAST_ARCH", "grouped_fp8_gemm", "tiling"]
+__all__ = ["ARCHS", "grouped_fp8_gemm", "tiling"]
 
 _LINE, _SQUARE = (1, 128), (128, 128)
 _TERMS = 64  # of 16 bits, in a tile

@@ -12,7 +12,8 @@ from fp8kit.backends.cuda.own_gemm import Product, contract
 from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.registry import CannotTake
 
-LEAST_ARCH = 80
+ARCHS = 80, None  # the least compute capability times ten, and no greatest
+SOURCE = "mma_gemm.cu"
 _TENSOR_CORES = (8, 9)  # that multiply codes
 _THREADS, _STAGES, _COLUMNS, _DEPTH = 256, 3, 128, 128  # of mma_gemm.cu
 _TILE_ROWS = (128, 32)
@@ -57,7 +58,7 @@ def _run(product: Product, stream: int) -> None:
         *product.steps,
     )
     variant = kernel(
-        "mma_gemm.cu",
+        SOURCE,
         "mma_gemm",
         out,
         LEFT=product.left,
