@@ -401,7 +401,8 @@ def test_graphs_that_run_often_make_room_for_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_hopper_builds_no_graph_for_problems_of_middle_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels for Hopper take is cuDNN's only where it is large, or where choices are not timed."""
+    """What kernels for Hopper take is cuDNN's only where it is large, and its heads wide and rows long, or
+    not causal; whether choices are timed or not."""
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     attention.forget()
@@ -411,8 +412,13 @@ def test_hopper_builds_no_graph_for_problems_of_middle_size(monkeypatch: pytest.
         assert choose(middle, timed=True) is flash
         assert attention._foreseen(middle, True, False, 0) == attention._AS_FAST
         assert not attention._taken
-        assert choose(middle, timed=False) is cudnn_sdpa
-        assert choose(_square(8192), timed=True) is cudnn_sdpa
+        assert choose(middle, timed=False) is flash
+        wide = {"batch": 8, "dim": 128, "dim_v": 128}
+        large = _square(8192), _square(2048)._replace(**wide), _square(2049)._replace(**wide)
+        assert [attention._multiply_adds(about) >= attention._LARGE for about in large] == [True] * 3
+        for timed in (True, False):
+            assert [choose(about, timed=timed) for about in large] == [flash, flash, cudnn_sdpa]
+        assert choose(large[0]._replace(right=-1), timed=True) is cudnn_sdpa
         # not by those kernels: heads of other sizes, dropout, padding
         for change in ({"dim": 96, "dim_v": 96}, {"dropout": 0.1}):
             assert choose(middle._replace(**change), timed=True) is cudnn_sdpa
@@ -432,6 +438,7 @@ def test_large_problems_of_ever_other_lengths_take_no_graph_from_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many lengths come, and however often graphs run, no more are built than are kept."""
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
     monkeypatch.setattr(cudnn_sdpa, "why_not", lambda *about: None)
     monkeypatch.setattr(cudnn_plans, "launches", launches := collections.Counter())
     attention.forget()

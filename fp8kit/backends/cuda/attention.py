@@ -39,8 +39,9 @@ _TOO_SMALL = "too small to be worth a graph"
 _AS_FAST = "our kernels for Hopper take no longer, and need no graph"
 _NO_GRAPH = "the graphs of other problems came first, and do not run often enough for one more"
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
-# gains 0.2 ms a call, and a graph is paid back in 400 (benchmarks/NOTES.md)
+# gains 0.2 ms a call where it is faster, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
+_LONG = 2048  # up to which our kernels for Hopper take no longer with a causal mask and heads of 128
 # whether problems are large -> how many cuDNN builds graphs for at once, and in all: a training with one
 # length, or few. Beyond the first, its graphs must have run _PROOF times since the last was built, which they
 # have not where every batch has another length. All of them together are no more than are kept
@@ -65,12 +66,20 @@ def _not_worth(about: Problem, device: int, timed: bool) -> str | None:
     size = _multiply_adds(about)
     if size < _SMALL:
         return _TOO_SMALL
+    if _own_is_as_fast(about, device):
+        return _AS_FAST
     if not timed:
         return None
-    # both directions take 0.92 to 1.07 of cuDNN's time (benchmarks/results/h100/hopper_flash.log)
-    if size < _LARGE and flash.on_hopper(about, device):
-        return _AS_FAST
     return None if _worth.make((about, device), _take) else _NO_GRAPH
+
+
+def _own_is_as_fast(about: Problem, device: int) -> bool:
+    """Whether our kernels for Hopper take it, and no longer than cuDNN: both directions together 0.91 to 1.07
+    of its time (benchmarks/results/h100/hopper_flash.log)."""
+    if not flash.on_hopper(about, device):
+        return False
+    short = about.dim <= 64 or max(about.rows, about.columns) <= _LONG
+    return _multiply_adds(about) < _LARGE or (short and (about.left, about.right) == (-1, 0))
 
 
 def _gives(about: Problem, device: int) -> bool:
@@ -92,13 +101,14 @@ def _take(key: tuple[Problem, int]) -> bool:
 
 
 def is_cudnns(about: Problem, device: int | None) -> bool:
-    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``device``:
-    where a ``timed`` call runs: whether it gets one of the graphs that are left there; the answer stays."""
+    """Whether a problem is so large that cuDNN takes it, or our kernels for Hopper in its place, as far as is
+    known without its graph. ``device``: where a ``timed`` call runs: whether it gets one of the graphs that
+    are left there; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
     if not all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True)):
         return False
-    return device is None or _worth.make((about, device), _take)
+    return device is None or _own_is_as_fast(about, device) or _worth.make((about, device), _take)
 
 
 def forget() -> None:
@@ -134,8 +144,7 @@ def _why_not_cudnn(
 
 def _foreseen(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """Returns what ``_why_not_cudnn`` would say to the next call, which takes no graph here."""
-    size = _multiply_adds(about)
-    decided = size < _SMALL or (device is not None and size < _LARGE and flash.on_hopper(about, device))
+    decided = device is not None and (_multiply_adds(about) < _SMALL or _own_is_as_fast(about, device))
     if device is None or decided or _worth.get((about, device)) is not None:
         return _why_not_cudnn(about, backward, deterministic, device, True)
     if _gives(about, device):
@@ -228,7 +237,7 @@ def attention_workspace(
     """See ``backends.protocol``. For the current device; ``library``: see ``attention_fwd``."""
     about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
     path = _path(about, backward, deterministic, device, dbias is not None, timed, library)
-    _say_slow(path, about, dbias is not None)
+    _say_slow(path, about, dbias is not None, device)
     if path is cudnn_sdpa:
         return cudnn_sdpa.workspace(about, backward, deterministic, device)
     return flash.workspace(about, backward) if path is flash else unfused.workspace(about, backward, dbias)
@@ -238,12 +247,12 @@ UNFUSED = "attention is made of products and a softmax kernel, several times slo
 OWN = "large attention runs by fp8kit's own kernels, which take up to twice as long"
 
 
-def _say_slow(path: ModuleType, about: Problem, dbias: bool) -> None:
+def _say_slow(path: ModuleType, about: Problem, dbias: bool, device: int) -> None:
     """Once for each reason; a plan asks for its workspace once."""
     if path is unfused:
         why = flash.why_not(about, dbias)
         slowness.say(f"attention with {why}", UNFUSED, "`fp8kit info --attention` explains")
-    elif path is flash and _multiply_adds(about) >= _LARGE:
+    elif path is flash and _multiply_adds(about) >= _LARGE and not _own_is_as_fast(about, device):
         say_missing()
 
 
