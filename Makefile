@@ -70,7 +70,8 @@ test-clients: $(CLIENTS)
 	  --dist loadgroup tests/adapters tests/clients
 
 test-combinations: $(TEST)
-	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "combinations and not gpu" -n 2 --dist loadfile
+	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "combinations and not gpu" -n 2 \
+	  --dist worksteal
 
 test-programs: $(TEST)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "programs and not gpu" -n 2 --dist worksteal

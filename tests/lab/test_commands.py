@@ -24,6 +24,7 @@ from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.lab import native, peaks, sources, timing
 from fp8kit.lab.timing import TIMED
 from fp8kit.raw_kernels import manifest
+from tests.support.combinations import combinations
 from tests.support.source import ROOT
 
 PAGE = ROOT / "docs/kernel_lab.md"
@@ -299,14 +300,32 @@ def test_names_are_found() -> None:
     assert sources.find("embedding").operations == ("embedding_fwd", "embedding_bwd")
 
 
-def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def is_product(operation: str) -> bool:
+    return "gemm" in operation or "attention" in operation
+
+
+@combinations(
+    {"operation": TIMED},
+    usual=["add", "attention_fwd", "block_quantize", "fp8_gemm", "grouped_gemm", "norm_bwd", "quantize"],
+)
+def test_every_operation_can_be_timed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ROUNDS", 1)
+    found = timing.measure(operation, arrays.CPU, (33, 128), formats.bfloat16)
+    assert found.seconds > 0
+    assert found.share == found.ceiling / found.seconds
+    products = is_product(operation)
+    assert ("GFLOP/s" in str(found), "of the speed of a copy" in str(found)) == (products, not products)
+
+
+def test_what_a_call_computes_and_moves_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every operation, without a run, for which Numba would compile each."""
+    monkeypatch.setattr(timing, "interleaved", lambda steps, *how: steps)
+    monkeypatch.setattr(timing, "medians", lambda steps: dict.fromkeys(steps, 2.0))
     for operation in TIMED:
         found = timing.measure(operation, arrays.CPU, (33, 128), formats.bfloat16)
-        assert found.seconds > 0, operation
-        assert found.share == found.ceiling / found.seconds
-        products = "gemm" in operation or "attention" in operation
-        assert ("GFLOP/s" in str(found), "of the speed of a copy" in str(found)) == (products, not products)
+        assert found.nbytes > 0, operation
+        assert (found.flops > 0) == is_product(operation), operation
+        assert (found.seconds, found.share) == (2.0, 1.0), operation
     assert timing.measure("fp8_gemm", arrays.CPU, (33, 128), formats.bfloat16).flops == 2 * 33 * 128 * 128
     assert (
         timing.measure("attention_fwd", arrays.CPU, (32, 128), formats.bfloat16).flops

@@ -4,31 +4,32 @@ test-combinations``."""
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
-Parts = TypeVar("Parts", bound=Collection[Hashable])
+Parts = TypeVar("Parts", bound=tuple[Hashable, ...])
 
 
 def covering(variants: Sequence[Parts], chosen: Sequence[Parts] = ()) -> list[Parts]:
     """``chosen``, and variants until every part of every variant occurs: each time the one with the most
     parts that did not occur yet, of equals the one whose parts occurred least."""
-    chosen = list(chosen)
+    return [*_covering(tuple(variants), tuple(chosen))]
+
+
+@functools.cache  # asked once for each variant of a kernel source
+def _covering(variants: tuple[Parts, ...], begin: tuple[Parts, ...]) -> list[Parts]:
+    chosen = list(begin)
     missing = {part for variant in variants for part in variant}.difference(*chosen)
     times = collections.Counter(part for variant in chosen for part in variant)
     while missing:
-        chosen.append(
-            max(
-                variants,
-                key=lambda variant: (
-                    len(missing.intersection(variant)),
-                    -sum(times[part] for part in variant),
-                ),
-            )
-        )
+        new = [len(missing.intersection(variant)) for variant in variants]
+        most = max(new)
+        best = [variant for variant, count in zip(variants, new, strict=True) if count == most]
+        chosen.append(min(best, key=lambda variant: sum(times[part] for part in variant)))
         missing.difference_update(chosen[-1])
         times.update(chosen[-1])
     return chosen

@@ -65,7 +65,7 @@ def imports(name: str) -> tuple[Import, ...]:
                 yield Import(module, node.lineno, eager, typing)
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("import_module")
+            and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("import_module")
             and isinstance(node.args[0], ast.Constant)
         ):
             yield Import(str(node.args[0].value), node.lineno, eager)

@@ -238,6 +238,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_process_ends(program):
     text, status, said = PROGRAMS[program]
@@ -259,6 +260,7 @@ def test_a_process_ends(program):
     assert "most recent call first" in done.stderr  # where each thread stands
 
 
+@pytest.mark.programs
 def test_the_end_of_a_process_with_a_mesh_of_several_devices():
     """A mesh that the program has set for good: what waits on each device asks for none of it."""
     program = """

@@ -13,6 +13,7 @@ from fp8kit_torch import checks, graph_capture, graphs, grouped_on_device
 
 from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.recipe import Float8BlockScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 
 from .replayed import Again
 
@@ -167,9 +168,13 @@ def test_a_checkpoints_later_pass_reads_the_codes_of_the_first(place, reentrant)
     same(made[:half], made[half:])
 
 
-@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
-@pytest.mark.parametrize("kind", [ft.GroupedLinear, ft.GroupedMLP])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations(
+    {
+        "recipe": RECIPES.keys(),
+        "kind": [ft.GroupedLinear, ft.GroupedMLP],
+        "options": {"several": {}, "one": ONE},
+    }
+)
 def test_compiled_micro_batches_share_casts(place, recipe, kind, options):
     """With the bits of eager ones, and with their casts, whoever made these."""
     firsts = [True, False, False, None, True, False]

@@ -273,7 +273,7 @@ class Seen(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@combinations({"name": ["llama", "mistral"]}, usual=["mistral"])  # whose windows make masks, too
 def test_where_a_program_says_how_torch_attends_it_is_asked(name, calls):
     """In ``sdpa_kernel``, compiled and not, in a mode that sees torch's functions, and on a CPU, where
     torch's is quicker. ``torch.device`` is a mode as well, of which attention knows nothing."""

@@ -18,6 +18,7 @@ import fp8kit as fk
 from fp8kit.arrays import Device
 from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError, UnsupportedError
 from fp8kit.recipe import DelayedScaling
+from tests.support.combinations import combinations
 from tests.support.gate import GateSpec, gate
 from tests.support.tensors import assert_tensor_close, largest
 
@@ -389,23 +390,29 @@ class OwnLinear(ft.Linear):
         return super().forward(x, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "inputs", "name", "meant"),
-    [
-        (lambda: ft.Linear(16, 16), ((4, 16),), "is_first_microbach", "is_first_microbatch"),
-        (lambda: ft.LayerNormLinear(16, 16), ((4, 16),), "fp8_outputs", "fp8_output"),
-        (lambda: OwnLinear(16, 16), ((4, 16),), "fp8_gradient", "fp8_grad"),
-        (lambda: ft.LayerNormMLP(16, 16), ((4, 16),), "first_microbatch", "is_first_microbatch"),
-        (lambda: ft.GroupedLinear(2, 16, 16), ((4, 16), [2, 2]), "outs", "out"),
-        (lambda: ft.GroupedMLP(2, 16, 16), ((4, 16), [2, 2]), "prob", "probs"),
-        (lambda: ft.DotProductAttention(2, 8), ((4, 2, 2, 8),) * 3, "cu_seqlen_q", "cu_seqlens_q"),
-        (lambda: ft.MultiheadAttention(16, 2), ((4, 2, 16),), "rotary_pos_embs", "rotary_pos_emb"),
-        (lambda: ft.TransformerLayer(16, 16, 2), ((4, 2, 16),), "attention_maks", "attention_mask"),
+# misspelt keyword -> (layer, inputs, keyword that was meant)
+MISSPELT = {
+    "is_first_microbach": (lambda: ft.Linear(16, 16), ((4, 16),), "is_first_microbatch"),
+    "fp8_outputs": (lambda: ft.LayerNormLinear(16, 16), ((4, 16),), "fp8_output"),
+    "fp8_gradient": (lambda: OwnLinear(16, 16), ((4, 16),), "fp8_grad"),
+    "first_microbatch": (lambda: ft.LayerNormMLP(16, 16), ((4, 16),), "is_first_microbatch"),
+    "outs": (lambda: ft.GroupedLinear(2, 16, 16), ((4, 16), [2, 2]), "out"),
+    "prob": (lambda: ft.GroupedMLP(2, 16, 16), ((4, 16), [2, 2]), "probs"),
+    "cu_seqlen_q": (lambda: ft.DotProductAttention(2, 8), ((4, 2, 2, 8),) * 3, "cu_seqlens_q"),
+    "rotary_pos_embs": (lambda: ft.MultiheadAttention(16, 2), ((4, 2, 16),), "rotary_pos_emb"),
+    "attention_maks": (lambda: ft.TransformerLayer(16, 16, 2), ((4, 2, 16),), "attention_mask"),
+}
+
+
+@combinations(
+    {"name": MISSPELT.keys(), "compiled": {"eager": False, "compiled": True}},
+    usual=[
+        *(f"{name}-eager" for name in MISSPELT),
+        *(f"{name}-compiled" for name in ("is_first_microbach", "fp8_gradient", "outs", "attention_maks")),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_layers_call_names_the_keyword_that_was_meant(make, inputs, name, meant, compiled):
+def test_a_layers_call_names_the_keyword_that_was_meant(name, compiled):
+    make, inputs, meant = MISSPELT[name]
     with torch.device("cpu"):
         layer = make()
     given = [torch.zeros(each) if isinstance(each, tuple) else each for each in inputs]

@@ -3,6 +3,8 @@ is in ``test_processes``."""
 
 from __future__ import annotations
 
+import functools
+
 import fp8kit_torch as te
 import pytest
 import torch
@@ -77,8 +79,13 @@ def train(net, how, steps, ranks=None, sequence=False, **autocast):
     return losses, y.detach()
 
 
+@functools.cache
+def alone(how, steps, **options):
+    return train(layer(**options), how, steps)
+
+
 def compare(how, size, sequence, steps, **options):
-    wanted, y = train(layer(**options), how, steps)
+    wanted, y = alone(how, steps, **options)
     made = FakeCollectives(size).run(
         lambda ranks: train(layer(ranks, sequence, **options), how, steps, ranks, sequence)
     )
