@@ -305,7 +305,6 @@ DEVICE void clear(const Memory& memory) {
 
 // This warp needs a place no more; in a cluster both loaders wait for that.
 DEVICE void release(const Memory& memory, u32 stage) {
-  if constexpr (A_LINES || B_LINES) reads_before_copies();  // of lines' scales
   __syncwarp();
   if (lane() < CLUSTER)
     CLUSTER == 2 ? barrier_arrive_at(memory.empty(stage), lane()) : barrier_arrive(memory.empty(stage));
@@ -451,6 +450,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
         const bool end = w + 1 == ACTIVE && begin + PIECE == STEPS;
         if (end) place.next();
         if (end && depth + 1 < depths) barrier_wait(memory.full(place.stage), place.parity);
+        if (end && (A_LINES || B_LINES)) reads_before_copies();  // of scales; `release` follows the products
         products_wait<0>();
         hold(part);
         if (skewed && group == 0 && depth == 0 && w == 0 && begin == 0) arrive_of_threads<MULTIPLIERS>(4);
