@@ -29,6 +29,9 @@ RECIPES = {
 }
 
 
+_ACTIVATIONS = {"delayed": "activation.cu", "block": "block_activation.cu"}
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ALL)
@@ -36,7 +39,8 @@ def test_variants_are_the_manifests(dtype, activation, recipe):
     found = variants(4096, dtype, activation, RECIPES[recipe].quantization)
     assert len({str(variant) for variant in found}) == len(found)
     assert ("block.cu" in dict(found)) is (recipe == "block")
-    assert ("xielu.cu" in dict(found)) is (activation == "xielu")
+    own = {"xielu.cu"} if activation == "xielu" else {_ACTIVATIONS[recipe]}
+    assert own == dict(found).keys() & {"xielu.cu", *_ACTIVATIONS.values()}
     for source, defines in found:
         assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
 
