@@ -15,8 +15,8 @@
 
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
-// thread blocks that shall fit a multiprocessor
-constexpr int FWD_BLOCKS = sizeof(T) == 4 ? 1 : 2, BWD_BLOCKS = sizeof(T) == 4 ? 1 : 2;
+// Thread blocks that shall fit a multiprocessor; chips without FP8 instructions need more registers.
+constexpr int MOST_BLOCKS = sizeof(T) == 4 || (PARTS == 2 && __CUDA_ARCH__ < 890) ? 1 : 2;
 
 // act(x + bias). ``READS``: elements that one of the result is made of; ``AHEAD``: rows whose loads are under
 // way together.
@@ -187,7 +187,7 @@ DEVICE void cast_made(Shared& shared, Of& of, const Walk& at, const Blocks& to, 
 }
 
 // x: (M, PARTS * F), y: (M, F) or null; the rest as block_quantize's. One square a thread block.
-extern "C" __global__ void __launch_bounds__(256, FWD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(256, MOST_BLOCKS)
 block_act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, f64 limit, f64 alpha, f64 offset, u8* q,
               float* scale_inv, u8* q_t, float* scale_inv_t, i64 q_rows, i64 qt_rows, i64 square,
               f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2, i64 is_e5m2) {
@@ -202,7 +202,7 @@ block_act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, f64 limit, f64 alph
 // dy: (M, F), x and dx: (M, PARTS * F), dx or null. Rows of squares from ``begin`` on and before ``end``,
 // ``walk`` of them a thread block. partial: float32 (rows of squares / walk, rounded up; PARTS * F), the
 // column sums of each block's rows, or null.
-extern "C" __global__ void __launch_bounds__(256, BWD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(256, MOST_BLOCKS)
 block_act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 begin, i64 end,
               i64 walk, f64 limit, f64 alpha, f64 offset, u8* q, float* scale_inv, u8* q_t,
               float* scale_inv_t, i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon,
