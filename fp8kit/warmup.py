@@ -25,6 +25,8 @@ Variant = tuple[str, dict[str, str]]
 # some take float32 too: of sums, counts, draws and what a user gives
 _OWN_TYPE = ("act_fwd", "dropout_add", "amax", "scale_from_amax", "embedding_fwd", "cross_entropy_fwd")
 _FLOAT32_TOO = ("copy", "add", "adamw_")
+# kernels of activations that cast by one scale or not at all, and by blocks
+_ACTIVATIONS = "activation.cu", "block_activation.cu"
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ def variants(
         if not product.fuses_cast:
             fits["TILES"] = ("mixed",)
         for source in manifest.uses(kernel):
+            if source == _ACTIVATIONS[not product.scales_local]:
+                continue
             for defines in map(dict, manifest.source(source).variants):
                 if all(defines.get(key, values[0]) in values for key, values in fits.items()):
                     found.append((source, defines))

@@ -129,7 +129,7 @@ class _Stages:
     @property
     def fused(self) -> bool:
         """Whether the activation's gradient writes fc1's output gradient in FP8."""
-        return self.fuses and self.fc1.scales_known and self.fc1.casts_g
+        return self.fuses and (self.fc1.scales_known or self.fc1.scales_local) and self.fc1.casts_g
 
     @cached_property
     def beyond(self) -> int:

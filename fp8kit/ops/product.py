@@ -86,13 +86,15 @@ class Product:
     orientation that a product wants, the contraction last (the tensor cores' "TN" form); what backward needs
     is kept so.
 
-    ``fuses_cast``: whether the kernel that computes the input can write it in FP8 (``x_cast``), once its
-    scale or its amax is there. ``fprop_reads_x``, ``wgrad_reads_x``, ``reads_g``: what is read in high
-    precision: the input, by either product, and the output gradient. ``casts_g``: whether the latter is
-    cast besides, to codes.
+    ``fuses_cast``: whether the activation that computes the input can write it in FP8 (``x_cast``), once its
+    scale or its amax is there. ``scales_local``: whether scales are those of blocks, which the kernels of
+    activations find themselves, also of the output gradient (``g_cast``). ``fprop_reads_x``,
+    ``wgrad_reads_x``, ``reads_g``: what is read in high precision: the input, by either product, and the
+    output gradient. ``casts_g``: whether the latter is cast besides, to codes.
     """
 
     fuses_cast: bool = False
+    scales_local: bool = False
     # the ranks that share what is multiplied, and which of "m", "n", "k" they have a part of each
     collectives: Collectives | None = None
     split = ""
@@ -290,7 +292,8 @@ class Product:
     # --- backward -------------------------------------------------------------------------------------------
 
     def g_cast(self, ws: WorkingSet) -> Cast:
-        """Returns where a fused kernel writes this product's output gradient (``scales_known``)."""
+        """Returns where a fused kernel writes this product's output gradient (``scales_known``,
+        ``scales_local``)."""
         raise NotImplementedError
 
     def cast_g(self, ws: WorkingSet, g: ArrayView, with_bias: bool = True, amax_known: bool = False) -> None:

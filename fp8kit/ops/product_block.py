@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.protocol import Cast, Rule, block_shapes
 from fp8kit.ops.product_quantized import Operand, Pair, QuantizedProduct, unsupported
 from fp8kit.quantization import Gemm, Quantizer
 from fp8kit.spec import WorkingSet
@@ -20,6 +20,7 @@ class BlockProduct(QuantizedProduct):
     """``Product`` on operands of ``block_gemm``."""
 
     kernels = ("block_quantize", "block_gemm")
+    fuses_cast = scales_local = True
     described = "FP8 with scales of blocks"
 
     @classmethod
@@ -59,6 +60,18 @@ class BlockProduct(QuantizedProduct):
         first, second = into
         sides = [first.get(q), first.get(inverse), second.get(q_t), second.get(inverse_t)]
         return sides[2:] + sides[:2] if operand == "w" and not self.oi else sides
+
+    def x_cast(self, ws: WorkingSet) -> Cast:
+        return self._target("x", self._into(ws, "x"))
+
+    def g_cast(self, ws: WorkingSet) -> Cast:
+        return self._target("g", (ws.scratch, ws.scratch))
+
+    def _target(self, operand: str, into: Pair) -> Cast:
+        """Returns where an activation's kernel casts "x" or "g" to."""
+        (q, inverse, q_t, inverse_t), own = self._sides(operand, into), self.quantizers[operand]
+        rule = Rule(own.power_2, own.epsilon)
+        return Cast(own.format, q, q_t, None, inverse, None, rule, own.tile, inverse_t)
 
     def _cast(self, ws: WorkingSet, operand: str, x: ArrayView, into: Pair, amax_known: bool = False) -> None:
         rule = _rule(self.quantizers[operand])

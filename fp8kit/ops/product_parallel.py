@@ -83,7 +83,8 @@ class ParallelProduct(Product):
         self.wgrad_reads_x, self.casts_g = self.inner.wgrad_reads_x, self.inner.casts_g
         self.reads_g = self.inner.reads_g or (self.gathers_g and not self.g_in_codes)
         # a kernel may write codes where nothing has to be shared or gathered between
-        self.fuses_cast = self.scales_known and self.inner.fuses_cast
+        self.scales_local = self.inner.scales_local and not spec.sequence
+        self.fuses_cast = (self.scales_known or self.scales_local) and self.inner.fuses_cast
 
     def _made(self, kind: type[Product], spec: ProductSpec, rows: int, how: Any, split: str) -> Product:
         made = kind(spec, rows, *how)

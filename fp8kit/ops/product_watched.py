@@ -31,7 +31,7 @@ class WatchedProduct(Product):
     among what backward fills. ``alone``: the product that makes wgrad by itself, where that is to be seen and
     the call adds it to what is there."""
 
-    fuses_cast = False
+    fuses_cast = scales_local = False
 
     def __init__(self, spec: ProductSpec, *of_the_call: Any) -> None:
         super().__init__(spec, *of_the_call)

@@ -2,138 +2,38 @@
 //
 // functions: block_quantize (block_quantize, fp8_gemm_lines), block_quantize_stack, block_quantize_groups
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
-#include "rows.cuh"
+#include "block.cuh"
 
-// a block's square; a thread takes 8 rows of 8 columns, sixteen threads a row of threads
-constexpr int B = 128, E = 8;
+constexpr bool E5M2 = FORMAT::MAX == e5m2::MAX;
 
-struct Shared {
-  // q_t's square, 8 rows of x an entry; entry e of column c lies at place e ^ (c / 8)
-  uint2 transposed[B][B / E];
-  float column_amax[8][B];
-  float row_scale[B], column_scale[B];
-  float maxima[32];
-};
+// A matrix as it lies, in which rows that are not live count as zeros.
+struct Plain {
+  const T* x;
+  i64 columns;
+  Live live;
 
-// x (rows, columns) into q (q_rows, across * 128) and q_t (qt_rows, down * 128), down x across being the
-// squares that cover x; either may be null, together with its scales. square: a square has one scale, else
-// 128 neighbours along the contraction have one. With squares scale_inv is (ceil(q_rows / 128), across up to
-// 4), else (across, q_rows); likewise for q_t. The block's square is that of number ``tile``, squares across
-// first. Rows that are not live count as zeros.
-DEVICE void cast_square(Shared& shared, i64 tile, Live live, const T* x, u8* q, float* scale_inv, u8* q_t,
-                        float* scale_inv_t, i64 rows, i64 columns, i64 q_rows, i64 qt_rows, i64 square,
-                        f64 fp8_max, f64 epsilon, f64 value_for_inf, i64 power_2) {
-  auto& transposed = shared.transposed;
-  auto& column_amax = shared.column_amax;
-  auto& row_scale = shared.row_scale;
-  auto& column_scale = shared.column_scale;
-  const i64 across = ceil_div(columns, B), down = ceil_div(rows, B);
-  const i64 tile_row = tile / across, tile_column = tile % across;
-  const u32 rank = threadIdx.x, warp = rank / 32, group = rank % 16, band = rank / 16;
-  const i64 row = tile_row * B + E * band, column = tile_column * B + E * group;
-
-  // all loads first, so that they are under way together
-  const bool wide = rows_aligned<16>(x, columns) && column + E <= columns;
-  alignas(16) T raw[E][E];
-#pragma unroll
-  for (int r = 0; r < E; ++r) {
-    const T* from = x + (row + r) * columns + column;
-    if (wide && live(row + r)) {
-      load_bytes<E * sizeof(T)>(from, raw[r]);
-    } else {
-#pragma unroll
-      for (int c = 0; c < E; ++c)
-        raw[r][c] = live(row + r) && column + c < columns ? from[c] : from_float<T>(0.0f);
-    }
-  }
-
-  // amaxes of the square's rows and columns, then its scales; a row of x lies in sixteen
-  // lanes, a column in all warps
-  float high[E] = {};
-#pragma unroll
-  for (int r = 0; r < E; ++r) {
-    float top = 0.0f;
-#pragma unroll
-    for (int c = 0; c < E; ++c) {
-      const float value = to_float(raw[r][c]);
-      top = amax_of(top, value);
-      high[c] = amax_of(high[c], value);
-    }
-#pragma unroll
-    for (int lane = 8; lane; lane >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
-    if (group == 0) row_scale[E * band + r] = top;
-  }
-#pragma unroll
-  for (int c = 0; c < E; ++c) {
-    high[c] = fmaxf(high[c], __shfl_xor_sync(~0u, high[c], 16));
-    if (rank % 32 < 16) column_amax[warp][E * group + c] = high[c];
-  }
-  __syncthreads();
-  const bool by_row = rank < B;
-  const u32 line = rank % B;  // the thread's own row or column of the square
-  float amax = by_row ? row_scale[line] : 0.0f;
-  if (!by_row) {
-#pragma unroll
-    for (int w = 0; w < 8; ++w) amax = fmaxf(amax, column_amax[w][line]);
-  }
-  if (square) amax = block_max(amax, shared.maxima);
-  const float own = scale_of(amax, (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2 != 0);
-  (by_row ? row_scale : column_scale)[line] = own;
-
-  float* inverses = by_row ? scale_inv : scale_inv_t;
-  const i64 lines = by_row ? q_rows : qt_rows;  // rows of q or q_t
-  // along them, and along the contraction
-  const i64 outer = by_row ? tile_row : tile_column, inner = by_row ? tile_column : tile_row;
-  if (inverses != nullptr) {
-    // padding's scale is 1, whatever epsilon says
-    const bool real = square || outer * B + line < (by_row ? rows : columns);
-    const float inverse = real ? __fdiv_rn(1.0f, own) : 1.0f;
-    if (!square) {
-      if (outer * B + line < lines) inverses[inner * lines + outer * B + line] = inverse;
-    } else {
-      const i64 tiles = by_row ? across : down, padded = ceil_div(tiles, 4) * 4;
-      if (line == 0) inverses[outer * padded + inner] = inverse;
-      else if (inner + 1 == tiles && tiles - 1 + line < padded)
-        inverses[outer * padded + tiles - 1 + line] = 1.0f;
-    }
-  }
-  __syncthreads();
-
-  if (q != nullptr) {
+  __device__ __forceinline__ void operator()(i64 row, i64 column, T (&raw)[E][E]) const {
+    // all loads first, so that they are under way together
+    const bool wide = rows_aligned<16>(x, columns) && column + E <= columns;
 #pragma unroll
     for (int r = 0; r < E; ++r) {
-      const float s = row_scale[E * band + r];
-      float v[E];
+      const T* from = x + (row + r) * columns + column;
+      if (wide && live(row + r)) {
+        load_bytes<E * sizeof(T)>(from, raw[r]);
+      } else {
 #pragma unroll
-      for (int c = 0; c < E; ++c) v[c] = to_float(raw[r][c]) * s;
-      u32 words[E / 4];
-      encode_words<FORMAT>(v, words);
-      if (row + r < q_rows) store_codes<E>(q + (row + r) * across * B + column, words);
+        for (int c = 0; c < E; ++c)
+          raw[r][c] = live(row + r) && column + c < columns ? from[c] : from_float<T>(0.0f);
+      }
     }
   }
+};
 
-  if (q_t != nullptr) {
-#pragma unroll
-    for (int c = 0; c < E; ++c) {
-      const float s = column_scale[E * group + c];
-      float v[E];
-#pragma unroll
-      for (int r = 0; r < E; ++r) v[r] = to_float(raw[r][c]) * s;
-      u32 words[E / 4];
-      encode_words<FORMAT>(v, words);
-      transposed[E * group + c][band ^ group] = make_uint2(words[0], words[1]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int turn = 0; turn < B * B / 16 / 256; ++turn) {
-      const u32 at = rank + 256 * turn, from = at / 8, pair = at % 8, swizzle = from / E;
-      const uint2 low = transposed[from][(2 * pair) ^ swizzle];
-      const uint2 next = transposed[from][(2 * pair + 1) ^ swizzle];
-      const u32 sixteen[4] = {low.x, low.y, next.x, next.y};
-      const i64 to_row = tile_column * B + from;
-      if (to_row < qt_rows) store_codes<16>(q_t + to_row * down * B + tile_row * B + 16 * pair, sixteen);
-    }
-  }
+// The square of number ``tile``, squares across first.
+DEVICE void cast_plain(i64 tile, const Plain& load, const Blocks& to) {
+  __shared__ Shared shared;
+  const i64 across = ceil_div(to.columns, B);
+  cast_square(shared, tile / across, tile % across, load, to, E5M2);
 }
 
 // A one-dimensional grid, a block a square.
@@ -141,9 +41,9 @@ extern "C" __global__ void __launch_bounds__(256)
 block_quantize(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
                i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
                i64 power_2) {
-  __shared__ Shared shared;
-  cast_square(shared, blockIdx.x, Live{rows}, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows,
-              qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
+  const Blocks to{q,       scale_inv, q_t,    scale_inv_t, rows,    columns,
+                  q_rows,  qt_rows,   square, fp8_max,     epsilon, value_for_inf, power_2};
+  cast_plain(blockIdx.x, Plain{x, columns, Live{rows}}, to);
 }
 
 // Matrices one after the other, in x and in all that is written: a matrix has `scales` scales for q and
@@ -152,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(256)
 block_quantize_stack(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
                      i64 q_rows, i64 qt_rows, i64 scales, i64 scales_t, i64 square, f64 fp8_max, f64 epsilon,
                      f64 value_for_inf, i64 power_2) {
-  __shared__ Shared shared;
   const i64 across = ceil_div(columns, B), down = ceil_div(rows, B);
   const u32 squares = (u32)(across * down), matrix = blockIdx.x / squares;
   if (q != nullptr) q += matrix * q_rows * across * B, scale_inv += matrix * scales;
   if (q_t != nullptr) q_t += matrix * qt_rows * down * B, scale_inv_t += matrix * scales_t;
-  cast_square(shared, blockIdx.x % squares, Live{rows}, x + matrix * rows * columns, q, scale_inv, q_t,
-              scale_inv_t, rows, columns, q_rows, qt_rows, square, fp8_max, epsilon, value_for_inf, power_2);
+  const Blocks to{q,       scale_inv, q_t,    scale_inv_t, rows,    columns,
+                  q_rows,  qt_rows,   square, fp8_max,     epsilon, value_for_inf, power_2};
+  cast_plain(blockIdx.x % squares, Plain{x + matrix * rows * columns, columns, Live{rows}}, to);
 }
 
 // `block_quantize`, in which rows of no group count as zeros.
@@ -166,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(256)
 block_quantize_groups(const T* x, u8* q, float* scale_inv, u8* q_t, float* scale_inv_t, i64 rows, i64 columns,
                       i64 q_rows, i64 qt_rows, i64 square, f64 fp8_max, f64 epsilon, f64 value_for_inf,
                       i64 power_2, const i32* sizes, i64 groups, i64 slots) {
-  __shared__ Shared shared;
   const Live live = live_rows(sizes, groups, rows, slots);
-  cast_square(shared, blockIdx.x, live, x, q, scale_inv, q_t, scale_inv_t, rows, columns, q_rows, qt_rows,
-              square, fp8_max, epsilon, value_for_inf, power_2);
+  const Blocks to{q,       scale_inv, q_t,    scale_inv_t, rows,    columns,
+                  q_rows,  qt_rows,   square, fp8_max,     epsilon, value_for_inf, power_2};
+  cast_plain(blockIdx.x, Plain{x, columns, live}, to);
 }

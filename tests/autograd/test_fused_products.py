@@ -1,5 +1,6 @@
 """Layers whose products go on at once into activations and their gradients, where a policy names a kernel for
-that: the bits of the layers without, and which layers ask for it."""
+that: the bits of the layers without, and which layers ask for it. Likewise activations that cast by
+blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays
 from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.execution import plans
 from fp8kit.nn import LayerNormMLP
+from fp8kit.ops.product_block import BlockProduct
 from fp8kit.testing.compare import assert_same_bits
 
 FUSED = ("fp8_gemm_act", "fp8_gemm_act_bwd")
 DELAYED = fk.recipe.DelayedScaling(amax_history_len=2)
+BLOCKS = fk.recipe.Float8BlockScaling()
 
 
 @contextmanager
@@ -123,3 +127,43 @@ def test_what_is_never_fused(recipe: Any, more: Any) -> None:
     with counted(*FUSED) as calls:
         same(trained(recipe, **more), wanted)
     assert calls == dict.fromkeys(FUSED, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (BLOCKS, {}),
+        (BLOCKS, {"activation": "swiglu"}),
+        (BLOCKS, {"bias": False}),
+        (BLOCKS, {"checkpoint": True}),
+        (fk.recipe.Float8BlockScaling(fp8_format=fk.recipe.Format.HYBRID, use_f32_scales=True), {}),
+        (fk.recipe.Float8BlockScaling(backward_override="high_precision"), {}),
+    ],
+    ids=["gelu", "swiglu", "plain", "recomputed", "float-scales", "backward"],
+)
+def test_casts_by_blocks_have_the_bits_of_two_passes(
+    recipe: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"act_fwd": 0, "act_bwd": 0}
+
+    def noting(name: str) -> Any:
+        cast = 4 if name == "act_fwd" else 6  # its place among the arguments
+
+        def noted(original: Any, *arguments: Any) -> None:
+            calls[name] += arguments[cast] is not None and arguments[cast].tile is not None
+            original(*arguments)
+
+        return noted
+
+    with ExitStack() as blocks:
+        for name in calls:
+            blocks.enter_context(fk.override(name, noting(name)))
+        found = trained(recipe, **more)
+        backward = recipe.backward_override is None
+        assert calls == {"act_fwd": 6 if "checkpoint" in more else 3, "act_bwd": 3 * backward}
+        monkeypatch.setattr(BlockProduct, "fuses_cast", False)
+        monkeypatch.setattr(BlockProduct, "scales_local", False)
+        plans.plans.clear()
+        apart = trained(recipe, **more)
+        assert sum(calls.values()) == (9 if "checkpoint" in more else 3 + 3 * backward)
+    same(found, apart)

@@ -23,7 +23,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.spec import WorkingSet
 from fp8kit.testing import assert_close, assert_same_bits, check_grads, sum_slack
-from fp8kit.testing.contract.block import operand
+from fp8kit.testing.contract.casts import operand
 from tests.support.operands import BLOCKS, CURRENT, DELAYED, GIVEN, LINE, SQUARE, cut, named, normal, one
 
 

@@ -50,7 +50,7 @@ def scaling(cast: Cast) -> tuple[int, int, float, int]:
 
 def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
     """Returns the kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for
-    formats other than E4M3 and E5M2."""
+    formats other than E4M3 and E5M2, and for a cast by blocks."""
     if cast is None:
         return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
@@ -61,7 +61,7 @@ def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
         address(q),
         address(q_t),
         address(cast.scale),
-        cast.scale_inv.ptr,
+        cast.by_tensor("cast").ptr,
         found,
         *((0, 0, 0) if q is None else (*q.shape, q.strides[0])),
         *((0, 0, 0) if q_t is None else (*q_t.shape, q_t.strides[0])),

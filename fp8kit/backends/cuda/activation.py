@@ -6,9 +6,9 @@ import functools
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import known, rows_in_dy
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import block_activation, launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import BLOCK, Cast
 from fp8kit.errors import BackendError
 from fp8kit.formats import E4M3
 from fp8kit.raw_kernels import manifest
@@ -28,6 +28,12 @@ def _tiles(rows: int, columns: int) -> int:
 
 def _row_blocks(rows: int, columns: int) -> int:
     return ceil_div(ceil_div(rows, _TILE_ROWS), _tiles(rows, columns))
+
+
+def _squares(rows: int, columns: int) -> int:
+    """Squares of 128 rows that one block takes of a gradient cast by blocks: as many rows as tiles have, so
+    that partial sums are no more, or the least there is."""
+    return max(1, _tiles(rows, columns) * _TILE_ROWS // BLOCK)
 
 
 def _grid(rows: int, columns: int, walked: tuple[int, int], cast: Cast | None) -> tuple[int, int, int]:
@@ -89,6 +95,9 @@ def act_fwd(
     E4M3 and E5M2."""
     row, numbers = known(activation, params), params or _NO_PARAMS
     rows, columns = x.shape[0], x.shape[1] // row.parts
+    if cast is not None and cast.tile is not None:
+        block_activation.act_fwd(x, bias, y, cast, activation, numbers, columns, stream)
+        return
     walked = covered(cast, rows, columns)
     grid, across, tiles = _grid(rows, columns, walked, cast)
     form = tiles_of(activation, (x,), rows, columns, y, cast, walked != (rows, columns))
@@ -125,6 +134,19 @@ def act_bwd(
     row, numbers = known(activation, params), params or _NO_PARAMS
     rows, width = x.shape
     columns = width // row.parts
+    if dbias is not None and workspace is None:
+        raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
+    partial = 0 if dbias is None else address(workspace)
+    if cast is not None and cast.tile is not None:
+        if second is not None:
+            raise BackendError("act_bwd", "second", second.format, "None beside a cast by blocks")
+        inside, walk = _in_dy(dy, rows, cast), _squares(rows, width)
+        spans = [(inside, rows), (0, inside)] if inside else [(0, rows)]
+        how = activation, numbers, walk, spans, stream
+        block_activation.act_bwd(dy, x, bias, dx, partial, cast, *how)
+        if dbias is not None:
+            sum_partials(partial, ceil_div(rows, walk * BLOCK), dbias, None, stream)
+        return
     if second is None:
         down, right = covered(cast, rows, width)
         walked, padded = max(columns, right - (width - columns)), (down, right) != (rows, width)
@@ -134,9 +156,6 @@ def act_bwd(
         padded = (down, walked) != (rows, columns)
         forms = {tiles_of(activation, (x, dy), rows, columns, dx, own, padded) for own in (cast, second)}
         form = forms.pop() if len(forms) == 1 else _MIXED
-    if dbias is not None and workspace is None:
-        raise BackendError("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes")
-    partial = 0 if dbias is None else address(workspace)
     function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
     for start, stop, part in _spans(dy, rows, cast):
         most = down if stop == rows else stop
@@ -173,12 +192,11 @@ def _halves(cast: Cast | None, columns: int, parts: int) -> tuple[Cast | None, C
     return made[0], made[1]
 
 
-def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, Cast | None]]:
-    """Returns the rows that are done at once, with their cast: where the first of the codes lie in dy's
-    memory, those behind them before them."""
-    q, q_t = (None, None) if cast is None else (cast.q, cast.q_t)
-    if cast is None or q is None or not dy.ptr <= q.ptr < dy.ptr + dy.nbytes:
-        return [(0, rows, cast)]
+def _in_dy(dy: ArrayView, rows: int, cast: Cast | None) -> int:
+    """Returns how many of the first rows of a cast's codes lie in dy's memory; 0 where they lie apart."""
+    q = None if cast is None else cast.q
+    if q is None or not dy.ptr <= q.ptr < dy.ptr + dy.nbytes:
+        return 0
     first = rows_in_dy(rows, dy.nbytes // rows, q.strides[0])
     if q.ptr != dy.ptr + dy.nbytes - first * q.strides[0]:
         raise BackendError(
@@ -187,6 +205,16 @@ def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, 
             f"codes within dy, whose first {first} rows are not its end",
             "memory apart from dy, or as rows_in_dy says",
         )
+    return first
+
+
+def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, Cast | None]]:
+    """Returns the rows that are done at once, with their cast: where the first of the codes lie in dy's
+    memory, those behind them before them."""
+    first = _in_dy(dy, rows, cast)
+    if cast is None or cast.q is None or not first:
+        return [(0, rows, cast)]
+    q, q_t = cast.q, cast.q_t
     found: list[tuple[int, int, Cast | None]] = []
     for start, stop in ((first, rows), (0, first)):
         codes = q.slice(0, start, stop - start)

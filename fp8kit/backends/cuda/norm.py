@@ -211,6 +211,8 @@ def norm_fwd(
     """See ``backends.protocol``. BackendError for an unknown normalisation and for a cast to a format other
     than E4M3 and E5M2."""
     _check(normalization, weight, mean)
+    if cast is not None:
+        cast.by_tensor("norm_fwd")
     rows, columns = x.shape
     down, right = covered(cast, rows, columns)
     small = epsilon / max(columns, 1) if normalization == "L2Normalization" else epsilon

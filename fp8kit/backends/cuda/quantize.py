@@ -140,7 +140,7 @@ def quantize_transpose(
         address(q),
         address(q_t),
         address(cast.scale),
-        cast.scale_inv.ptr,
+        cast.by_tensor("quantize_transpose").ptr,
         found,
         partials,
         rows,

@@ -27,7 +27,7 @@ class Activations(Protocol):
         """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where
         it is gated; y: h (M, F); bias: h, x's columns. params: the activation's numbers in the order of its
         row, empty where it has none. y, cast, amax as in ``norm_fwd``; neither y nor cast is given where only
-        the amax is wanted."""
+        the amax is wanted. The cast may be by blocks (``Cast.tile``)."""
 
     @kernel(
         writes="dx dbias cast second",
@@ -54,7 +54,7 @@ class Activations(Protocol):
         """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax
         as y there; dx of an activation that is not gated may be the same memory as dy. second: of a gated
         activation, beside a cast and without amax: cast is then of dx's first half of columns, and second of
-        the second half, by a scale of its own.
+        the second half, by a scale of its own; neither is by blocks.
 
         Without dx, second and padding, cast.q may begin in dy's memory, which is lost then: its first
         ``backends.activation.rows_in_dy`` rows are dy's last bytes, the others lie behind dy."""

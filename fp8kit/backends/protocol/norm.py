@@ -35,7 +35,7 @@ class Norms(Protocol):
         Zhang & Sennrich 2019; mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y:
         h (M, N); weight, bias: h (N,); mean, rstd: float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y,
         cast or both are given. amax: float32[1] or None, max-accumulated with max|y| (current scaling; with
-        ``cast`` its own amax is used and this is None).
+        ``cast`` its own amax is used and this is None). The cast is by one scale.
 
         L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so
         is rstd) and g = 1 / sqrt(N) throughout; weight, bias and mean None."""

@@ -18,8 +18,8 @@ from fp8kit.backends.protocol.cast import Cast
 from fp8kit.nests import mapped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_CAST = ("q", "q_t", "scale", "scale_inv", "amax")  # a Cast's arrays
-_CAST_WRITES = ("q", "q_t", "scale_inv", "amax")
+_CAST = ("q", "q_t", "scale", "scale_inv", "scale_inv_t", "amax")  # a Cast's arrays
+_CAST_WRITES = ("q", "q_t", "scale_inv", "scale_inv_t", "amax")
 
 SPECS: dict[str, KernelSpec] = {}  # by name, in the order of definition
 
@@ -145,7 +145,8 @@ def map_arrays(value: Any, change: Callable[[ArrayView], Any]) -> Any:
 
     def leaf(part: Any) -> Any:
         if isinstance(part, Cast):
-            return Cast(part.format, **{name: leaf(getattr(part, name)) for name in _CAST}, rule=part.rule)
+            arrays = {name: leaf(getattr(part, name)) for name in _CAST}
+            return Cast(part.format, **arrays, rule=part.rule, tile=part.tile)
         return change(part) if isinstance(part, ArrayView) else part
 
     return mapped(value, leaf)

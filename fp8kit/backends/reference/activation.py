@@ -18,6 +18,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, column_sum, f32, quiet, store
+from fp8kit.backends.reference.block import block_quantize
 from fp8kit.backends.reference.exponential import exp32
 from fp8kit.backends.reference.quantize import quantize_transpose
 from fp8kit.backends.reference.threads import njit, prange
@@ -82,7 +83,7 @@ def act_fwd(
         _forward(f32(x), _shift(bias, columns), sink.values, *curve)
     else:
         _ramp_forward(f32(x) + _shift(bias, columns), sink.values, _SQUARED[activation])
-    sink.finish(amax, cast)
+    _finish(sink, amax, cast)
 
 
 @quiet
@@ -107,12 +108,22 @@ def act_bwd(
         _backward(f32(dy), f32(x), _shift(bias, x.shape[1]), sink.values, *curve)
     else:
         _ramp_backward(f32(dy), f32(x) + _shift(bias, x.shape[1]), sink.values, _SQUARED[activation])
-    sink.finish(amax, None if second is not None else cast)
+    _finish(sink, amax, None if second is not None else cast)
     if cast is not None and second is not None:
         for start, own in ((0, cast), (dy.shape[1], second)):
             quantize_transpose(sink.view.slice(1, start, dy.shape[1]), own, None, None, 0)
     if dbias is not None:
         store(dbias, column_sum(f32(sink.view)))
+
+
+def _finish(sink: Sink, amax: ArrayView | None, cast: Cast | None) -> None:
+    """Store the result, and cast it: by one scale, or by blocks."""
+    if cast is None or cast.tile is None or cast.rule is None:
+        sink.finish(amax, cast)
+        return
+    sink.finish(amax, None)
+    made = cast.q, cast.scale_inv, cast.q_t, cast.scale_inv_t
+    block_quantize(sink.view, *made, cast.format, cast.tile, cast.rule.power_2, cast.rule.epsilon, 0)
 
 
 def _shift(bias: ArrayView | None, columns: int) -> Float32:

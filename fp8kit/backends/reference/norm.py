@@ -47,6 +47,8 @@ def norm_fwd(
     The variance is the mean of the squared deviations (two passes over a row), not a difference of moments.
     """
     centred, gain = _centred(normalization), _gain(weight, zero_centered_gamma, x.shape[1])
+    if cast is not None:
+        cast.by_tensor("norm_fwd")
     sink = Sink(y, x.shape, x.dtype)
     means = mean.numpy() if mean is not None else _NOTHING
     shift = f32(bias) if bias is not None else _NOTHING

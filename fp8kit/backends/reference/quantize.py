@@ -241,7 +241,7 @@ def quantize_transpose(
     x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int
 ) -> None:
     """See ``Kernels.quantize_transpose``."""
-    how = rounding(cast.format, True)
+    how, scale_inv = rounding(cast.format, True), cast.by_tensor("quantize_transpose")
     assert how is not None, cast.format
     q, q_t = _memory(cast.q), _memory(cast.q_t)
     down = -(-max(x.shape[0], q.rows, q_t.columns) // _ROWS)
@@ -252,11 +252,11 @@ def quantize_transpose(
     if rule is not None:
         assert cast.amax is not None
         scales.scale_from_amax(
-            cast.amax, scale, cast.scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream
+            cast.amax, scale, scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream
         )
     _cast_both(bits(x), scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
     if rule is None:
-        _reciprocal(scale, cast.scale_inv)
+        _reciprocal(scale, scale_inv)
         if cast.amax is not None:
             accumulate(most, max(len(most), 1), cast.amax)
     if dbias is not None:

@@ -18,7 +18,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS, rows_in_dy
 from fp8kit.backends.protocol import Rule
-from fp8kit.formats import E4M3, E5M2, uint8
+from fp8kit.formats import E4M3, E5M2, Format, uint8
 from fp8kit.testing.contract import (
     ROUNDOFF,
     Arguments,
@@ -255,15 +255,67 @@ _SPLIT = product(
 )
 _NAN = product("{kind}-nan", {"kind": _KINDS}, m=4, n=40, nan=True)
 
+
+def _by_blocks(result: str, fmt: Format) -> dict[str, Options]:
+    """Cases of casts by blocks of 128: every activation, and more of two."""
+
+    def case(m: int, n: int, keep: bool = False, rule: Rule = _RULES[1], **cast: Any) -> Options:
+        return _codes(result, m, n, keep=keep, **{"fmt": fmt, "rule": rule, **cast})
+
+    tiles: dict[str, Any] = {"1x128": {"tile": (1, 128)}, "128x128": {"tile": (128, 128)}}
+    found: dict[str, Options] = {}
+    for name, tile in tiles.items():
+        every = {
+            "128x256": case(128, 256, **tile),
+            f"130x70-{result}": case(130, 70, True, Rule(True, 0.0), **tile),
+        }
+        some = {f"{m}x{n}": case(m, n, **tile) for m, n in ((1, 1), (17, 129), (0, 64), (64, 0))}
+        some |= {
+            "256x384-float": case(256, 384, True, Rule(False, 2.0**-20), **tile),
+            "300x200-other-format": case(300, 200, fmt=E4M3 if fmt == E5M2 else E5M2, **tile),
+            "144x264-q": case(144, 264, only="q", **tile),
+            "144x264-q_t": case(144, 264, True, only="q_t", **tile),
+            "plain-600x136": {**case(600, 136, True, **tile), "biased": False},
+        }
+        for kinds, cases in ((_KINDS, every), (("gelu", "swiglu"), some)):
+            found |= product(f"{{kind}}-blocks-{name}-{{case}}", {"kind": kinds, "case": cases})
+    return found
+
+
+_NAN_BLOCKS = product(
+    "{kind}-blocks-nan",
+    {"kind": ("gelu", "swiglu")},
+    nan=True,
+    **coded("y", 140, 200, rule=_RULES[0], tile=(1, 128)),
+)
+_BLOCKS_IN_DY = product(
+    "{kind}-blocks-in-dy",
+    {"kind": ("gelu", "swiglu")},
+    in_dy=True,
+    **_codes("dx", 1152, 128, fmt=E5M2, rule=_RULES[0], tile=(1, 128)),
+)
+_BLOCKS_IN_PLACE = product(
+    "gelu-blocks-in-place-{m}x{n}",
+    {"m n": ((17, 33), (256, 128))},
+    same={"dx": "dy"},
+    dx=True,
+    cast={"fmt": E4M3, "rule": _RULES[0], "tile": (1, 128)},
+    **_BIASED,
+)
+
 TESTS = (
     KernelTest(
-        "act_fwd", act_fwd, act_fwd_oracle, {**typed(_FWD), **_NAN}, {**_BIASED, "y": False, "cast": {}}
+        "act_fwd",
+        act_fwd,
+        act_fwd_oracle,
+        {**typed({**_FWD, **_by_blocks("y", E4M3)}), **_NAN, **_NAN_BLOCKS},
+        {**_BIASED, "y": False, "cast": {}},
     ),
     KernelTest(
         "act_bwd",
         act_bwd,
         act_bwd_oracle,
-        typed({**_BWD, **_IN_DY, **_SPLIT}),
+        typed({**_BWD, **_IN_DY, **_SPLIT, **_by_blocks("dx", E5M2), **_BLOCKS_IN_DY, **_BLOCKS_IN_PLACE}),
         {**_BIASED, "dx": False, "cast": {}},
     ),
 )

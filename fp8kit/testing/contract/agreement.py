@@ -10,13 +10,15 @@ from fp8kit import codec
 from fp8kit.backends.protocol import Output
 from fp8kit.formats import FORMATS, uint8
 from fp8kit.testing.compare import Array, assert_nowhere, epsilon, errors, same_values
+from fp8kit.testing.contract.casts import each_scale
 
 
 def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> tuple[Array, Array]:
     """(error, the largest that is allowed) of every element of a result, beside the reference's: each may be
     so far from exact arithmetic as ``KernelTest.slacks`` says, and a code one step of its format further."""
     own = slacks.get(output.name if output.cast is None else output.argument)
-    if own is None or output.name.endswith(".scale_inv"):
+    known = output.cast is None or output.cast.tile is None
+    if own is None or (known and output.name.endswith(".scale_inv")):
         return np.where(same_values(got, want), 0.0, np.inf), np.zeros(())
     most = np.finfo(np.float64).max / 4
     slack = 2 * np.nan_to_num(np.asarray(own, np.float64), nan=0.0, posinf=most, neginf=-np.inf)
@@ -27,15 +29,40 @@ def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -
         step = epsilon(output.view.dtype) if output.view.dtype.floating else 0.0
         twice = step * np.abs(np.nan_to_num(right, nan=0, posinf=0, neginf=0))
         return errors(got, right, output.view.dtype, slack + twice)
+    if output.cast.tile is not None:
+        return _errors_by_blocks(output, got, want, slack)
     fmt, scale = output.cast.format, output.cast.scale
     table = codec.table(FORMATS.get(fmt.name, fmt))
     values, right, each = table[got], table[want], np.zeros(want.shape)
     slack = slack.T if output.name.endswith(".q_t") else slack
     each[tuple(map(slice, slack.shape))] = slack
-    factor = 1 / output.cast.scale_inv.numpy() if scale is None else scale.numpy()
+    inverse = output.cast.by_tensor(output.name)
+    factor = 1 / inverse.numpy() if scale is None else scale.numpy()
     limit = fmt.epsilon * np.nan_to_num(np.abs(right), nan=0) + fmt.smallest_subnormal + abs(factor[0]) * each
     with np.errstate(invalid="ignore"):
         return np.where(got == want, 0, np.nan_to_num(np.abs(values - right), nan=np.inf)), limit
+
+
+def _errors_by_blocks(output: Output, got: Array, want: Array, slack: Array) -> tuple[Array, Array]:
+    """Those of a cast by blocks: the largest values of a block may lie on both sides of a power of two, so
+    that one scale is twice the other, and its codes too."""
+    cast = output.cast
+    assert cast is not None and cast.tile is not None
+    fmt, transposed = cast.format, output.name.endswith("_t")
+    if "scale_inv" in output.name:
+        limit = want + 2 * np.max(slack, initial=0) / fmt.max
+        return np.abs(got.astype(np.float64) - want), limit
+    scales = cast.scale_inv_t if transposed else cast.scale_inv
+    assert scales is not None
+    table, each = codec.table(FORMATS.get(fmt.name, fmt)), np.zeros(want.shape)
+    slack = slack.T if transposed else slack
+    each[tuple(map(slice, slack.shape))] = slack
+    right = table[want]
+    factor = 1 / each_scale(scales.numpy(), want.shape, cast.tile)
+    limit = (1 + 2 * fmt.epsilon) * np.abs(np.nan_to_num(right, nan=0))
+    limit = limit + 2 * fmt.smallest_subnormal + factor * each
+    with np.errstate(invalid="ignore"):
+        return np.where(got == want, 0, np.nan_to_num(np.abs(table[got] - right), nan=np.inf)), limit
 
 
 def assert_agree(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> None:

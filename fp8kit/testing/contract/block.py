@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec, formats
-from fp8kit.arrays import ArrayView, Shape, Tile
+from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol import BLOCK, block_shapes
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float32, uint8
 from fp8kit.testing.contract import (
@@ -30,10 +30,9 @@ from fp8kit.testing.contract import (
     typed,
     wide,
 )
-from fp8kit.testing.contract.casts import scale_of, scaled
+from fp8kit.testing.contract.casts import each_scale, operand
 from fp8kit.testing.contract.gemm import fp8_slack, joined, modelled, product_results, sizes
 from fp8kit.testing.contract.rotations import narrow, put_special
-from fp8kit.testing.contract.scales import each, grid, tile_amax
 
 _WRITTEN = ("q", "scale_inv", "q_t", "scale_inv_t")
 LINE, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
@@ -55,30 +54,6 @@ def blocks(s: Sampler, rows: int, columns: int, dtype: DType) -> Array:
         elif kind == 2 and part.size:
             put_special(s, part)
     return narrow(x, dtype)
-
-
-def operand(
-    x: Array, tile: Tile, fmt: Format, power_2: bool, epsilon: float, for_inf: float
-) -> tuple[Array, Array, Array]:
-    """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, from the rule's
-    text."""
-    rows, columns = x.shape
-    codes_shape, layout_shape = block_shapes(rows, columns, tile)
-    codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
-    inverse = np.ones(grid(rows, columns, tile), np.float32)
-    amax = tile_amax(x, tile, np.zeros(inverse.size, np.float32))
-    scale = scale_of(amax, fmt.max, power_2, epsilon, for_inf)
-    codes[:rows, :columns] = codec.encode(scaled(x, each(scale, x.shape, tile)), fmt)
-    inverse /= scale.reshape(inverse.shape)
-    inverse = inverse.T if tile == LINE else inverse
-    layout[: inverse.shape[0], : inverse.shape[1]] = inverse
-    return codes, layout, each_scale(layout, codes_shape, tile)
-
-
-def each_scale(layout: Array, shape: Shape, tile: Tile) -> Array:
-    """The scale_inv of every code."""
-    rows = layout.T if tile == LINE else np.repeat(layout, BLOCK, 0)
-    return np.repeat(rows, BLOCK, 1)[: shape[0], : shape[1]]
 
 
 def block_quantize(

@@ -24,11 +24,10 @@ from fp8kit.testing.contract import (
     sized,
     typed,
 )
-from fp8kit.testing.contract.casts import largest, scale_of, scaled
+from fp8kit.testing.contract.casts import each, largest, scale_of, scaled
 from fp8kit.testing.contract.dropout import philox
 from fp8kit.testing.contract.quantize import USERS
 from fp8kit.testing.contract.rotations import ROTATIONS, SHAPES, drawn, rotated
-from fp8kit.testing.contract.scales import each
 
 
 def cast_blocks(

@@ -36,7 +36,8 @@ from fp8kit.testing.contract import (
     wide,
 )
 from fp8kit.testing.contract.activation import act_bwd_oracle, act_fwd_oracle
-from fp8kit.testing.contract.block import LINE, SQUARE, each_scale, operand
+from fp8kit.testing.contract.block import LINE, SQUARE
+from fp8kit.testing.contract.casts import each_scale, operand
 from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
 
 TENSOR = (0, 0)

@@ -31,9 +31,10 @@ from fp8kit.testing.contract import (
     sum_slack,
     wide,
 )
-from fp8kit.testing.contract.block import LINE, SQUARE, block_quantize, block_quantize_oracle, each_scale
+from fp8kit.testing.contract.block import LINE, SQUARE, block_quantize, block_quantize_oracle
+from fp8kit.testing.contract.casts import each_scale, tile_amax
 from fp8kit.testing.contract.gemm import fp8_slack, joining_slack, modelled
-from fp8kit.testing.contract.scales import tile_amax, tile_count
+from fp8kit.testing.contract.scales import tile_count
 
 TENSOR, ROW = (0, 0), (1, 0)
 

@@ -22,9 +22,9 @@ from fp8kit.testing.contract import (
     sized,
     typed,
 )
-from fp8kit.testing.contract.casts import scale_of, scaled
+from fp8kit.testing.contract.casts import each, scale_of, scaled, tile_amax
 from fp8kit.testing.contract.dropout import philox
-from fp8kit.testing.contract.scales import ROW, SIZES, TILINGS, WHOLE, each, tile_amax, tile_count, tile_of
+from fp8kit.testing.contract.scales import ROW, SIZES, TILINGS, WHOLE, tile_count, tile_of
 
 USERS = (
     Format("E3M4", 3, 4),

@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import Cast, block_shapes
 from fp8kit.formats import E4M3, DType, Format, float32, int32, int64, uint8
 from fp8kit.testing.compare import Array
 
@@ -138,10 +138,21 @@ class Sampler:
         scale: float = 37.7,
         rule: Any = None,
         wider: bool = False,
+        tile: Any = None,
     ) -> Cast:
         """Where a result of (rows, columns) goes in FP8. ``pad``: rows and columns more (None: up to
         multiples of 16); ``only`` "q" or "q_t"; ``amax``: what the running maximum holds before (None: there
-        is none); ``scale``, or a ``rule`` that makes it; ``wider``: q_t lies in a wider buffer."""
+        is none); ``scale``, or a ``rule`` that makes it; ``wider``: q_t lies in a wider buffer. With a
+        ``tile`` it is cast by blocks, with a ``rule``, and ``fmt`` and ``only`` say the rest."""
+        if tile is not None:
+            sides: list[ArrayView | None] = []
+            for other, size in (("q_t", (rows, columns)), ("q", (columns, rows))):
+                codes, scales = block_shapes(*size, tile)
+                none = only == other
+                sides.append(None if none else self.output(*codes, dtype=uint8))
+                sides.append(None if none else self.output(*scales, dtype=float32))
+            codes_q, inverse, codes_t, inverse_t = sides
+            return Cast(fmt, codes_q, codes_t, None, inverse, None, rule, tile, inverse_t)
         m, n = (k + more for k, more in zip((rows, columns), pad or (-rows % 16, -columns % 16), strict=True))
         q, q_t = (
             None if only == other else self.output(*shape, dtype=uint8)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.arrays import Shape, Tile
+from fp8kit.arrays import Tile
 from fp8kit.formats import HIGH_PRECISION, float32, float64
 from fp8kit.recipe import UNFILLED
 from fp8kit.testing.contract import (
@@ -20,7 +20,7 @@ from fp8kit.testing.contract import (
     sized,
     typed,
 )
-from fp8kit.testing.contract.casts import largest, scale_of
+from fp8kit.testing.contract.casts import grid, scale_of, tile_amax
 
 WHOLE, ROW = (0, 0), (1, 0)  # 0: as many as the matrix has
 SIZES = ((1, 1), (33, 65), (128, 256), (5, 1000), (0, 8))
@@ -39,31 +39,10 @@ def tile_of(tile: Tile, m: int, n: int) -> Tile:
     return tile[0] or max(m, 1), tile[1] or max(n, 1)
 
 
-def grid(m: int, n: int, tile: Tile) -> Tile:
-    """How many tiles lie along each dimension, at least one."""
-    return max(1, -(-m // tile[0])), max(1, -(-n // tile[1]))
-
-
 def tile_count(m: int, n: int, tile: Tile) -> int:
     """How many tiles there are."""
     down, across = grid(m, n, tile_of(tile, m, n))
     return down * across
-
-
-def each(per_tile: Array, shape: Shape, tile: Tile) -> Array:
-    """Every element's entry of an array of tiles."""
-    rows, columns = shape
-    down, across = np.indices((rows, columns))
-    return np.asarray(per_tile.reshape(grid(rows, columns, tile))[down // tile[0], across // tile[1]])
-
-
-def tile_amax(x: Array, tile: Tile, start: Array) -> Array:
-    """Tile by tile, the slow and obvious way."""
-    found = start.reshape(grid(x.shape[0], x.shape[1], tile)).copy()
-    for i, j in np.ndindex(found.shape):
-        part = x[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
-        found[i, j] = max(found[i, j], largest(part))
-    return found.reshape(-1)
 
 
 def amax(
