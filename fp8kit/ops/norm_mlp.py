@@ -128,8 +128,11 @@ class _Stages:
 
     @property
     def fused(self) -> bool:
-        """Whether the activation's gradient writes fc1's output gradient in FP8."""
-        return self.fuses and (self.fc1.scales_known or self.fc1.scales_local) and self.fc1.casts_g
+        """Whether the activation's gradient writes fc1's output gradient in FP8. By blocks, only of layers
+        that are not large: codes beside that gradient and fc1's output would be the peak of memory."""
+        fc1 = self.fc1
+        local = fc1.scales_local and nbytes_of(self.between["act"]) < IN_PLACE
+        return self.fuses and (fc1.scales_known or local) and fc1.casts_g
 
     @cached_property
     def beyond(self) -> int:

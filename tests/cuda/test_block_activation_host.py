@@ -16,7 +16,7 @@ from fp8kit.backends.protocol import BLOCK, SPECS, map_arrays
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32
 from fp8kit.testing.contract import Case, SampleCall, cases
-from tests.cuda.test_stack_host import TYPES, at, blocks, tiles
+from tests.support.casts_at import TYPES, at, blocks, tiles
 from tests.support.hopper import GPU
 
 
