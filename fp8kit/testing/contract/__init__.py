@@ -190,6 +190,8 @@ class Case:
             options = {**own, "cast": None, "amax": None, spec.casts: True}
             options |= {"split": False} if "split" in own else {}
             plain = replace(self, options=options).run(kernels, device)
+            if "tile" in (own.get("cast") or {}):  # by another kernel, which adds in another order
+                plain = {name: got for name, got in plain.items() if name not in spec.sums}
         results = call.run(kernels)
         if own.get("known", True) is True:
             expected = self.test.expected(call.before, {**results, **plain}) | plain
