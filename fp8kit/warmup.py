@@ -115,7 +115,8 @@ def warmup(
 
     def compiled(arch: str) -> Warmup:
         own = scaled_products.for_arch(rule.quantization, arch)
-        return _compiled(variants(hidden, kind.name, activation, own, arch), arch, count, tell)
+        wanted = variants(hidden, kind.name, activation, own, arch, hidden // heads)
+        return _compiled(wanted, arch, count, tell)
 
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
@@ -172,13 +173,13 @@ def _two_steps(layer: Any, zeros: Any, recipe: Recipe, say: Callable[[str], obje
 
 
 def variants(
-    hidden: int, dtype: str, activation: str, quantization: Quantization, arch: str
+    hidden: int, dtype: str, activation: str, quantization: Quantization, arch: str, head_dim: int = 64
 ) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters,
     ``quantization`` of the recipe, as devices of ``arch`` carry it out."""
     from fp8kit import formats
     from fp8kit.backends.activation import LEARNED
-    from fp8kit.backends.cuda import norm
+    from fp8kit.backends.cuda import flash, norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
     from fp8kit.ops.product_block import BlockProduct
     from fp8kit.ops.products import product_class
@@ -207,8 +208,10 @@ def variants(
         found += _block_gemms(quantization, own, arch)
     norms = norm.variants(hidden, formats.dtype(dtype))
     found += [(source, {"T": own, **defines}) for source, defines in norms]
-    if dtype == "float32":  # cuDNN takes the others
+    if dtype == "float32":
         found.append(("attention.cu", {"T": own}))
+    else:  # which cuDNN takes where it is large
+        found += flash.variants(head_dim, dtype, arch)
     return [variant for i, variant in enumerate(found) if variant not in found[:i]]
 
 

@@ -16,7 +16,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.activation import ALL
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.backends.cuda import hopper_gemm
-from fp8kit.backends.protocol import KERNELS, SPECS
+from fp8kit.backends.protocol import KERNELS
 from fp8kit.raw_kernels import manifest
 from fp8kit.warmup import Warmup, variants
 from tests.support import hopper
@@ -39,9 +39,11 @@ _ACTIVATIONS = {"delayed": "activation.cu", "block": "block_activation.cu"}
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ALL)
 def test_variants_are_the_manifests(dtype, activation, recipe, arch):
-    found = variants(4096, dtype, activation, RECIPES[recipe].quantization, arch)
+    found = variants(4096, dtype, activation, RECIPES[recipe].quantization, arch, head_dim=128)
     assert len({str(variant) for variant in found}) == len(found)
     assert ("block.cu" in dict(found)) is (recipe == "block")
+    assert ("flash_bwd.cu" in dict(found)) is (dtype != "float32")
+    assert ("hopper_flash_fwd.cu" in dict(found)) is (dtype != "float32" and arch == "sm_90a")
     own = {"xielu.cu"} if activation == "xielu" else {_ACTIVATIONS[recipe]}
     assert own == dict(found).keys() & {"xielu.cu", *_ACTIVATIONS.values()}
     for source, defines in found:
@@ -117,7 +119,6 @@ def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch)
         for kernel in called
         if manifest.uses(kernel)
         and not manifest.uses(kernel).keys() & sources
-        and SPECS[kernel].family != "attention"  # cuDNN takes 16 bits
         and "gemm" not in kernel  # gemm.cu is for products of odd sizes
     ]
     assert {"norm_fwd", "act_bwd", "adamw_", "cross_entropy_fwd"} <= called

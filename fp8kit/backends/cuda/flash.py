@@ -85,6 +85,21 @@ def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False) -> S
     return Shape(d, d_v, rows, columns, forward, backward, defines, {**defines, "PAGED": str(int(paged))})
 
 
+def variants(dim: int, dtype: str, arch: str) -> list[tuple[str, dict[str, str]]]:
+    """Returns (source, defines) of the kernels that a training on devices of ``arch`` needs, with dropout and
+    without; none for heads that these kernels do not take."""
+    if dim % 8 or dim > _COMPILED[-1][0]:
+        return []
+    found = []
+    for kind in (0, 1):
+        about = shape(dim, dim, dtype, kind)
+        if arch == "sm_90a" and not kind and dim in hopper_flash.DIMS:
+            found += [(f"hopper_flash_{way}.cu", about.defines) for way in ("fwd", "bwd")]
+        else:
+            found += [("flash_fwd.cu", about.forward_defines), ("flash_bwd.cu", about.defines)]
+    return found
+
+
 def _shape(problem: Problem, paged: bool = False) -> Shape:
     general = problem.masked or problem.bias != "no_bias" or problem.softmax_type != "vanilla"
     with np.errstate(all="ignore"):
