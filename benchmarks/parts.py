@@ -60,7 +60,7 @@ PARTS = (
         "our FP8 product for Hopper beside cuBLASLt's, scales per tensor and of blocks",
         own_gemms.own_part,
         usual=False,
-        takes="40 s",
+        takes="2 min",
     ),
     Part(
         "attention",
