@@ -29,6 +29,7 @@ from fp8kit.errors import Fp8kitError, meant
 
 FILE = "benchmarks.json"
 FOLDER = table.FOLDER.relative_to(table.ROOT)
+SIZED = {"layer", "attention"}  # the parts that go through the sizes of layers
 PART_SECONDS = 600.0  # that an isolated part may take
 
 
@@ -101,9 +102,12 @@ def measure(options: argparse.Namespace) -> int:
             f"argument PART: no such part: {', '.join(unknown)}; --list names "
             f"them{meant(unknown[0], names).rstrip('?')}"
         )
+    if options.only is not None and (others := sorted(set(options.parts) - SIZED)):
+        options.refuse(f"argument --only: not for {', '.join(others)}, which have sizes of their own")
     if options.out is None:
         options.refuse("the following arguments are required: --out")
-    chosen = [part for part in PARTS if part.name in options.parts or (part.usual and not options.parts)]
+    usual = {part.name for part in PARTS if part.usual and (options.only is None or part.name in SIZED)}
+    chosen = [part for part in PARTS if part.name in (options.parts or usual)]
     folder(options.out)
     setting = setting_of(options)
     report = (

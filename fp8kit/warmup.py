@@ -25,8 +25,7 @@ Variant = tuple[str, dict[str, str]]
 # some take float32 too: of sums, counts, draws and what a user gives
 _OWN_TYPE = ("act_fwd", "dropout_add", "amax", "scale_from_amax", "embedding_fwd", "cross_entropy_fwd")
 _FLOAT32_TOO = ("copy", "add", "adamw_")
-# kernels of activations that cast by one scale or not at all, and by blocks
-_ACTIVATIONS = "activation.cu", "block_activation.cu"
+_BY_BLOCKS = "block_activation.cu"  # activations that cast by blocks
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,10 @@ def variants(
         fits: dict[str, tuple[str, ...]] = {"T": types, "ACT": (activation,)}
         if scaled:
             fits["WIDTH"] = tuple(scaled)
-        if not product.fuses_cast:
+        if not product.fuses_cast or product.scales_local:
             fits["TILES"] = ("mixed",)
         for source in manifest.uses(kernel):
-            if source == _ACTIVATIONS[not product.scales_local]:
+            if source == _BY_BLOCKS and not product.scales_local:
                 continue
             for defines in map(dict, manifest.source(source).variants):
                 if all(defines.get(key, values[0]) in values for key, values in fits.items()):

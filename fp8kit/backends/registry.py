@@ -104,6 +104,8 @@ class OpImpl:
             value = getattr(self, argument)
             whole = value is None or type(value) is int
             want(argument, whole, "an int, the compute capability times ten, or None")
+        if self.min_arch is not None and self.max_arch is not None:
+            want("max_arch", self.max_arch >= self.min_arch, f"at least min_arch, {self.min_arch}")
         want("deterministic", isinstance(self.deterministic, bool), "True or False")
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)

@@ -205,6 +205,8 @@ class _Passes:
         fc1, fc2, st = self.forward.fc1, self.backward.fc2, self.backward
         if self.numbers is not None or st.smoothing is not None:
             return ()
+        if self.forward.fc2.scales_local or st.fc1.scales_local:  # such products cast by one scale
+            return ()
         forward = self.forward.casts and not self.forward.fc2.takes_amax("x")
         backward = st.reach and st.fused and not (st.fc1.reads_g or st.fc1.takes_amax("g"))
         able = (("fprop", fc1, forward), ("dgrad", fc2, backward))
@@ -429,7 +431,11 @@ class NormMLP(Products):
             activate(ws, *function, *summands, None, ws.outputs["fc2_x_amax"])
         if st.smoothing is not None:
             st.smoothing.measure(ws, *summands)
-        activate(ws, *function, *summands, act, None, fc2.x_cast(ws) if casts else None)
+        cast = fc2.x_cast(ws) if casts else None
+        if cast is not None and cast.q is None and cast.q_t is None:  # neither orientation is wanted
+            cast = None
+        if act is not None or cast is not None:
+            activate(ws, *function, *summands, act, None, cast)
         if not casts:
             assert act is not None
             if st.smoothing is not None:

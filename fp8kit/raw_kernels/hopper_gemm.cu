@@ -367,6 +367,7 @@ DEVICE void multiply(const Job& job, const Memory& memory, Place& place, const T
                      float (&total)[WAVES][BN / 2], Outgoing& outgoing, bool more) {
   const i32 depths = at.depths, first = TURNS ? 0 : group * 64 * WAVES;  // of the tile's rows
   if constexpr (ACTIVE == 0) {
+    if constexpr (A_LINES || B_LINES) reads_before_copies();  // of the tile before
     for (i32 depth = 0; depth < depths; ++depth, place.next()) {
       barrier_wait(memory.full(place.stage), place.parity);
       release(memory, place.stage);

@@ -302,6 +302,7 @@ def test_usage(capsys, tmp_path, monkeypatch):
             2,
             "expected one of layer 64, layer 48, layer 32, layer 16; did you mean layer 64",
         ),
+        (["gemm", "--only", "layer 64", *out], 2, "argument --only: not for gemm, which"),
         (["--table", "--only", "layer 64"], 2, "argument --only: not allowed"),
         (["--update"], 2, "argument --update: not"),
         (["gemm"], 2, "required: --out"),

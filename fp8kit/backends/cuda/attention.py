@@ -7,12 +7,12 @@ attention with dropout is never cuDNN's: its two directions may be parts of othe
 belong to an element are then the same.
 
 cuDNN builds a graph for every problem, 75 to 185 ms a direction, and its call costs the host 50 us. So small
-problems are never its, nor are those of middle size that our kernels for Hopper take, which need no longer.
-Others are where they are among the first of a process; later ones only once the graphs before have run often,
-and while there is space for theirs: no graph is ever built twice. Large ones, for which its kernels are
-faster than ours (twice as fast as those for any chip), may be more. So a length that was not seen before
-costs nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did
-before must change nothing, all but small problems are cuDNN's.
+problems are never its, nor are those that our kernels for Hopper take as fast: of middle size, and some large
+ones. Others are where they are among the first of a process; later ones only once the graphs before have run
+often, and while there is space for theirs: no graph is ever built twice. Large ones, for which its kernels
+are faster (twice as fast as those for any chip), may be more. So a length that was not seen before costs
+nothing. That is ``timed``, as products have it; under ``fk.deterministic``, where what a process did before
+must change nothing, all others are cuDNN's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _NO_GRAPH = "the graphs of other problems came first, and do not run often enoug
 # multiply-adds of a forward up to which our kernels take no longer than cuDNN's call; and from which on cuDNN
 # gains 0.2 ms a call where it is faster, and a graph is paid back in 400 (benchmarks/NOTES.md)
 _SMALL, _LARGE = 2e9, 6e10
-_LONG = 2048  # up to which our kernels for Hopper take no longer with a causal mask and heads of 128
+# lengths of large causal problems between which our kernels for Hopper take no longer, in either direction
+_LENGTHS = {64: (1536, 16384), 128: (1536, 2048)}  # by features of a head
 # whether problems are large -> how many cuDNN builds graphs for at once, and in all: a training with one
 # length, or few. Beyond the first, its graphs must have run _PROOF times since the last was built, which they
 # have not where every batch has another length. All of them together are no more than are kept
@@ -78,8 +79,10 @@ def _own_is_as_fast(about: Problem, device: int) -> bool:
     of its time (benchmarks/results/h100/hopper_flash.log)."""
     if not flash.on_hopper(about, device):
         return False
-    short = about.dim <= 64 or max(about.rows, about.columns) <= _LONG
-    return _multiply_adds(about) < _LARGE or (short and (about.left, about.right) == (-1, 0))
+    if _multiply_adds(about) < _LARGE:
+        return True
+    least, most = _LENGTHS[about.dim]
+    return least <= about.rows == about.columns <= most and (about.left, about.right) == (-1, 0)
 
 
 def _gives(about: Problem, device: int) -> bool:
@@ -101,14 +104,13 @@ def _take(key: tuple[Problem, int]) -> bool:
 
 
 def is_cudnns(about: Problem, device: int | None) -> bool:
-    """Whether a problem is so large that cuDNN takes it, or our kernels for Hopper in its place, as far as is
-    known without its graph. ``device``: where a ``timed`` call runs: whether it gets one of the graphs that
-    are left there; the answer stays."""
+    """Whether a problem is so large that cuDNN takes it, as far as is known without its graph. ``device``:
+    where a ``timed`` call runs: whether it gets one of the graphs that are left there; the answer stays."""
     if _multiply_adds(about) < _LARGE or not cudnn_plans.available():
         return False
     if not all(cudnn_sdpa.why_not(about, backward, False, None) is None for backward in (False, True)):
         return False
-    return device is None or _own_is_as_fast(about, device) or _worth.make((about, device), _take)
+    return device is None or _worth.make((about, device), _take)
 
 
 def forget() -> None:
