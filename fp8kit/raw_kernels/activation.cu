@@ -194,10 +194,9 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
       arrived(k);
       if (SKIMS && skimmed(k, t)) continue;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        v[j] = ACT::value(value(in[0][k], j) + shifts[0][j], params);
-        if (PARTS == 2) v[j] *= ACT::factor(value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j], params);
-      }
+      for (int j = 0; j < 8; ++j)
+        v[j] = activated<ACT>(value(in[0][k], j) + shifts[0][j],
+                              value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j], params);
       fetch(k, t + 1);
       const bool there = WHOLE || at.row + k < M;
 #pragma unroll
@@ -284,14 +283,11 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       float d[PARTS][8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float g = value(up[k], j), a = value(in[0][k], j) + shifts[0][j];
-        if (PARTS == 2) {
-          const float second = value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j];
-          d[0][j] = ACT::gradient(a, g * ACT::factor(second, params), params);
-          d[PARTS - 1][j] = ACT::passes(second, params) ? g * ACT::value(a, params) : 0.0f;
-        } else {
-          d[0][j] = ACT::gradient(a, g, params);
-        }
+        const float a = value(in[0][k], j) + shifts[0][j];
+        const float second = value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j];
+        const float2 both = gradients<ACT>(value(up[k], j), a, second, params);
+        d[0][j] = both.x;
+        if (PARTS == 2) d[PARTS - 1][j] = both.y;
       }
       if (SURE) fetch(k, t + 1 < end_tile);
 #pragma unroll

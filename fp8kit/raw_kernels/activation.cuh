@@ -123,7 +123,18 @@ struct srelu : plain {
   GRADIENT { return x > 0.0f ? dy * (2.0f * x) : 0.0f; }
 };
 
-template <typename A> struct gate : A { static constexpr bool gated = true; };
+// `beside`: the value, where the gradient is computed too.
+template <typename A> struct gate : A {
+  static constexpr bool gated = true;
+  static __device__ __forceinline__ float beside(float x, const Params& p) { return A::value(x, p); }
+};
+// With the gradient's e, so that it is computed once. Where x < -FAR both are 0 within 2**-108.
+template <typename W> struct gate<smooth<W>> : smooth<W> {
+  static constexpr bool gated = true;
+  static __device__ __forceinline__ float beside(float x, const Params& p) {
+    return fmaxf(x, -W::FAR) * reciprocal_fast(1.0f + smooth<W>::exp_minus(within(x, W::FAR)));
+  }
+};
 
 typedef smooth<silu_w> silu;
 typedef smooth<qgelu_w> qgelu;
@@ -135,3 +146,17 @@ typedef gate<relu> reglu;
 typedef gate<srelu> sreglu;
 typedef gate<silu> swiglu;
 typedef gate<clamped> clamped_swiglu;
+
+// y of an input a, and of its other half where A is gated.
+template <typename A> DEVICE float activated(float a, float second, const Params& p) {
+  const float y = A::value(a, p);
+  return A::gated ? y * A::factor(second, p) : y;
+}
+
+// The gradients of both, from y's.
+template <typename A> DEVICE float2 gradients(float g, float a, float second, const Params& p) {
+  if constexpr (A::gated)
+    return {A::gradient(a, g * A::factor(second, p), p), A::passes(second, p) ? g * A::beside(a, p) : 0.0f};
+  else
+    return {A::gradient(a, g, p), 0.0f};
+}

@@ -35,8 +35,7 @@ struct Forward {
   }
   __device__ __forceinline__ i64 bias_column(i64 column) const { return column; }
   __device__ __forceinline__ float made(const float (&in)[READS], const float (&shift)[PARTS], i64) const {
-    const float y = ACT::value(in[0] + shift[0], params);
-    return PARTS == 2 ? y * ACT::factor(in[READS - 1] + shift[PARTS - 1], params) : y;
+    return activated<ACT>(in[0] + shift[0], in[READS - 1] + shift[PARTS - 1], params);
   }
   __device__ __forceinline__ void add(const Eight<T>& made) const {}
 };
@@ -63,11 +62,9 @@ struct Backward {
   }
   __device__ __forceinline__ float made(const float (&in)[READS], const float (&shift)[PARTS],
                                         i64 column) const {
-    const float g = in[0], a = in[1] + shift[0];
-    if (PARTS == 1) return ACT::gradient(a, g, params);
-    const float second = in[READS - 1] + shift[PARTS - 1];
-    if (column < F) return ACT::gradient(a, g * ACT::factor(second, params), params);
-    return ACT::passes(second, params) ? g * ACT::value(a, params) : 0.0f;
+    const float a = in[1] + shift[0], second = in[READS - 1] + shift[PARTS - 1];
+    if (PARTS == 1 || column < F) return gradients<ACT>(in[0], a, second, params).x;
+    return gradients<ACT>(in[0], a, second, params).y;
   }
   __device__ __forceinline__ void add(const Eight<T>& made) {
 #pragma unroll

@@ -27,22 +27,22 @@ template <int S> DEVICE void transpose_quads(u32 (&x)[S][4]) {
   }
 }
 
-// Lane g of eight, four lanes apart, has eight bytes, x[n]; afterwards byte g of each of them, in order.
+// Lane g of eight neighbours has eight bytes, x[n]; afterwards byte g of each of them, in order.
 template <int N> DEVICE void transpose_octets(u32 (&x)[N][2]) {
-  const bool odd = lane() & 4, second = lane() & 8, high = lane() & 16;
+  const bool odd = lane() & 1, second = lane() & 2, high = lane() & 4;
 #pragma unroll
   for (int k = 0; k < 2 * N; ++k) {
     u32& word = x[k / 2][k % 2];
-    word = __byte_perm(word, __shfl_xor_sync(~0u, word, 4), odd ? 0x3715 : 0x6240);
+    word = __byte_perm(word, __shfl_xor_sync(~0u, word, 1), odd ? 0x3715 : 0x6240);
   }
 #pragma unroll
   for (int k = 0; k < 2 * N; ++k) {
     u32& word = x[k / 2][k % 2];
-    word = __byte_perm(word, __shfl_xor_sync(~0u, word, 8), second ? 0x3276 : 0x5410);
+    word = __byte_perm(word, __shfl_xor_sync(~0u, word, 2), second ? 0x3276 : 0x5410);
   }
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const u32 other = __shfl_xor_sync(~0u, high ? x[n][0] : x[n][1], 16);
+    const u32 other = __shfl_xor_sync(~0u, high ? x[n][0] : x[n][1], 4);
     (high ? x[n][0] : x[n][1]) = other;
   }
 }
@@ -100,24 +100,20 @@ template <typename X> DEVICE void put_columns(u32 boxes, int k, const float (&va
                         values[i / 4][i % 4 * 2 + 1]);
   }
 }
-// What `put_columns` has put there, once all lanes are past it.
-template <typename X> DEVICE void get_columns(u32 boxes, int k, float (&values)[2][8]) {
-  if constexpr (sizeof(X) == 2) {
+// Of what `put_columns` has put there: eight columns of row lane() % 8 + 8 h, from 8 (lane() / 8) on.
+template <typename X> DEVICE Eight<X> get_eight(u32 boxes, int k, int h) {
+  constexpr int QUADS = sizeof(X) / 2;  // of 16 bytes
+  const u32 row = boxes + (sizeof(X) == 2 ? k / 2 : k) * BOX_BYTES + 128 * (lane() % 8 + 8 * h);
+  Eight<X> eight;
 #pragma unroll
-    for (int q = 0; q < 4; q += 2) {
-      u32 words[4];
-      load_matrices(matrices_at(boxes, k, q), words);
+  for (int j = 0; j < QUADS; ++j) {
+    u32 words[4];
+    const u32 place = sizeof(X) == 2 ? 4 * (k % 2) + lane() / 8 : 2 * (lane() / 8) + j;
+    load_words_shared(row + 16 * (place ^ lane() % 8), words);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        values[i / 2 % 2][2 * (q + i / 4) + i % 2] = to_float(X{(u16)(words[i / 2] >> 16 * (i % 2))});
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 pair = load_shared_pair(pair_at(boxes, k, i / 4, i % 4));
-      values[i / 4][i % 4 * 2] = pair.x, values[i / 4][i % 4 * 2 + 1] = pair.y;
-    }
+    for (int w = 0; w < 4; ++w) eight.words[4 * j + w] = words[w];
   }
+  return eight;
 }
 
 // 32 columns of a row, of which `left` are to be written, from four lanes: lane t has columns 8 q + 2 t and
@@ -148,99 +144,37 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
   }
 }
 
-// 32 columns of a row, of which four lanes have as many as `store_columns` gives them, as they lie in memory:
-// what loads them need not wait, what reads a value does.
-template <typename X> struct Columns {
-  u32 words[2 * sizeof(X)];
-
-  // Of them `left` exist, the others are 0. INSIDE: all or none, and rows are aligned.
-  template <bool INSIDE> METHOD void load(const X* from, i32 left) {
-    constexpr int EACH = sizeof(X) / 2;  // words of two columns
-    const int t = 2 * (lane() % 4);
-#pragma unroll
-    for (int i = 0; i < 4 * EACH; ++i) {
-      const int column = 8 * (i / EACH) + t + i % EACH;
-      words[i] = 0;
-      if (INSIDE && left > 0) words[i] = reinterpret_cast<const u32*>(from + 8 * (i / EACH) + t)[i % EACH];
-      if (!INSIDE && column < left) words[i] = word_of(from[column]);
-      if (!INSIDE && sizeof(X) == 2 && column + 1 < left) words[i] |= word_of(from[column + 1]) << 16;
-    }
-  }
-  static METHOD u32 word_of(X x) {
-    if constexpr (sizeof(X) == 4)
-      return __float_as_uint(x);
-    else
-      return x.bits;
-  }
-  // Number i: column 8 (i / 2) + 2 (lane % 4) + i % 2.
-  METHOD float at(int i) const {
-    if constexpr (sizeof(X) == 4)
-      return __uint_as_float(words[i]);
-    else
-      return to_float(X{(u16)(words[i / 2] >> 16 * (i % 2))});
-  }
-};
-
 // --- sums and codes ----------------------------------------------------------------------------------------
 
-// Sums of 32 columns over a warp's 16 rows, to shared memory. Lanes 4, 8 and 16 apart have other rows of the
-// same columns: each gives half of its columns away and adds what it gets to the others, until it has one.
-DEVICE void sum_rows(const float (&v)[2][8], u32 to) {
-  float x[8];
+// Sums of eight columns over eight neighbouring lanes, of which each has them of other rows: lane g gets column
+// g's. Each gives half of its columns away and adds what it gets to the others, until it has one.
+DEVICE float sum_octet(float (&x)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = v[0][i] + v[1][i];
-  int own = 0;
-#pragma unroll
-  for (int half = 4, apart = 4; half; half /= 2, apart *= 2) {
-    const bool upper = lane() & apart;
+  for (int half = 4; half; half /= 2) {
+    const bool upper = lane() & half;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], apart);
+      const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], half);
       x[i] = (upper ? x[i + half] : x[i]) + other;
     }
-    own += upper ? half : 0;
   }
-  store_shared(to + 4 * (8 * (own / 2) + 2 * (lane() % 4) + own % 2), x[0]);
+  return x[0];
 }
 
-// Codes of 16 rows by 32 S columns to q, eight neighbours a lane, and to q_t, sixteen: column 8 (lane % 4) +
-// lane / 4. Columns from q_end and t_end on are not written, nor rows that q and q_t lack; INSIDE: there are
-// none. Sizes and strides are multiples of 8 in q, of 16 in q_t, or 0.
-template <bool INSIDE, int S>
-DEVICE void write_codes(const Cast& cast, const float (&v)[S][2][8], const float (&scale)[2], i64 row,
-                        i64 column, i64 q_end, i64 t_end) {
-  const int t = lane() % 4, g = lane() / 4;
-  u32 words[S][4], codes[2 * S][2];
+// Codes of 16 rows by 32 columns, of which a lane has eight neighbours of row lane() % 8 and of the one eight
+// further on. `row`, `column`: its first. To q as they are, to q_t sixteen rows of a column at once. Columns from
+// q_end and t_end on are not written, nor rows that q and q_t lack; INSIDE: there are none. Sizes and strides are
+// multiples of 8 in q, of 16 in q_t, or 0.
+template <bool INSIDE>
+DEVICE void write_piece(const Cast& cast, u32 (&codes)[2][2], i64 row, i64 column, i64 q_end, i64 t_end) {
+  const int g = lane() % 8;
 #pragma unroll
-  for (int s = 0; s < S; ++s)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const float a = v[s][0][2 * q] * scale[0], b = v[s][0][2 * q + 1] * scale[0];
-      const float c = v[s][1][2 * q] * scale[1], d = v[s][1][2 * q + 1] * scale[1];
-      words[s][q] = cast.is_e5m2 ? encode4<e5m2>(a, b, c, d) : encode4<e4m3>(a, b, c, d);
-    }
-  transpose_quads(words);
-#pragma unroll
-  for (int s = 0; s < S; ++s) {
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      codes[2 * s][w] = __byte_perm(words[s][2 * w], words[s][2 * w + 1], 0x5410);
-      codes[2 * s + 1][w] = __byte_perm(words[s][2 * w], words[s][2 * w + 1], 0x7632);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const i64 i = row + 8 * h, j = column + 32 * s + 8 * t;
-      if (cast.q != nullptr && (INSIDE || (i < cast.q_rows && j < q_end)))
-        store_codes<8>(cast.q + i * cast.q_stride + j, codes[2 * s + h]);
-    }
-  }
+  for (int h = 0; h < 2; ++h)
+    if (cast.q != nullptr && (INSIDE || (row + 8 * h < cast.q_rows && column < q_end)))
+      store_codes<8>(cast.q + (row + 8 * h) * cast.q_stride + column, codes[h]);
   if (cast.q_t == nullptr) return;
   transpose_octets(codes);
-#pragma unroll
-  for (int s = 0; s < S; ++s) {
-    const i64 i = column + 32 * s + 8 * t + g, j = row - g;
-    const u32 (&upper)[2] = codes[2 * s], (&lower)[2] = codes[2 * s + 1];
-    if (INSIDE || (i < t_end && j < cast.t_columns))
-      store_words(cast.q_t + i * cast.t_stride + j, {upper[0], upper[1], lower[0], lower[1]});
-  }
+  if (INSIDE || (column + g < t_end && row - g < cast.t_columns))
+    store_words(cast.q_t + (column + g) * cast.t_stride + row - g,
+                {codes[0][0], codes[0][1], codes[1][0], codes[1][1]});
 }

@@ -17,13 +17,13 @@
 // variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; SCALES=whole;
 //   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=forward; ACT=identity,gelu,relu,swiglu
 // variants: LEFT=e5m2,e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; SCALES=whole;
-//   BM BN PROMOTE=128 128 0,256 128 128,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
+//   BM BN PROMOTE=128 128 0,128 128 128; EPILOGUE=backward; ACT=gelu,relu,swiglu
 // variants: LEFT=e4m3; RIGHT=e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=lines; ACT=identity;
 //   BM BN PROMOTE SCALES=128 128 0 whole,256 128 128 whole,128 128 128 whole,256 128 128 lines_squares,
 //   128 128 128 lines_squares
 //
 // A block makes one BM x BN tile of the result after another (a persistent grid: as many blocks as
-// multiprocessors). Its 12 warps have two roles:
+// multiprocessors). Its 12 or 16 warps have two or three roles:
 //
 //   warps 0 to 3, the loader: one thread of them copies tiles of a and b, 128 codes of the contraction at a
 //   time, and their blocks' scales, into a ring of STAGES places in shared memory, and runs ahead of the
@@ -34,6 +34,8 @@
 //   end each warp writes its rows: from registers or by shared memory (`write_rows`).
 //   The loader gives its registers to them, whose sums fill them. TURNS: each makes whole tiles, in turn, so
 //   that one writes while the other multiplies.
+//   warps 12 to 15, the finishers, with EPILOGUE backward alone: they carry it out (`finish`), on what the
+//   multipliers have written to shared memory, while these multiply the next tile.
 //
 // LEFT and RIGHT of 16 bits: products without scales, of groups. LAYOUT: the contraction runs along the rows
 // of both (nt), down b's (nn), down both (tn).
@@ -78,12 +80,13 @@ constexpr bool B_LINES = SCALES == squares_lines || SCALES == lines_lines;
 constexpr bool A_DOWN = LAYOUT == tn, B_DOWN = LAYOUT != nt;  // terms run down the rows: boxes of 64 across
 constexpr int A_STEP = A_DOWN ? 128 : 2, B_STEP = B_DOWN ? 128 : 2;  // of a descriptor, for a wgmma's terms
 constexpr bool BY_ROWS = GROUPS == rows, BY_TERMS = GROUPS == terms, GROUPED = BY_ROWS || BY_TERMS;
-constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED && EPILOGUE != backward;
+constexpr bool FINISHERS = EPILOGUE == backward;
+constexpr bool TURNS = !PROMOTE && BM == 128 && BN == 128 && !GROUPED && !FINISHERS;
 constexpr int WAVES = TURNS ? BM / 64 : BM > 128 ? BM / 128 : 1;  // 64 rows at a time, of a multiplier
 constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
-constexpr int SHARED = 227 * 1024 - 2048 - SUM_BYTES;  // of a block, without what aligns it and the barriers
+constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
 // copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
@@ -102,17 +105,22 @@ constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define IS_terms 2
 #define IS_backward 3
 #if (JOIN(IS_, GROUPS) == 2 && BM == 256) || \
-    (JOIN(IS_, GROUPS) == 1 && !PROMOTE && BM == 128 && BN == 128 && JOIN(IS_, EPILOGUE) != 3)
+    (JOIN(IS_, GROUPS) == 1 && !PROMOTE && BM == 128 && BN == 128) || JOIN(IS_, EPILOGUE) == 3
 #define __in_clusters__() __cluster_dims__(2, 1, 1)
 #else
 #define __in_clusters__()  // clusters of one block would cost up to a third of the speed
 #endif
-constexpr int CLUSTER = TURNS || (BY_TERMS && WAVES == 2) ? 2 : 1;
+constexpr int CLUSTER = TURNS || FINISHERS || (BY_TERMS && WAVES == 2) ? 2 : 1;
 constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need all
 constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / (STAGE_BYTES + B_SCALE_BYTES);
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
+static_assert(!FINISHERS || BM == 128, "finishers: a part of shared memory for each 16 rows");
+constexpr int THREADS = FINISHERS ? 512 : 384;
+// of a thread, of 64 Ki / THREADS for each
+constexpr int OF_LOADER = TIGHT || FINISHERS ? 24 : 40, OF_FINISHER = 136;
+constexpr int OF_MULTIPLIER = FINISHERS ? 176 : TIGHT ? 240 : 232;
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "no registers: with PROMOTE at most 256 x 128");
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "PROMOTE beyond 128: BM at most 128");
 static_assert(WIDTH == 1 ? LAYOUT == nt : !PROMOTE && GROUPED && SCALES == whole, "16 bits: groups alone");
@@ -216,7 +224,9 @@ struct Memory {
   METHOD u32 full(u32 stage) const { return b_scales(0, 2) + 8 * stage; }
   METHOD u32 empty(u32 stage) const { return full(STAGES + stage); }
   METHOD u32 landed(u32 mixed) const { return full(2 * STAGES + mixed); }
-  METHOD u32 sums() const { return full(3 * STAGES); }
+  // Of a multiplier, 0 or 1: its warps' parts are filled, and have been read.
+  METHOD u32 made(u32 multiplier) const { return full(3 * STAGES + multiplier); }
+  METHOD u32 taken(u32 multiplier) const { return full(3 * STAGES + 2 + multiplier); }
   METHOD u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
 };
 
@@ -336,15 +346,23 @@ DEVICE i32 column_of(const Job& job, i32 column) {
 // What a warp's 16 rows have yet to write: its part of shared memory, and columns from PART on of the last
 // tile, which wait in registers, from (row, column) of a matrix on; row is -1 where there are none.
 struct Outgoing {
-  u32 part, words[LATE ? (BN - PART) / 32 : 1][2][4];
+  u32 part, made, taken, parity = 1, words[LATE ? (BN - PART) / 32 : 1][2][4];
   i32 row = -1, column, matrix;
+
+  // Until the part may be filled.
+  METHOD void wait() {
+    copies_have_read();
+    if constexpr (COLUMNS) barrier_wait(taken, parity), parity ^= 1;
+  }
 
   // The part, filled, to the result.
   METHOD void send(const Job& job, i32 row, i32 column, i32 matrix) const {
     constexpr int WIDE = 128 / sizeof(T);  // a box's columns
     writes_before_products();
     __syncwarp();
-    if (lane() || (FUSED && job.out == nullptr)) return;
+    if (lane()) return;
+    if constexpr (COLUMNS) barrier_arrive(made);
+    if (FUSED && job.out == nullptr) return;
 #pragma unroll
     for (int box = 0; box < PART / WIDE; ++box)
       copy_tile_out(job.parts, part + box * BOX_BYTES, column + column_of(job, WIDE * box), row, matrix);
@@ -521,7 +539,7 @@ DEVICE void write_rows(const Job& job, const Corner& at, const float (&total)[BN
                        i32 matrix, Outgoing& outgoing) {
   constexpr bool BY_PARTS = STAGED && (FUSED || HOW != EDGE);
   constexpr int EACH = PART / 32;
-  if constexpr (BY_PARTS) outgoing.send_late(job), copies_have_read();
+  if constexpr (BY_PARTS) outgoing.send_late(job), outgoing.wait();
 #pragma unroll
   for (int k = 0; k < BN / 32; ++k) {
     float values[2][8];
@@ -542,6 +560,14 @@ DEVICE void write_rows(const Job& job, const Corner& at, const float (&total)[BN
     }
   }
   if (BY_PARTS && LATE) outgoing.row = row, outgoing.column = first + PART, outgoing.matrix = matrix;
+}
+
+// The epilogue of a multiplier's 64 rows, from (row, column) on, behind which its parts may be filled again.
+DEVICE void finish(const Job& job, const Memory& memory, Running& own, u32 multiplier, u32 parity, i32 row,
+                   i32 column) {
+  const Filled from{memory.part(4 * multiplier), memory.made(multiplier), memory.taken(multiplier), parity};
+  const bool inside = row + 64 <= (i32)job.m && column + BN / HALVES <= (i32)job.n / HALVES;
+  if constexpr (COLUMNS) finish_columns(job.further, own, from, job.m, row, column, inside);
 }
 
 // Sixty-four rows of the result. `multiplier`: 0 or 1.
@@ -573,12 +599,14 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
     write_rows<BIASED>(job, to, total, row, at.column, matrix, outgoing);
   else
     write_rows<SCALED>(job, to, total, row, at.column, matrix, outgoing);
-  finish_part(job.further, own, outgoing.part, job.m, top, at.column, inside, memory.sums(), multiplier);
+  if constexpr (EPILOGUE == lines) finish_line(job.further, outgoing.part, job.m, row, at.column);
+  if constexpr (EPILOGUE == forward)
+    finish(job, memory, own, multiplier, outgoing.parity, first_row, at.column);
 }
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __in_clusters__() __launch_bounds__(384, 1)
+extern "C" __global__ void __in_clusters__() __launch_bounds__(THREADS, 1)
 hopper_gemm(const __grid_constant__ Job job) {
   start_early();
   if (!GROUPED && job.terms != CLUSTER) __trap();  // a host that planned another form
@@ -592,23 +620,36 @@ hopper_gemm(const __grid_constant__ Job job) {
       barrier_init(memory.empty(stage), CLUSTER * (TURNS ? 4 : 8));  // of every warp that multiplies it
       if constexpr (BY_TERMS) barrier_init(memory.landed(stage), 1);
     }
+    for (u32 multiplier = 0; COLUMNS && multiplier < 2; ++multiplier)
+      barrier_init(memory.made(multiplier), 4), barrier_init(memory.taken(multiplier), 4);
     barriers_are_set();
   }
   CLUSTER == 2 ? wait_for_cluster() : __syncthreads();
   const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
-    registers_down<TIGHT ? 24 : 40>();
+    registers_down<OF_LOADER>();
     if (threadIdx.x == 0) load(job, memory);
     if (BY_TERMS && threadIdx.x >= 32) clear(memory);
+  } else if (FINISHERS && threadIdx.x >= 384) {
+    registers_up<OF_FINISHER>();
+    Running own{scale};
+    Walk walk;
+    Tile at;
+    u32 parity = 0;
+    for (i32 tile = blockIdx.x / CLUSTER; walk.at(job, tile, at); tile += gridDim.x / CLUSTER, parity ^= 1)
+#pragma unroll 1
+      for (int multiplier = 0; multiplier < 2; ++multiplier)
+        finish(job, memory, own, multiplier, parity, at.row + 64 * multiplier, at.column);
+    end_of_tiles(job.further, own);
   } else {
-    registers_up<TIGHT ? 240 : 232>();
+    registers_up<OF_MULTIPLIER>();
     const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1;  // as in `make_uniform`
     Place place;
     Walk walk;
     Tile at;
     Running own{scale, SCALES == whole && WIDTH == 1 ? __fmul_rn(job.a_scale[0], job.b_scale[0]) : 1.0f};
-    Outgoing outgoing{memory.part(threadIdx.x / 32 - 4)};
+    Outgoing outgoing{memory.part(threadIdx.x / 32 - 4), memory.made(group), memory.taken(group)};
     float total[WAVES][BN / 2];
     const i32 step = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER, tiles = (i32)(job.tall * job.wide);
     const i32 turn = TURNS ? group * step : 0;
@@ -630,7 +671,7 @@ hopper_gemm(const __grid_constant__ Job job) {
         if (BY_ROWS ? first + 64 * w < at.cover : left > 0)
           write(job, memory, total[w], at, first + 64 * w, group, own, outgoing);
     }
-    end_of_tiles(job.further, own.most);
+    if constexpr (!FINISHERS) end_of_tiles(job.further, own);
     if constexpr (LATE) outgoing.send_late(job);
     if constexpr (STAGED) copies_have_read();  // shared memory is the block's until then
   }

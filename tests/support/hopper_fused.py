@@ -23,13 +23,13 @@ from tests.support.hopper import FORMATS, TYPES, box, described, map_of, memory
 NAMES = ("fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines")
 Array = Any
 LANES = np.arange(32)
-T, G = LANES % 4, LANES // 4
-# the headers' selectors of bytes: of odd lanes and even ones, of the second two of four and the first, rows
+G, T = LANES % 8, LANES // 8
+# the header's selectors of bytes: of odd lanes and even ones, of the second two of four and the first
 _CODE = manifest.text("hopper_fragments.cuh").partition("transpose_octets")[2]
-ODD, EVEN, SECOND, FIRST, *OF_ROWS = (int(found, 16) for found in re.findall(r"0x[0-9A-F]{4}\b", _CODE))
+ODD, EVEN, SECOND, FIRST = (int(found, 16) for found in re.findall(r"0x[0-9A-F]{4}\b", _CODE))
 # of 16 rows by 32 columns: a lane's rows and columns, [lane, h, i]
 ROW = (G[:, None, None] + 8 * np.arange(2)[:, None]) + 0 * np.arange(8)
-COLUMN = 8 * (np.arange(8) // 2) + 2 * T[:, None, None] + np.arange(8) % 2 + 0 * np.arange(2)[:, None]
+COLUMN = 8 * T[:, None, None] + np.arange(8) + 0 * np.arange(2)[:, None]
 
 
 class Cast(NamedTuple):
@@ -65,22 +65,13 @@ def chosen(by: Array, x: Array, y: Array) -> Array:
     return np.where(by.reshape(-1, *[1] * (x.ndim - 1)) != 0, x, y)
 
 
-def transpose_quad(x: list[Array]) -> None:
-    for i in (0, 2):
-        other = chosen(LANES & 1, x[i], x[i + 1])[LANES ^ 1]
-        x[i], x[i + 1] = chosen(LANES & 1, other, x[i]), chosen(LANES & 1, x[i + 1], other)
-    for i in (0, 1):
-        other = chosen(LANES & 2, x[i], x[i + 2])[LANES ^ 2]
-        x[i], x[i + 2] = chosen(LANES & 2, other, x[i]), chosen(LANES & 2, x[i + 2], other)
-
-
 def transpose_octet(x: list[Array]) -> None:
     for w in (0, 1):
-        for step, upper, lower in ((4, ODD, EVEN), (8, SECOND, FIRST)):
+        for step, upper, lower in ((1, ODD, EVEN), (2, SECOND, FIRST)):
             other = x[w][LANES ^ step]
             x[w] = chosen(LANES & step, byte_perm(x[w], other, upper), byte_perm(x[w], other, lower))
-    other = chosen(LANES & 16, x[0], x[1])[LANES ^ 16]
-    x[0], x[1] = chosen(LANES & 16, other, x[0]), chosen(LANES & 16, x[1], other)
+    other = chosen(LANES & 4, x[0], x[1])[LANES ^ 4]
+    x[0], x[1] = chosen(LANES & 4, other, x[0]), chosen(LANES & 4, x[1], other)
 
 
 def store(address: int, values: Array) -> None:
@@ -93,9 +84,7 @@ def write_codes(cast: Cast, v: Array, scale: Array, row: int, column: int, q_end
     """``v``: [lane, h, i]; ``row``: the first of the sixteen."""
     with np.errstate(over="ignore", invalid="ignore"):
         codes = codec.encode(v.astype(np.float32) * scale[:, :, None], E5M2 if cast.is_e5m2 else E4M3)
-    words = [codes[:, :, 2 * q : 2 * q + 2].reshape(32, 4) for q in range(4)]
-    transpose_quad(words)
-    halves = [[byte_perm(words[2 * w], words[2 * w + 1], selector) for w in (0, 1)] for selector in OF_ROWS]
+    halves = [[codes[:, h, :4], codes[:, h, 4:]] for h in (0, 1)]
     for h in (0, 1):
         for lane in LANES if cast.q else ():
             i, j = row + int(G[lane]) + 8 * h, column + 8 * int(T[lane])
@@ -113,18 +102,13 @@ def write_codes(cast: Cast, v: Array, scale: Array, row: int, column: int, q_end
 
 
 def sum_columns(v: Array) -> Array:
-    """``v``: [warp, lane, h, i]; the sums of 64 rows."""
-    shared = np.zeros((4, 32), np.float32)
-    for warp in range(4):
-        sums = v[warp, :, 0].astype(np.float32) + v[warp, :, 1].astype(np.float32)
-        for step in (4, 8, 16):
-            sums = sums + sums[LANES ^ step]
-        for i in range(8):
-            shared[warp, 8 * (i // 2) + 2 * LANES[:4] + i % 2] = sums[:4, i]
-    total = np.zeros(32, np.float32)
-    for warp in range(4):
-        total = total + shared[warp]
-    return total
+    """``v``: [piece, lane, h, i]; the sums of 64 rows."""
+    sums = np.zeros((32, 8), np.float32)
+    for piece, h in np.ndindex(4, 2):
+        sums = sums + v[piece, :, h].astype(np.float32)
+    for step in (4, 2, 1):
+        sums = sums + sums[LANES ^ step]
+    return sums[::8].reshape(32)
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------
@@ -283,14 +267,14 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
 def write_line(cast: Cast, v: list[Array], m: int, row: int, column: int, dtype: Any) -> None:
     """128 columns of sixteen rows: [lane, h, i] of four times 32."""
     top = np.max([np.abs(part).max(axis=2) for part in v], axis=0).astype(np.float32)
-    for step in (1, 2):
+    for step in (8, 16):
         top = np.maximum(top, top[LANES ^ step])
     largest = (E5M2 if cast.is_e5m2 else E4M3).max
     rule = largest, bool(cast.power_2), cast.epsilon, formats.dtype(dtype).max
     scale = scale_of(top.reshape(-1), *rule).reshape(32, 2)
     for lane, h in np.ndindex(32, 2):
-        i = row + lane // 4 + 8 * h
-        if lane % 4 == 0 and i < cast.q_rows and column < cast.q_columns:
+        i = row + lane % 8 + 8 * h
+        if lane < 8 and i < cast.q_rows and column < cast.q_columns:
             value = np.float32(1) / scale[lane, h] if i < m else 1
             memory(cast.scale_inv + 4 * (column // 128 * cast.q_rows + i), 1, np.float32)[:] = value
     for k, part in enumerate(v):

@@ -15,6 +15,14 @@ from fp8kit.raw_kernels import manifest
 COMPILER = shutil.which("g++")
 _DEVICE = Path(__file__).with_name("host_device.h")
 _BFLOAT16 = "const u32 b = __float_as_uint(x); return bf16{(u16)((b + 0x7FFF + (b >> 16 & 1)) >> 16)};"
+_ROUND8 = (
+    "for (int i = 0; i < 4; ++i) "
+    "to.words[i] = from_float<X>(x[2 * i]).bits | (u32)from_float<X>(x[2 * i + 1]).bits << 16;"
+)
+_PAIR_AMAX = (  # such floats are ordered as their bits are
+    "u32 made = 0; for (int i = 0; i < 32; i += 16) "
+    "made |= max(most >> i & 0x7FFF, x >> i & 0x7FFF) << i; most = made;"
+)
 # signature of a function whose body is PTX -> what that does; NaN is not among the tests' values
 _BODIES = {
     "void copies_have_read()": "carry_out_copies(); __syncwarp();",
@@ -40,6 +48,19 @@ _BODIES = {
     "void store_shared(u32 address, float x)": "*(float*)(shared_memory + address) = x;",
     "void load_words_shared(u32 from, u32 (&words)[4])": "memcpy(words, shared_memory + from, 16);",
     "void store_words_shared(u32 to, const u32 (&words)[4])": "memcpy(shared_memory + to, words, 16);",
+    "void barrier_init(u32 barrier, u32 arrivals)": (
+        "phases[barrier / 8].left = phases[barrier / 8].arrivals = arrivals, phases[barrier / 8].ended = 0;"
+    ),
+    "void barrier_arrive(u32 barrier)": (
+        "Phases& own = phases[barrier / 8]; if (--own.left == 0) own.left = own.arrivals, ++own.ended;"
+    ),
+    "void barrier_wait(u32 barrier, u32 parity)": (
+        "while (phases[barrier / 8].ended % 2 == parity) std::this_thread::yield();"
+    ),
+    "void round8(const float (&x)[8], Eight<bf16>& to)": _ROUND8.replace("X", "bf16"),
+    "void round8(const float (&x)[8], Eight<f16>& to)": _ROUND8.replace("X", "f16"),
+    "void pair_amax(u32& most, u32 x, bf16)": _PAIR_AMAX,
+    "void pair_amax(u32& most, u32 x, f16)": _PAIR_AMAX,
     "void wait_for_threads(u32 number)": "group_barrier[number]->arrive_and_wait();",
     "bf16 from_float<bf16>(float x)": _BFLOAT16,
     "f16 from_float<f16>(float x)": "return f16{cast_bits<u16>((_Float16)x)};",
@@ -65,14 +86,26 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
   va_end(list);
   for (auto& barrier : warp_barrier) barrier = std::make_unique<std::barrier<>>(32);
   for (auto& barrier : group_barrier) barrier = std::make_unique<std::barrier<>>(128);
+  const Memory memory{0};
+  for (u32 multiplier = 0; multiplier < 2; ++multiplier)
+    barrier_init(memory.made(multiplier), 4), barrier_init(memory.taken(multiplier), 4);
   threadIdx = {0, 0, 0};
   const float scale = scale_of_results(job->further);
   std::vector<std::thread> threads;
+  for (unsigned t = 384; t < THREADS; ++t) threads.emplace_back([&, t] {
+    threadIdx = {t, 0, 0};
+    Running own{scale};
+    for (int tile = 0; tile < count; ++tile)
+      for (int multiplier = 0; multiplier < 2; ++multiplier)
+        finish(*job, memory, own, multiplier, tile % 2, places[4 * tile] + 64 * multiplier,
+               places[4 * tile + 1]);
+    end_of_tiles(job->further, own);
+  });
   for (unsigned t = 128; t < 384; ++t) threads.emplace_back([&, t] {
     threadIdx = {t, 0, 0};
     const int group = t / 128 - 1;
     Running own{scale, SCALES == whole && WIDTH == 1 ? job->a_scale[0] * job->b_scale[0] : 1.0f};
-    Outgoing outgoing{Memory{0}.part(t / 32 - 4)};
+    Outgoing outgoing{memory.part(t / 32 - 4), memory.made(group), memory.taken(group)};
     for (int tile = 0; tile < count; ++tile) {
       Tile at{};
       at.row = places[4 * tile], at.column = places[4 * tile + 1];
@@ -86,10 +119,10 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
         const int own_row = first + t / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < BN / 2; ++i)
           total[i] = sums[(tile * BM + own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
-        write(*job, Memory{0}, total, at, at.row + first, group, own, outgoing);
+        write(*job, memory, total, at, at.row + first, group, own, outgoing);
       }
     }
-    end_of_tiles(job->further, own.most);
+    if (!FINISHERS) end_of_tiles(job->further, own);
     if constexpr (LATE) outgoing.send_late(*job);
     if constexpr (STAGED) copies_have_read();
   });
@@ -142,7 +175,7 @@ def library(defines: manifest.Defines, folder: Path) -> Any:
     text = without_ptx(re.sub(r'^extern "C" __global__ .*__trap\(\); }$', "", text, flags=re.M))
     for signature, body in _BODIES.items():
         text, count = re.subn(re.escape(signature) + r" \{[^}]*\}", f"{signature} {{ {body} }}", text)
-        assert count == 1, signature
+        assert count, signature
     source = folder / "-".join(["tile", *(value for _, value in defines)])
     source.with_suffix(".cpp").write_text(f'#include "{_DEVICE}"\n{text}\n#endif\n{_RUN}')
     assert COMPILER is not None

@@ -1,5 +1,5 @@
 // What a CUDA source finds on a host, for tests/support/host_compiled.py: a thread stands for each thread of
-// a block of 384. Lanes of a warp meet at a barrier before and behind each exchange.
+// a block of 512. Lanes of a warp meet at a barrier before and behind each exchange.
 #include <barrier>
 #include <thread>
 #include <cstring>
@@ -25,9 +25,12 @@ struct float2 { float x, y; };
 static inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 using std::min; using std::max;
-static std::unique_ptr<std::barrier<>> warp_barrier[12], group_barrier[4];
-static unsigned long long slots[12][32];
+static std::unique_ptr<std::barrier<>> warp_barrier[16], group_barrier[4];
+static unsigned long long slots[16][32];
 static unsigned char shared_memory[1 << 18];
+// A barrier in shared memory: how many arrivals end a phase, how many are still to come, phases that ended.
+struct Phases { unsigned arrivals; std::atomic<unsigned> left, ended; };
+static Phases phases[1 << 15];
 // Copies out of shared memory read it when they are waited for, as late as may be. A map is an address, and
 // what tests/support/hopper.py::map_of says: kind, three sizes, two strides, and the box, whose rows are
 // swizzled.

@@ -18,6 +18,7 @@ from fp8kit.backends.cuda.fused_gemm import SUM_ROWS
 from fp8kit.backends.cuda.hopper_gemm import (
     ARCHS,
     DEPTH,
+    FINISHERS,
     SHARED,
     SOURCE,
     THREADS,
@@ -61,10 +62,11 @@ def _variants() -> frozenset[frozenset[tuple[str, str]]]:
     return frozenset(frozenset(pair for pair in variant if pair[0] in own) for variant in variants)
 
 
-def tiling(m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
+def tiling(m: int, n: int, k: int, epilogue: str, promote: int, multiprocessors: int) -> Tiling:
     """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``."""
-    among = (Tiling(256, 128), Tiling(128, 128)) if promote else (Tiling(128, 128),)
-    return cheapest(among, m, n, k, promote, multiprocessors)
+    if epilogue == "backward" or not promote:
+        return Tiling(128, 128)
+    return cheapest((Tiling(256, 128), Tiling(128, 128)), m, n, k, promote, multiprocessors)
 
 
 @memoized("Hopper products with epilogues by call")
@@ -94,7 +96,7 @@ def _plan(
     if frozenset({**wanted, "SCALES": scales, "T": out}.items()) not in _variants():
         what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
         raise CannotTake(_OUTSIDE, "epilogue", what, f"one that {SOURCE} lists")
-    at = tiling(m, n, k, promote, launch.sm_count(index))
+    at = tiling(m, n, k, epilogue, promote, launch.sm_count(index))
     together = blocks_together(promote, "none", at, epilogue)  # what is counted from here on are clusters
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
     clusters = min(tall * wide, launch.sm_count(index) // together)
@@ -169,7 +171,8 @@ def _run(
     if out is not None and (out.ptr | launch.row_stride(out) * dtype.itemsize) % 16:
         raise CannotTake(_OUTSIDE, "out", "rows", "at multiples of 16 bytes")
     job = packed(plan, a, b, scale_invs, out, bias, addend, further=further)
-    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+    threads = THREADS + (FINISHERS if epilogue == "backward" else 0)
+    launch.launch(plan.kernel, plan.blocks, threads, (job,), stream, SHARED)
 
 
 def _want_codes(cast: Cast | None, m: int, columns: int) -> None:

@@ -21,7 +21,8 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.lru import memoized
 
 CAPABILITY, ARCHS = (9, 0), (90, 90)
-SOURCE, THREADS, SHARED = "hopper_gemm.cu", 384, 227 * 1024
+SOURCE, SHARED = "hopper_gemm.cu", 227 * 1024
+THREADS, FINISHERS = 384, 128  # of a block, and with the epilogue backward so many more
 DEPTH = 128  # codes of a row in a tile
 _JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
 _NO_EPILOGUE = bytes(40)  # up to a multiple of 64
@@ -118,7 +119,8 @@ def result_map(
 def blocks_together(promote: int, groups: str, at: Tiling, epilogue: str = "bare") -> int:
     """How many blocks are a cluster, which is as many tiles wide: the source's CLUSTER. A grid is a multiple
     of it."""
-    return 2 if in_turn(promote, groups, at, epilogue) or (groups == "terms" and at.rows == 256) else 1
+    halved = in_turn(promote, groups, at, epilogue) or epilogue == "backward"
+    return 2 if halved or (groups == "terms" and at.rows == 256) else 1
 
 
 def rows_map(m: int, k: int, stride: int, at: Tiling, together: int) -> bytes:
