@@ -4,13 +4,16 @@ make target of their own run when they are asked for, random state starts alike,
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.support import source
 
@@ -36,23 +39,51 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if wanted or not found else True
 
 
+@functools.cache
+def left_out(expression: str) -> frozenset[str]:
+    """The marks of ``ASKED_FOR`` whose tests a run with ``-m expression`` leaves out."""
+    on_gpu = expression.startswith("gpu")
+    asked = f"{expression} clients combinations programs" if on_gpu else expression
+    return frozenset(mark for mark in ASKED_FOR if mark not in asked)
+
+
+@functools.cache
+def wanted(expression: str, marks: frozenset[str]) -> bool:
+    """Whether a run with ``-m expression`` has a test with these marks."""
+    if not marks.isdisjoint(left_out(expression)):
+        return False
+    return Expression.compile(expression).evaluate(lambda name, /, **values: name in marks)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Make no items of the parameters that ``-m`` leaves out, which are more than half of all: as items they
+    would take a third of the time to collect the tests. One of a function's always stays, and is left out
+    later, since pytest runs a function without parameters as it is."""
+    yield
+    expression = metafunc.config.getoption("markexpr")
+    if expression:
+        marks = frozenset(mark.name for mark in metafunc.definition.iter_markers())
+        metafunc._calls[:] = [
+            call
+            for call in metafunc._calls
+            if wanted(expression, marks.union(mark.name for mark in call.marks))
+        ] or metafunc._calls[:1]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked by one of ``ASKED_FOR`` unless ``-m`` names it; gpu2 then fails where there
     are no two GPUs, and clients, combinations and programs on a GPU run with the other tests there. Skip what
     is marked gpu where no CUDA device is usable, but not where ``-m`` begins with it: a run of the GPU tests
     that has no GPU fails. Nothing of CUDA is looked for when no test is marked."""
     asked = config.getoption("markexpr") or ""
-    on_gpu = asked.startswith("gpu")
-    if on_gpu:
-        asked += " clients combinations programs"
-    marks = [mark for mark in ASKED_FOR if mark not in asked]
-    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        unasked = set(left_out)
+    marks = left_out(asked)
+    unasked = {item for item in items if not marks.isdisjoint(mark.name for mark in item.iter_markers())}
+    if unasked:
+        config.hook.pytest_deselected(items=[*unasked])
         items[:] = [item for item in items if item not in unasked]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if on_gpu or not marked:
+    if asked.startswith("gpu") or not marked:
         return
     from fp8kit import arrays
 
