@@ -86,7 +86,7 @@ CUSTOM = {
 }
 
 
-@combinations({"name": list(CUSTOM)}, usual=["roles", "random bits"])
+@combinations({"name": list(CUSTOM)}, usual=["random bits"])
 def test_a_function_is_compiled_too(name):
     """With the bits of the eager model; another function is another program."""
     how, model = recipe.CustomRecipe(*CUSTOM[name]), make()
