@@ -69,7 +69,7 @@ def layer():
 
 @combinations(
     {"recipe": RECIPES.keys(), "shapes": SHAPES.keys(), "dynamic": {"told": True, "found": None}},
-    usual=["delayed-lengths-found", "block-lengths-told"],
+    usual=["delayed-lengths-found"],
 )
 def test_no_more_than_of_plain_torch(recipe, shapes, dynamic):
     wanted = graphs_of_plain_torch(shapes, dynamic)

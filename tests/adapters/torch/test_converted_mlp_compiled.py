@@ -179,7 +179,7 @@ REPLACED = {
 }
 
 
-@combinations({"what": REPLACED.keys()}, usual=["by an unknown one", "frozen"])
+@combinations({"what": REPLACED.keys()}, usual=["by an unknown one"])
 def test_what_is_replaced_later_is_compiled_anew(what, ran):
     one, other = pair(mlp=Plain if what == "a function" else MLP)
     call = compiled(one)
@@ -237,6 +237,7 @@ def test_an_activation_that_breaks_the_graph(ran):
     assert counters["graph_break"]
 
 
+@pytest.mark.combinations
 def test_shapes_that_change():
     """One graph for all lengths, as without the operation."""
     found = []
