@@ -187,6 +187,7 @@ def test_compiled_micro_batches_share_casts(place, recipe, kind, options):
     )
 
 
+@pytest.mark.combinations
 def test_compiled_later_micro_batches_read_the_first_ones_weights(place):
     layer, other = module(place), RECIPES["block"]
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -111,6 +111,7 @@ def test_eager_and_compiled_steps_take_turns(device):
     same_caches(caches[1], caches[0])
 
 
+@pytest.mark.combinations
 def test_what_compiled_steps_refuse(device):
     layer = layer_of("bshd", device)
     function = torch.compile(layer, fullgraph=True, backend="eager")

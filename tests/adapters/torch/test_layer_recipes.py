@@ -105,6 +105,7 @@ def test_a_function_is_compiled_too(name):
     assert other.key != how.key
 
 
+@pytest.mark.combinations
 def test_a_function_for_one_layer_is_compiled_too():
     how = recipe.PerLayer(recipe.MXFP8BlockScaling(), (("0", recipe.CustomRecipe(_delayed, None, WINDOW)),))
     model = make()
