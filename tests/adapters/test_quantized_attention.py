@@ -311,15 +311,24 @@ def test_flax_decodes_in_high_precision():
     assert (found[0][2] != found[1][2]).any()  # without decoding it is quantised
 
 
+BY_NAME = PerLayer(CURRENT, (("high.*", None), ("plain", Float8CurrentScaling())))
+
+
+@combinations({"name": ["high.core", "plain", "other", None]}, usual=["high.core"])
+def test_recipes_by_name_compiled(name):
+    layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
+    expected = native(None if name in ("high.core", "plain") else CURRENT, layers, g)
+    same("compiled", of_torch(BY_NAME, layers, g, True, name=name), expected)
+
+
 def test_recipes_by_name():
-    """``PerLayer`` decides for attention by the core attention's name, natively and compiled."""
-    recipe = PerLayer(CURRENT, (("high.*", None), ("plain", Float8CurrentScaling())))
+    """``PerLayer`` decides for attention by the core attention's name."""
+    recipe = BY_NAME
     layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
     exact, want = native(None, layers, g), native(CURRENT, layers, g)
     for name, expected in (("high.core", exact), ("plain", exact), ("other", want), (None, want)):
         same("native", native(recipe, layers, g, name=name), expected)
         same("eager", of_torch(recipe, layers, g, False, name=name), expected)
-        same("compiled", of_torch(recipe, layers, g, True, name=name), expected)
     layer = fk.nn.MultiheadAttention(64, HEADS, name="block")
     assert layer.core_attention.name == "block.core_attention"
     assert fk.nn.name_layers(layer).core_attention.name == "core_attention"

@@ -106,6 +106,7 @@ def test_a_whole_model_is_converted_and_compiled():
     assert none.shape == (0, 32)
 
 
+@pytest.mark.combinations
 def test_layers_of_experts_share_compiled_code_whatever_their_names():
     torch.compiler.reset()
     model = nn.Sequential(*(converted("NemotronH")[1] for _ in range(2)))

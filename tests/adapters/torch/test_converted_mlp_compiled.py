@@ -191,6 +191,7 @@ def test_what_is_replaced_later_is_compiled_anew(what, ran):
     same_training(ran, one, other, call, wanted)
 
 
+@pytest.mark.combinations
 def test_hooks(ran):
     """Which are there before, as everywhere within torch.compile."""
     nets = pair()
