@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,9 +31,10 @@ def _some(found: Sequence[Case]) -> tuple[Case, ...]:
     return tuple(named[options] for options in covering(list(named)))
 
 
-def params(found: Sequence[Case]) -> list[Any]:
+def params(given: Iterable[Case]) -> list[Any]:
     """Cases of one kernel as parameters, those that are not needed for every value of every option for
     ``make test-combinations``."""
+    found = [*given]
     some = _some(found)
     return [
         pytest.param(case, id=str(case), marks=() if case in some else pytest.mark.combinations)
