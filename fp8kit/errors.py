@@ -116,8 +116,11 @@ _ELSEWHERE = {
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
     """Returns what a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
-    ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case. ``before``:
-    what every such name begins with in print."""
+    ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case, or
+    where Python or a tool asks for a name with two underscores. ``before``: what every such name begins with
+    in print."""
+    if str(name).startswith("__"):
+        return ""
     lower: dict[str, str] = {}
     for one in known:
         lower.setdefault(one.lower(), one)

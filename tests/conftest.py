@@ -4,13 +4,17 @@ make target of their own run when they are asked for, random state starts alike,
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.support import source
 
@@ -26,6 +30,23 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs", "report", "notebooks")
 # files with nothing but tests of clients, beside those of tests/clients
 CLIENTS = ("test_huggingface.py",)
+KEPT = 14 * 24 * 3600  # seconds after the last use of a program of XLA
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The CPU's programs of XLA are kept in pytest's cache, where the next run finds them, and processes and
+    targets those of each other: to compile them is nearly half of the JAX tests' time. JAX names them by all
+    that goes into them. Those that no run used for long are removed."""
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+    on_cpu = "not gpu" in (config.getoption("markexpr") or "")
+    if cache is None or not on_cpu or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = cache.mkdir("xla")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    for path in folder.glob("*"):
+        if path.stat().st_atime < time.time() - KEPT:
+            path.unlink(missing_ok=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -36,23 +57,51 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if wanted or not found else True
 
 
+@functools.cache
+def left_out(expression: str) -> frozenset[str]:
+    """The marks of ``ASKED_FOR`` whose tests a run with ``-m expression`` leaves out."""
+    on_gpu = expression.startswith("gpu")
+    asked = f"{expression} clients combinations programs" if on_gpu else expression
+    return frozenset(mark for mark in ASKED_FOR if mark not in asked)
+
+
+@functools.cache
+def wanted(expression: str, marks: frozenset[str]) -> bool:
+    """Whether a run with ``-m expression`` has a test with these marks."""
+    if not marks.isdisjoint(left_out(expression)):
+        return False
+    return Expression.compile(expression).evaluate(lambda name, /, **values: name in marks)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Make no items of the parameters that ``-m`` leaves out, which are more than half of all: as items they
+    would take a third of the time to collect the tests. One of a function's always stays, and is left out
+    later, since pytest runs a function without parameters as it is."""
+    yield
+    expression = metafunc.config.getoption("markexpr")
+    if expression:
+        marks = frozenset(mark.name for mark in metafunc.definition.iter_markers())
+        metafunc._calls[:] = [
+            call
+            for call in metafunc._calls
+            if wanted(expression, marks.union(mark.name for mark in call.marks))
+        ] or metafunc._calls[:1]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked by one of ``ASKED_FOR`` unless ``-m`` names it; gpu2 then fails where there
     are no two GPUs, and clients, combinations and programs on a GPU run with the other tests there. Skip what
     is marked gpu where no CUDA device is usable, but not where ``-m`` begins with it: a run of the GPU tests
     that has no GPU fails. Nothing of CUDA is looked for when no test is marked."""
     asked = config.getoption("markexpr") or ""
-    on_gpu = asked.startswith("gpu")
-    if on_gpu:
-        asked += " clients combinations programs"
-    marks = [mark for mark in ASKED_FOR if mark not in asked]
-    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        unasked = set(left_out)
+    marks = left_out(asked)
+    unasked = {item for item in items if not marks.isdisjoint(mark.name for mark in item.iter_markers())}
+    if unasked:
+        config.hook.pytest_deselected(items=[*unasked])
         items[:] = [item for item in items if item not in unasked]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if on_gpu or not marked:
+    if asked.startswith("gpu") or not marked:
         return
     from fp8kit import arrays
 

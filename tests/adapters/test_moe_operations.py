@@ -18,6 +18,7 @@ from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation
 from fp8kit.testing.compare import assert_close, assert_same_bits
+from tests.support.combinations import combinations
 from tests.support.gate import GateSpec, gate
 from tests.support.named import same_steps
 
@@ -80,8 +81,7 @@ def native_call(name):
     return {"y": y.numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+@combinations({"compiled": {"eager": False, "fullgraph": True}, "name": CALLS.keys()})
 def test_operations_in_torch(name, compiled):
     operation, spec, inputs, fixed, g = CALLS[name]
     others = {key: torch.from_numpy(value) for key, value in fixed.items()}

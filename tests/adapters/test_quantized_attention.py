@@ -212,8 +212,11 @@ def test_mha_has_one_scale_for_q_k_and_v_in_every_layout_and_frontend():
     same("jax", of_jax(recipe, layers, g), want)
 
 
-@pytest.mark.parametrize("kind", ["flax", "nnx"])
-def test_modules_of_jax_attend_as_the_function_does(kind):
+@combinations(
+    {"kind": ["flax", "nnx"], "name": ["current", "current mha", "mxfp8", "flash attention 3"]},
+    usual=["flax-current mha", "nnx-mxfp8"],
+)
+def test_modules_of_jax_attend_as_the_function_does(kind, name):
     """And Flax's and NNX's layers with projections run jitted, forward and backward, near high precision."""
     layers = layers_of()
     want = of_jax(CURRENT, layers, draw(9, B, S, HEADS * DIM))[0]
@@ -243,13 +246,12 @@ def test_modules_of_jax_attend_as_the_function_does(kind):
 
     plain, grads = loss(None)
     linear, _ = loss(Float8CurrentScaling())
-    for name in ("current", "current mha", "mxfp8", "flash attention 3"):
-        found, own_grads = loss(RECIPES[name])
-        assert found not in (plain, linear)
-        assert abs(found / plain - 1) < 0.1
-        pairs = zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True)
-        apart = [(float(((a - b) ** 2).sum()), float((b**2).sum())) for a, b in pairs]
-        assert (sum(a for a, _ in apart) / sum(b for _, b in apart)) ** 0.5 < 0.2
+    found, own_grads = loss(RECIPES[name])
+    assert found not in (plain, linear)
+    assert abs(found / plain - 1) < 0.1
+    pairs = zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True)
+    apart = [(float(((a - b) ** 2).sum()), float((b**2).sum())) for a, b in pairs]
+    assert (sum(a for a, _ in apart) / sum(b for _, b in apart)) ** 0.5 < 0.2
 
 
 def test_jax_vmap_and_meshes():
@@ -309,15 +311,24 @@ def test_flax_decodes_in_high_precision():
     assert (found[0][2] != found[1][2]).any()  # without decoding it is quantised
 
 
+BY_NAME = PerLayer(CURRENT, (("high.*", None), ("plain", Float8CurrentScaling())))
+
+
+@combinations({"name": ["high.core", "plain", "other", None]}, usual=["high.core"])
+def test_recipes_by_name_compiled(name):
+    layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
+    expected = native(None if name in ("high.core", "plain") else CURRENT, layers, g)
+    same("compiled", of_torch(BY_NAME, layers, g, True, name=name), expected)
+
+
 def test_recipes_by_name():
-    """``PerLayer`` decides for attention by the core attention's name, natively and compiled."""
-    recipe = PerLayer(CURRENT, (("high.*", None), ("plain", Float8CurrentScaling())))
+    """``PerLayer`` decides for attention by the core attention's name."""
+    recipe = BY_NAME
     layers, g = layers_of(), draw(9, B, S, HEADS * DIM)
     exact, want = native(None, layers, g), native(CURRENT, layers, g)
     for name, expected in (("high.core", exact), ("plain", exact), ("other", want), (None, want)):
         same("native", native(recipe, layers, g, name=name), expected)
         same("eager", of_torch(recipe, layers, g, False, name=name), expected)
-        same("compiled", of_torch(recipe, layers, g, True, name=name), expected)
     layer = fk.nn.MultiheadAttention(64, HEADS, name="block")
     assert layer.core_attention.name == "block.core_attention"
     assert fk.nn.name_layers(layer).core_attention.name == "core_attention"

@@ -113,6 +113,7 @@ def stopped_at(monkeypatch, step):
     monkeypatch.setattr(Progress, "update", stop)
 
 
+@pytest.mark.programs
 def test_a_stopped_training_says_how_to_go_on(monkeypatch, tmp_path, capsys):
     words = [
         "train",

@@ -17,6 +17,7 @@ from fp8kit.errors import BackendError
 from fp8kit.formats import float32
 from fp8kit.testing.contract import Case, SampleCall, cases
 from tests.support.casts_at import TYPES, at, blocks, tiles
+from tests.support.contract import params
 from tests.support.hopper import GPU
 
 
@@ -105,15 +106,18 @@ class Emulated:
         blocks(named, grid, made.ptr, *places, rows, columns, high, high_t, *sizes, square, *rule)
 
 
-CASES = [
-    case
+CASES = {
+    name: [
+        case
+        for case in cases(name)
+        if "blocks" in case.name
+        and case.name.partition("-")[2].startswith(("gelu", "swiglu", "clamped_swiglu"))
+    ]
     for name in ("act_fwd", "act_bwd")
-    for case in cases(name)
-    if "blocks" in case.name and case.name.partition("-")[2].startswith(("gelu", "swiglu", "clamped_swiglu"))
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for found in CASES.values() for case in params(found)])
 def test_kernels_are_told_where_things_are(case: Case) -> None:
     case.run(Emulated(), CPU)  # type: ignore[arg-type]
 

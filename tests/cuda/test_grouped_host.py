@@ -19,6 +19,7 @@ from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import E4M3, float32, int32, uint8
 from fp8kit.testing.compare import assert_close
 from fp8kit.testing.contract import Case, SampleCall, cases
+from tests.support.contract import params
 from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, described, map_of, memory
 
 
@@ -163,16 +164,16 @@ def test_the_model_of_groups_is_the_contracts_product(case: Case, monkeypatch: p
 
 
 NAMES = ("grouped_gemm", "grouped_fp8_gemm")
-CASES = [case for name in NAMES for case in cases(name)]
-FP8 = [case for case in CASES if case.kernel == "grouped_fp8_gemm"]
+CASES = [case for name in NAMES for case in params(cases(name))]
+FP8 = params(cases("grouped_fp8_gemm"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_the_kernel_for_every_chip_is_told_where_things_are(case: Case) -> None:
     case.run(Emulated("grouped.cu", NAMES, {"grouped.cu": plain}), CPU)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)

@@ -17,6 +17,7 @@ from fp8kit.models import demo, plots, resume, text, train
 from fp8kit.models.gpt import GPT, generate, parameter_count
 from fp8kit.models.presets import PRESETS, preset
 from fp8kit.recipe import DelayedScaling
+from tests.support.combinations import combinations
 
 TINY = preset("tiny")
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -130,7 +131,7 @@ def test_generate_follows_the_model():
             generate(model, **wrong)
 
 
-@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["plain", "fp8"])
+@combinations({"recipe": {"plain": None, "fp8": RECIPE}}, usual=["fp8"])
 def test_generate_says_the_same_with_and_without_the_cache(corpus, recipe):
     """Greedy, beyond the context of 32 bytes, where the window begins to move."""
     model = train.train(TINY.with_steps(6), corpus, recipe, "run", CPU, seed=1).model

@@ -30,7 +30,7 @@ STATIC = (0.15, 1.0)
 # where elements that were clipped have no gradient: of normal values Quartet's scale clips what is beyond
 # 1.46 to 2.92 deviations, 14 % at most, whose gradients are missing besides the rounding
 MASKED = 0.25 + 0.14**0.5
-USUAL = ("delayed", "rowwise", "static", "mxfp8")
+USUAL = ("delayed", "mxfp8")
 
 
 def bounds(recipe):

@@ -169,6 +169,7 @@ def outliers(seed: int, *shape: int) -> Any:
     ).astype(F)
 
 
+@pytest.mark.combinations
 def test_the_published_errors(device: Any) -> None:
     """Blocks help little, the rotation does the work: table 3 of arXiv 2407.08608, with exact sums (the
     paper's 2.4e-2 and 9.1e-3 have those of Hopper's tensor cores). Mean of three draws, n = 2048, d = 128:

@@ -80,8 +80,7 @@ def run(how, recipe, device, micro):
 
 
 @combinations(
-    {"recipe": RECIPES.keys(), "micro": {"": False, "microbatches": True}},
-    usual=["delayed-", "current-microbatches"],
+    {"recipe": RECIPES.keys(), "micro": {"": False, "microbatches": True}}, usual=["delayed-microbatches"]
 )
 def test_same_bits_as_without(device, recipe, micro):
     with fk.deterministic():

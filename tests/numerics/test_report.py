@@ -61,6 +61,7 @@ def synthetic(layers: int, steps: int, stats: int) -> RunFolder:
     return RunFolder(Path("run"), ABOUT, curves, log)
 
 
+@pytest.mark.combinations
 def test_500_steps_of_12_layers_are_less_than_5_mb() -> None:
     page = report.page(report.digest(synthetic(12, 500, 20)))
     assert len(page.encode()) < LARGEST

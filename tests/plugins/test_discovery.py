@@ -157,6 +157,7 @@ def test_threads_that_import_and_look_for_plugins_do_not_wait_for_each_other(
     assert (done.stdout, done.stderr) == ("[7.0, 7.0]\n[2.0, 2.0]\n", "")
 
 
+@pytest.mark.programs
 def test_the_list_shows_the_traceback_and_the_process_goes_on(tmp_path: Path, python: Run) -> None:
     write(tmp_path, good=GOOD.format(function="register", name="good"), missing=FAULTS["missing"])
     variables = {"FP8KIT_PLUGIN_MODULES": "plugin_missing,plugin_good"}

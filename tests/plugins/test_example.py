@@ -64,6 +64,7 @@ def test_a_training_step_uses_it(installed: Path, python: Run) -> None:
     )
 
 
+@pytest.mark.programs
 def test_it_is_listed_and_explained(installed: Path, python: Run) -> None:
     said = python("-m", "fp8kit", "plugins", "list", paths=(installed,)).stdout
     assert "numba                                 fp8kit-numba 1.0            5 implementations" in said

@@ -21,6 +21,7 @@ from fp8kit.formats import float32
 from fp8kit.testing import epsilon
 from fp8kit.testing.contract import Case, SampleCall, cases
 from fp8kit.testing.contract.gemm import modelled
+from tests.support.combinations import combinations
 from tests.support.contract import usual
 
 LAUNCHING = [name for name in KERNELS if SPECS[name].launches]
@@ -111,7 +112,7 @@ def test_what_is_written_where_nothing_should_be_is_found(where: str) -> None:
         run_with(case, careless)
 
 
-@pytest.mark.parametrize("kernel", ["fp8_gemm", "block_gemm"])
+@combinations({"kernel": ["fp8_gemm", "block_gemm"]}, usual=["fp8_gemm"])
 def test_who_says_how_it_sums_is_held_to_every_bit(kernel: str) -> None:
     """A product by the model of those sums keeps the contract; float32's, which is within the bound, and
     the model of other sums, do not."""

@@ -48,31 +48,34 @@ def tree(path: Path) -> ast.Module:
 @cache
 def imports(name: str) -> tuple[Import, ...]:
     """Returns what a module imports: statements, and ``import_module`` of a literal."""
+    found = []
+    called = "import_module" in modules()[name].read_text()
 
-    def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
+    def visit(node: ast.AST, eager: bool, typing: bool = False) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             eager = False
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             eager, typing = False, True
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, eager, typing)
+            found.extend(Import(alias.name, node.lineno, eager, typing) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}:{node.lineno}: relative import"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 module = whole if whole in modules() else str(node.module)
-                yield Import(module, node.lineno, eager, typing)
+                found.append(Import(module, node.lineno, eager, typing))
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("import_module")
             and isinstance(node.args[0], ast.Constant)
         ):
-            yield Import(str(node.args[0].value), node.lineno, eager)
+            found.append(Import(str(node.args[0].value), node.lineno, eager))
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, eager, typing)
+            if called or not isinstance(child, ast.expr):  # no expression holds a statement
+                visit(child, eager, typing)
 
-    return tuple(visit(tree(modules()[name]), True))
+    visit(tree(modules()[name]), True)
+    return tuple(found)
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

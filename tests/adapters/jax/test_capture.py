@@ -16,6 +16,7 @@ from fp8kit import cli, inspection
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.numerics import Dump, GemmOperands, capture
 from fp8kit.testing import assert_close, assert_same_bits, sum_slack
+from tests.support.combinations import combinations
 from tests.support.inspected import HIDDEN, OUT, RECIPES, W1, W2, W3, Native, X, logged, section
 from tests.support.inspected_flax import Linen, Nnx
 
@@ -82,7 +83,7 @@ def test_kernels_as_pytorch_has_them():
     same(fj.capture(run, ([W1[None], W2, W3], X)), native())
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx", "bfloat16"])
+@combinations({"kind": ["linen", "nnx", "bfloat16"]}, usual=["nnx", "bfloat16"])
 def test_modules(kind):
     """Each GEMM's g^T x is its weight's gradient; parameters and their state stay as they are."""
     x = jnp.asarray(X)

@@ -54,7 +54,7 @@ def incremental(module, variables, parts, at, encoded=None):
     return jnp.concatenate(out, at), cache
 
 
-@combinations({"kind": LAYERS.keys()}, usual=["groups", "decoder"])
+@combinations({"kind": LAYERS.keys()}, usual=["decoder"])
 def test_tokens_in_turn_are_all_tokens(kind):
     """Five tokens at once, one, and one, and five: a prompt, and what follows."""
     module, at = layer(**LAYERS[kind]), int(kind != "transposed")

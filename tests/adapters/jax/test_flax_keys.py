@@ -40,7 +40,7 @@ MODULES = {
 }
 
 
-@combinations({"name": MODULES.keys()}, usual=["DenseGeneral", "LayerNormMLP"])
+@combinations({"name": MODULES.keys()}, usual=["LayerNormMLP"])
 def test_keys_of_the_collection(name: str) -> None:
     """The bits are the key's, eager and jitted; an autocast's own key counts first; no key is an error, but
     of ``init``."""

@@ -14,6 +14,7 @@ from fp8kit_jax import nnx as fn
 
 from fp8kit.errors import ArgumentError
 from fp8kit.inspection import TENSORS
+from tests.support.combinations import combinations
 from tests.support.inspected import HIDDEN, RECIPES, X, by_name, logged, section
 
 LAYERS = 3
@@ -243,7 +244,7 @@ def test_delayed_scaling_in_a_scan():
     assert {row["layer"] for row in log.rows()} == {f"fc.{i}" for i in range(LAYERS)}
 
 
-@pytest.mark.parametrize("kind", list(jax.sharding.AxisType), ids=str)
+@combinations({"kind": jax.sharding.AxisType}, usual=["AxisType.Manual"])
 def test_over_devices(kind):
     """On axes of every kind: types stay what they are when nothing is looked at; in a shard_map (Manual) the
     devices' parts are put together."""

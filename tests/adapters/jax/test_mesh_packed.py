@@ -84,15 +84,10 @@ def compare(case, order, strategy, devices, mesh=None, manual=False):
     usual=[
         "window-natural-ALL_GATHER-4",
         "offset-natural-ALL_GATHER-2",
-        "causal-natural-RING-4",
         "padding-natural-RING-2",
-        "padding-natural-ALL_GATHER-4",
-        "causal-striped-RING-4",
-        "offset-striped-RING-2",
         "causal-striped-ALL_GATHER-4",
+        "offset-striped-RING-2",
         "causal-stripes-RING-2",
-        "padding-stripes-RING-4",
-        "offset-stripes-ALL_GATHER-4",
     ],
 )
 def test_packed_sequences(case, order, strategy, devices):
@@ -170,12 +165,7 @@ def fused(layers, descriptor, kind=te.AttnMaskType.PADDING_CAUSAL_MASK, **more):
 
 @combinations(
     {"strategy": te.CPStrategy, "stripe": (1, 4), "ids": ("given", "argument", "natural", "offsets")},
-    usual=[
-        "CPStrategy.RING-1-argument",
-        "CPStrategy.ALL_GATHER-4-given",
-        "CPStrategy.DEFAULT-4-natural",
-        "CPStrategy.RING-4-offsets",
-    ],
+    usual=["CPStrategy.RING-1-argument", "CPStrategy.DEFAULT-4-offsets"],
 )
 def test_rows_as_transformer_engine_has_them(strategy, stripe, ids):
     """Stripes of each row on "cp", rows on "dp", heads on "tp". The sequences are those of ids, in the order
@@ -213,7 +203,7 @@ def test_rows_as_transformer_engine_has_them(strategy, stripe, ids):
         assert relative_error(np.asarray(own), np.asarray(want)) <= (S + D) * ROUNDOFF
 
 
-@pytest.mark.parametrize("layout", ["thd_thd_thd", "bshd_bshd_bshd"])
+@combinations({"layout": ["thd_thd_thd", "bshd_bshd_bshd"]}, usual=["thd_thd_thd"])
 def test_rows_in_a_shard_map(layout):
     """A device has its part of the ids too."""
     layers, thd = [draw(i, B, S, HEADS, D) for i in range(3)], layout.startswith("t")

@@ -145,13 +145,7 @@ CASES += [
 
 @combinations(
     {"case": {"-".join(map(str, case)): case for case in CASES}},
-    usual=[
-        "flax-delayed-bfloat16-True",
-        "flax-block-bfloat16-False",
-        "nnx-delayed-float32-True",
-        "flax-current-float32-True",
-        "nnx-current-bfloat16-False",
-    ],
+    usual=["flax-delayed-bfloat16-True", "flax-block-bfloat16-False", "nnx-current-bfloat16-False"],
 )
 def test_a_transformer_layer(case, device):
     same_layer(*case, device)
@@ -198,7 +192,7 @@ DECODER = {  # native parameter -> path in Flax
 }
 
 
-@pytest.mark.parametrize(("recipe", "post"), [("current", False), ("block", True)])
+@combinations({"recipe": ["current", "block"], "post": [False, True]}, usual=["current-True"])
 def test_a_decoder(recipe, post):
     """In bfloat16, one step: the cross-attention adds its residual within its product, too. Beside the
     native layer alone."""

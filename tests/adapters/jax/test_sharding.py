@@ -37,9 +37,7 @@ from tests.support.sharding import (
 )
 
 
-@combinations(
-    {"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-tensor", "current-both"]
-)
+@combinations({"recipe": RECIPES.keys(), "axes": ["rows", "tensor", "both"]}, usual=["delayed-tensor"])
 def test_an_mlp(recipe, axes):
     """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum
     over devices."""
@@ -175,6 +173,7 @@ def test_dropped_weights_beside_every_rule(case, wide):
         check(lambda q, k, v: fj.dot_product_attention(q, k, v, **options), (Q, K, V), (HEADS,) * 3)
 
 
+@pytest.mark.combinations
 def test_dropped_weights_of_packed_arrays_biases_and_sinks():
     dropped = {"dropout_rate": 0.3, "dropout_key": KEY}
     check(

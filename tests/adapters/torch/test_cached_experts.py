@@ -173,7 +173,8 @@ def test_a_checkpoints_later_pass_reads_the_codes_of_the_first(place, reentrant)
         "recipe": RECIPES.keys(),
         "kind": [ft.GroupedLinear, ft.GroupedMLP],
         "options": {"several": {}, "one": ONE},
-    }
+    },
+    usual=["current-GroupedLinear-several"],
 )
 def test_compiled_micro_batches_share_casts(place, recipe, kind, options):
     """With the bits of eager ones, and with their casts, whoever made these."""
@@ -186,6 +187,7 @@ def test_compiled_micro_batches_share_casts(place, recipe, kind, options):
     )
 
 
+@pytest.mark.combinations
 def test_compiled_later_micro_batches_read_the_first_ones_weights(place):
     layer, other = module(place), RECIPES["block"]
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -29,7 +29,7 @@ def compiled(function, backend="aot_eager"):
 
 @combinations(
     {"kind": ["Linear", "LayerNormMLP", "TransformerLayer"], "recipe": RECIPES.keys()},
-    usual=["Linear-current", "LayerNormMLP-block", "TransformerLayer-recent"],
+    usual=["Linear-current", "TransformerLayer-recent"],
 )
 def test_autocast_around(device, kind, recipe):
     ours, native = twins(kind, device)
@@ -47,7 +47,7 @@ def test_autocast_around(device, kind, recipe):
             },
         }
     },
-    usual=["parallel"],
+    usual=(),
 )
 def test_variants(device, options):
     ours, native = twins("TransformerLayer", device, **options)
@@ -94,7 +94,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@combinations({"kind": KINDS}, usual=["DelayedScaling", "NVFP4BlockScaling"])
 def test_every_recipe_made_inside(device, kind):
     """With its defaults; the result is that of a recipe made outside."""
     layer = ft.Linear(WIDTH, 32, device=device)
@@ -214,7 +214,7 @@ def same_as_eager(ours, call_, eager, recipe, device, **options):
 
 @combinations(
     {"kind": ["Linear", "LayerNormMLP", "TransformerLayer"], "recipe": ["delayed", "current", "block"]},
-    usual=["LayerNormMLP-block"],
+    usual=["Linear-block"],
 )
 def test_microbatches(device, kind, recipe):
     ours, eager = pair(kind, device)
@@ -282,6 +282,7 @@ def test_layers_of_different_dropouts(device, options):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.combinations
 def test_changed_numbers_are_seen(device):
     """A number of a spec that is another one at a later call, and again the first one, which compiles nothing
     anew."""

@@ -68,13 +68,7 @@ def layer():
 
 
 @combinations(
-    {"recipe": RECIPES.keys(), "shapes": SHAPES.keys(), "dynamic": {"told": True, "found": None}},
-    usual=[
-        "delayed-batches and lengths-found",
-        "current-lengths-found",
-        "block-batches and lengths-told",
-        "high-lengths-found",
-    ],
+    {"recipe": RECIPES.keys(), "shapes": SHAPES.keys(), "dynamic": {"told": True, "found": None}}, usual=()
 )
 def test_no_more_than_of_plain_torch(recipe, shapes, dynamic):
     wanted = graphs_of_plain_torch(shapes, dynamic)
@@ -144,7 +138,7 @@ def all_same(got, want):
         same(*pair, i)
 
 
-@pytest.mark.parametrize("function", OF_EXPERTS, ids=lambda f: f.__name__)
+@combinations({"function": OF_EXPERTS}, usual=["dispatched"])
 def test_experts_take_any_number_of_tokens(function):
     """Two graphs for ten numbers, as of plain torch, and what the function gives itself."""
     graphs, found = calls_of(function, (5, 7, 9, 12, 17, 20, 33, 40, 41, 50), backend="aot_eager")
@@ -160,7 +154,7 @@ def test_experts_by_inductor():
         all_same(got, want)
 
 
-@pytest.mark.parametrize("rows", [[0], [5, 6, 0], [0, 5, 6]], ids=str)
+@combinations({"rows": {str(rows): rows for rows in ([0], [5, 6, 0], [0, 5, 6])}}, usual=["[5, 6, 0]"])
 def test_no_rows(rows):
     """Of an input without a gradient, of which blocks alone are saved; by Inductor too."""
     linear = ft.Linear(WIDTH, WIDTH, device="cpu")

@@ -17,6 +17,7 @@ from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, PerLayer
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import relative_error
+from tests.support.combinations import combinations
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -105,6 +106,7 @@ def test_a_whole_model_is_converted_and_compiled():
     assert none.shape == (0, 32)
 
 
+@pytest.mark.combinations
 def test_layers_of_experts_share_compiled_code_whatever_their_names():
     torch.compiler.reset()
     model = nn.Sequential(*(converted("NemotronH")[1] for _ in range(2)))
@@ -182,7 +184,7 @@ def test_experts_without_a_gate_are_converted():
         assert relative_error(got, want) < 2.0**-17
 
 
-@pytest.mark.parametrize("name", ["GptOss", "NemotronH"])
+@combinations({"name": ["GptOss", "NemotronH"]}, usual=["GptOss"])
 def test_other_kinds_of_experts_are_compiled(name):
     ours = converted(name)[1]
     call = torch.compile(ours, fullgraph=True, backend="aot_eager")

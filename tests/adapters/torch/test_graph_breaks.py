@@ -45,7 +45,7 @@ def _breaks(layer):
     }
 
 
-@combinations({"name": list(_breaks(None))}, usual=["disabled", "another autocast", "graph break"])
+@combinations({"name": list(_breaks(None))}, usual=["graph break"])
 def test_it_holds_there(layer, name):
     inner = _breaks(layer)[name]
 
@@ -97,10 +97,7 @@ def _untraced(layer):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@combinations(
-    {"name": list(_untraced((None, None)))},
-    usual=["a checkpoint", "fp8_output", "main_grad", "weights in FP8"],
-)
+@combinations({"name": list(_untraced((None, None)))}, usual=["a checkpoint"])
 def test_delayed_scaling_goes_on_in_what_is_left_to_eager_code(name):
     def trained(compiled):
         torch._dynamo.reset()

@@ -118,7 +118,7 @@ def test_parameters_come_in_transformer_engines_order():
     assert names == ["weight0", "bias0", "weight1", "bias1"]
 
 
-@combinations({"recipe": RECIPES.keys()}, usual=["delayed", "block"])
+@combinations({"recipe": RECIPES.keys()}, usual=["delayed"])
 def test_compiled_it_is_the_same(place, recipe):
     eager, _ = pair(place)
     other, _ = pair(place)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fp8kit_torch import checks
 
+from tests.support.combinations import combinations
 from tests.support.host_calls import counted, opcodes
 
 from .twins import RECIPES
@@ -168,7 +169,7 @@ def test_calls_of_a_layer_at_another_length(monkeypatch):
 MOST_COMPILED = {"delayed": 23, "current": 19}
 
 
-@pytest.mark.parametrize("recipe", MOST_COMPILED)
+@combinations({"recipe": MOST_COMPILED.keys()}, usual=["current"])
 def test_calls_of_a_compiled_linear(recipe, monkeypatch):
     taken = []
     for count in (2, 4):

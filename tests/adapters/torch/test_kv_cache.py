@@ -56,7 +56,7 @@ def same_caches(got, want):
     ("form", "paged", "recipe", "backend"),
     [
         pytest.param("sbhd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
-        ("bshd", PAGED, "delayed", "aot_eager"),
+        pytest.param("bshd", PAGED, "delayed", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("thd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("thd", PAGED, "high", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("sbhd", PAGED, "current", "inductor", marks=pytest.mark.combinations),
@@ -117,8 +117,10 @@ def test_what_compiled_steps_refuse(device):
     cache = ft.InferenceParams(2, 20, qkv_format="bshd", device=device)
     cache.pre_step({"a": 3})
     x = torch.randn(1, 3, WIDTH, device=device)
+    other = copy.deepcopy(cache)
     with torch.no_grad():
-        function(x, inference_params=cache)
+        same(function(x, inference_params=cache), layer(x, inference_params=other), "y")
+        same_caches(cache, other)
         with pytest.raises(Fp8kitError, match="layer_number: got 1 twice in a step"):
             function(x, inference_params=cache)
         cache.pre_step({"a": 3})

@@ -86,7 +86,7 @@ CUSTOM = {
 }
 
 
-@combinations({"name": list(CUSTOM)}, usual=["roles", "random bits"])
+@combinations({"name": list(CUSTOM)}, usual=["random bits"])
 def test_a_function_is_compiled_too(name):
     """With the bits of the eager model; another function is another program."""
     how, model = recipe.CustomRecipe(*CUSTOM[name]), make()
@@ -105,6 +105,7 @@ def test_a_function_is_compiled_too(name):
     assert other.key != how.key
 
 
+@pytest.mark.combinations
 def test_a_function_for_one_layer_is_compiled_too():
     how = recipe.PerLayer(recipe.MXFP8BlockScaling(), (("0", recipe.CustomRecipe(_delayed, None, WINDOW)),))
     model = make()

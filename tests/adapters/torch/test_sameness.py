@@ -233,7 +233,7 @@ def test_draws_of_a_decoder(device):
 
 @combinations(
     {"options": {"aot_eager": {"backend": "aot_eager"}, "inductor": {"options": {"fallback_random": True}}}},
-    usual=["aot_eager"],
+    usual=(),
 )
 def test_draws_when_compiled(device, options):
     """Inductor has a generator of its own, but for ``fallback_random``."""

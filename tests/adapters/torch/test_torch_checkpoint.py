@@ -446,7 +446,7 @@ def test_a_state_that_was_copied_in_inference_mode_is_updated(place):
     assert float(layer.fp8_meta["scaling_fwd"].scale[0]) == 448  # E4M3's largest number, for an amax of 1
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@combinations({"use_reentrant": [False, True]}, usual=["False"])
 def test_within_a_compiled_function_later_scales_are_refused(place, use_reentrant):
     """There torch's compiler computes forward once more in backward, from the scales as they are by then.
     Where it need not compile everything, the checkpoint is an eager one."""
