@@ -10,10 +10,11 @@
 // ACT is one of activation.cuh. Where a pass of its own reads values from memory, they are rounded to T here,
 // and what is done to them then is the same: so are the bits, but those of sums over rows.
 //
-// The product lies in shared memory then, as T's values, and what does not exist of it as 0. A warp works on 16
-// rows by 32 columns at a time: a lane has of them row lane() % 8 and the one eight further on, and of both the
-// eight columns from 8 (lane() / 8) on. In forward and backward it has such pieces below each other, so that it
-// adds all rows of its columns. Multipliers do this themselves, in backward finishers (hopper_gemm.cu).
+// The product lies in shared memory by then, as T's values, and what does not exist of it as 0. A warp works
+// on pieces of 16 rows by 32 columns: a lane has row lane() % 8 of it and the one eight further on, and of
+// both the eight columns from 8 (lane() / 8) on. In forward and backward a warp's pieces lie below each
+// other, so that it adds all rows of its columns. The multipliers do all this, and the finishers backward
+// (hopper_gemm.cu).
 //
 // A gated ACT has two halves of columns, F apart: x, and in forward the product, whose tile is BN / 2 columns
 // of the first half beside the same ones of the second (`load`). So a thread has both of an element.
@@ -27,7 +28,7 @@ constexpr int PARTS = ACT::gated ? 2 : 1;                 // halves of x
 constexpr int HALVES = EPILOGUE == forward ? PARTS : 1;   // of the product's tile
 constexpr int RESULTS = EPILOGUE == backward ? PARTS : 1;  // of what is made
 constexpr bool COLUMNS = EPILOGUE == forward || EPILOGUE == backward;
-constexpr int AT_ONCE = EPILOGUE == backward && (sizeof(T) == 4 || PARTS == 2) ? 1 : 2;  // such pieces
+constexpr int AT_ONCE = EPILOGUE == backward && (sizeof(T) == 4 || PARTS == 2) ? 1 : 2;  // pieces
 constexpr int PIECES = 4 / HALVES;  // of a warp, of a multiplier's 64 rows
 constexpr u32 PIECE_BYTES = 16 * 128 * sizeof(T);  // from one to the next, in shared memory
 
@@ -63,12 +64,13 @@ template <Epilogue E> DEVICE float scale_of_results(const Further<E>& to) {
     return 1.0f;
 }
 
-// Where 64 rows of the product lie: the parts of four warps, and the barriers of their being filled, and read.
+// Where 64 rows of the product lie: in the parts of four warps; and the barriers that tell that these are
+// filled, and that they are read.
 struct Filled { u32 parts, made, taken, parity; };
 
-// `forward` and `backward` of 64 rows of the product by 128 columns, from (row, column) of F on, with two halves
-// half of them each, by four warps. `rows`: M. F8: the codes' format. INSIDE: all exist, and rows are aligned;
-// else `wide` says whether these are.
+// `forward` and `backward` of 64 rows of the product by 128 columns, from (row, column) of F on (with two
+// halves half of them each), by four warps. `rows`: M. F8: the codes' format. INSIDE: all exist, and rows are
+// aligned; else `wide` says whether these are.
 template <bool INSIDE, typename F8, Epilogue E>
 DEVICE void finish_columns(const Further<E>& to, Running& own, const Filled& from, i64 rows, i64 row,
                            i64 column, bool wide) {

@@ -146,8 +146,8 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
 
 // --- sums and codes ----------------------------------------------------------------------------------------
 
-// Sums of eight columns over eight neighbouring lanes, of which each has them of other rows: lane g gets column
-// g's. Each gives half of its columns away and adds what it gets to the others, until it has one.
+// Sums of eight columns over eight neighbouring lanes, which have other rows each: lane g gets column g's. A
+// lane gives half of its columns away and adds what it gets to the others, until it has one.
 DEVICE float sum_octet(float (&x)[8]) {
 #pragma unroll
   for (int half = 4; half; half /= 2) {
@@ -162,9 +162,9 @@ DEVICE float sum_octet(float (&x)[8]) {
 }
 
 // Codes of 16 rows by 32 columns, of which a lane has eight neighbours of row lane() % 8 and of the one eight
-// further on. `row`, `column`: its first. To q as they are, to q_t sixteen rows of a column at once. Columns from
-// q_end and t_end on are not written, nor rows that q and q_t lack; INSIDE: there are none. Sizes and strides are
-// multiples of 8 in q, of 16 in q_t, or 0.
+// further on. `row`, `column`: its first. To q as they are, to q_t sixteen rows of a column at once. Columns
+// from q_end and t_end on are not written, nor rows that q and q_t lack; INSIDE: there are none. Sizes and
+// strides are multiples of 8 in q, of 16 in q_t, or 0.
 template <bool INSIDE>
 DEVICE void write_piece(const Cast& cast, u32 (&codes)[2][2], i64 row, i64 column, i64 q_end, i64 t_end) {
   const int g = lane() % 8;

@@ -91,9 +91,10 @@ constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
 // copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
 // blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
-// the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so
-// that one adds while the other multiplies. CLUSTER: two blocks make tiles beside each other, and either
-// copies half of a's to both. BM 64: a few rows, the first multiplier's; no more are copied than there are.
+// the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while
+// the other multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and
+// either copies half of a's to both. BM 64: a few rows, the first multiplier's; no more are copied than there
+// are.
 constexpr bool STAGED =
     FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
 constexpr int PART = BN < 128 ? BN : SCALES != whole && BM == 256 && !FUSED ? 64 : 128;
@@ -118,8 +119,8 @@ static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 co
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
 static_assert(!FINISHERS || BM == 128, "finishers: a part of shared memory for each 16 rows");
 constexpr int THREADS = FINISHERS ? 512 : 384;
-// of a thread, of 64 Ki / THREADS for each
-constexpr int OF_LOADER = TIGHT || FINISHERS ? 24 : 40, OF_FINISHER = 136;
+// registers of a thread; all threads together have 64 Ki
+constexpr int OF_LOADER = TIGHT ? 24 : 40, OF_FINISHER = 136;
 constexpr int OF_MULTIPLIER = FINISHERS ? 176 : TIGHT ? 240 : 232;
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "no registers: with PROMOTE at most 256 x 128");
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "PROMOTE beyond 128: BM at most 128");
