@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,23 +29,6 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 ASKED_FOR = ("gpu2", "kernels", "clients", "combinations", "programs", "report", "notebooks")
 # files with nothing but tests of clients, beside those of tests/clients
 CLIENTS = ("test_huggingface.py",)
-KEPT = 14 * 24 * 3600  # seconds after the last use of a program of XLA
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The CPU's programs of XLA are kept in pytest's cache, where the next run finds them, and processes and
-    targets those of each other: to compile them is nearly half of the JAX tests' time. JAX names them by all
-    that goes into them. Those that no run used for long are removed."""
-    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
-    on_cpu = "not gpu" in (config.getoption("markexpr") or "")
-    if cache is None or not on_cpu or "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    folder = cache.mkdir("xla")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    for path in folder.glob("*"):
-        if path.stat().st_atime < time.time() - KEPT:
-            path.unlink(missing_ok=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
