@@ -117,8 +117,8 @@ _ELSEWHERE = {
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
     """Returns what a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
     ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case, or
-    where Python or a tool asks for a name with two underscores. ``before``: what every such name begins with
-    in print."""
+    for a name that begins with two underscores, which Python or a tool asks for. ``before``: what every such
+    name begins with in print."""
     if str(name).startswith("__"):
         return ""
     lower: dict[str, str] = {}

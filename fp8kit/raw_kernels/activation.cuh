@@ -128,7 +128,7 @@ template <typename A> struct gate : A {
   static constexpr bool gated = true;
   static __device__ __forceinline__ float beside(float x, const Params& p) { return A::value(x, p); }
 };
-// With the gradient's e, so that it is computed once. Where x < -FAR both are 0 within 2**-108.
+// With the gradient's e, so that it is computed once. Where x < -FAR both are 0 within 2**-108, for -Inf too.
 template <typename W> struct gate<smooth<W>> : smooth<W> {
   static constexpr bool gated = true;
   static __device__ __forceinline__ float beside(float x, const Params& p) {

@@ -1,4 +1,5 @@
-// What the FP8 product for Hopper does with its result while that is in registers. EPILOGUE, one of
+// What the FP8 product for Hopper does with its result before that leaves the multiprocessor. EPILOGUE is
+// one of
 //
 //   bare      nothing: hopper_gemm.cu stores the product
 //   forward   y = ACT(h + bias), h the product rounded to T; its codes by a scale that is known, in both

@@ -1,29 +1,27 @@
 // What a warp has of a product by wgmma, 16 rows by 32 columns at a time: its lanes exchange it, and write it
 // to memory and to shared memory, as numbers and as FP8 codes.
 //
-// Of the 16 rows a lane has `row` and `row + 8`, where row is lane / 4, and values[h][2 q + c] is column
-// 8 q + 2 (lane % 4) + c of row h. All lanes take part in every step.
+// As wgmma leaves it, and as `put_columns` and `store_columns` take it, a lane has of the 16 rows `row` and
+// `row + 8`, where row is lane / 4, and values[h][2 q + c] is column 8 q + 2 (lane % 4) + c of row h. Behind
+// shared memory (`get_eight`) it has other rows. All lanes take part in every step.
 #pragma once
 #include "hopper.cuh"
 #include "rows.cuh"
 
 // --- between lanes -----------------------------------------------------------------------------------------
 
-// Lane t of four has the words x[s][0 ... 3]; afterwards it has word t of each. S of them at once, so that a
-// lane begins an exchange before it has the one before.
-template <int S> DEVICE void transpose_quads(u32 (&x)[S][4]) {
+// Lane t of four has the words x[0 ... 3]; afterwards it has word t of each.
+DEVICE void transpose_quads(u32 (&x)[4]) {
   const bool odd = lane() & 1, high = lane() & 2;
 #pragma unroll
-  for (int k = 0; k < 2 * S; ++k) {
-    const int s = k / 2, i = k % 2 * 2;
-    const u32 other = __shfl_xor_sync(~0u, odd ? x[s][i] : x[s][i + 1], 1);
-    (odd ? x[s][i] : x[s][i + 1]) = other;
+  for (int i = 0; i < 4; i += 2) {
+    const u32 other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = other;
   }
 #pragma unroll
-  for (int k = 0; k < 2 * S; ++k) {
-    const int s = k / 2, i = k % 2;
-    const u32 other = __shfl_xor_sync(~0u, high ? x[s][i] : x[s][i + 2], 2);
-    (high ? x[s][i] : x[s][i + 2]) = other;
+  for (int i = 0; i < 2; ++i) {
+    const u32 other = __shfl_xor_sync(~0u, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = other;
   }
 }
 
@@ -131,15 +129,15 @@ template <bool INSIDE, typename X> DEVICE void store_columns(X* to, i32 left, co
         store<2>(to + 8 * q + 2 * t, pair);
     }
   } else {
-    u32 words[1][4];
-    pack_columns<X>(values, words[0]);
+    u32 words[4];
+    pack_columns<X>(values, words);
     transpose_quads(words);  // columns 8 t ... 8 t + 7
     if (INSIDE) {
-      if (left > 0) store_words(to + 8 * t, words[0]);
+      if (left > 0) store_words(to + 8 * t, words);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (8 * t + i < left) to[8 * t + i] = X{(u16)(words[0][i / 2] >> 16 * (i % 2))};
+        if (8 * t + i < left) to[8 * t + i] = X{(u16)(words[i / 2] >> 16 * (i % 2))};
     }
   }
 }

@@ -112,7 +112,7 @@ constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define __in_clusters__()  // clusters of one block would cost up to a third of the speed
 #endif
 constexpr int CLUSTER = TURNS || FINISHERS || (BY_TERMS && WAVES == 2) ? 2 : 1;
-constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // multipliers need all
+constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // of registers
 constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / (STAGE_BYTES + B_SCALE_BYTES);
 constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
@@ -344,8 +344,10 @@ DEVICE i32 column_of(const Job& job, i32 column) {
   return column + (HALVES == 2 && column >= BN / 2 ? (i32)job.n / 2 - BN / 2 : 0);
 }
 
-// What a warp's 16 rows have yet to write: its part of shared memory, and columns from PART on of the last
-// tile, which wait in registers, from (row, column) of a matrix on; row is -1 where there are none.
+// What a warp's 16 rows have yet to write. `part`: the warp's part of shared memory. With COLUMNS the
+// barriers of its multiplier's parts; `parity`: of the phase of `taken` that the next fill waits for, and
+// behind `wait` of that of `made`. LATE: columns from PART on of the last tile wait in registers, from (row,
+// column) of a matrix on; row is -1 where there are none.
 struct Outgoing {
   u32 part, made, taken, parity = 1, words[LATE ? (BN - PART) / 32 : 1][2][4];
   i32 row = -1, column, matrix;

@@ -56,12 +56,14 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "fp8_gemm_cast": [{}],
     "fp8_gemm_lines": [{}, {"blocks": True}],
 }
+# the last: several tiles of a block, with edges
+SIZES = [(48, 128, 64), (300, 1152, 1040), (1025, 768, 4096), (8200, 2432, 128)]
 OPTIONS = [(name, {**PASSES[name], **more}) for name in NAMES for more in MORE[name]]
 
 
 @pytest.mark.parametrize("dtype", [bfloat16, float16, float32], ids=str)
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-@pytest.mark.parametrize("size", [(48, 128, 64), (300, 1152, 1040), (1025, 768, 4096)], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 def test_every_bit_is_that_of_product_and_pass(
     name: str, options: dict[str, Any], size: Any, fast: bool, dtype: DType

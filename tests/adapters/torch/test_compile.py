@@ -282,7 +282,6 @@ def test_layers_of_different_dropouts(device, options):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.combinations
 def test_changed_numbers_are_seen(device):
     """A number of a spec that is another one at a later call, and again the first one, which compiles nothing
     anew."""

@@ -369,7 +369,7 @@ PACKED = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
 SAID = {"padded": {"attention_mask": padded("right")}, "packed": {"position_ids": PACKED, "use_cache": False}}
 
 
-@combinations({"name": ["llama", "gemma3_text"], "what": SAID.keys()}, usual=())
+@combinations({"name": ["llama", "gemma3_text"], "what": SAID.keys()}, usual=["llama-padded"])
 def test_a_compiled_model_has_the_masks_of_transformers(name, what):
     """Where padding or packing may be, which numbers of the inputs would say."""
     plain = make(name)

@@ -56,7 +56,7 @@ def same_caches(got, want):
     ("form", "paged", "recipe", "backend"),
     [
         pytest.param("sbhd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
-        pytest.param("bshd", PAGED, "delayed", "aot_eager", marks=pytest.mark.combinations),
+        ("bshd", PAGED, "delayed", "aot_eager"),
         pytest.param("thd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("thd", PAGED, "high", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("sbhd", PAGED, "current", "inductor", marks=pytest.mark.combinations),
