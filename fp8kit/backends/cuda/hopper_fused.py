@@ -1,4 +1,5 @@
-"""FP8 products on Hopper with what follows them (raw_kernels/hopper_epilogue.cuh): the kernel of ``hopper_gemm``, compiled with an epilogue.
+"""FP8 products on Hopper with what follows them (raw_kernels/hopper_epilogue.cuh): the kernel of
+``hopper_gemm``, compiled with an epilogue.
 
 What it makes of the product has the bits of ``hopper_gemm``'s product and the pass that would follow it, but
 for the sums of a bias' gradient, whose order is another. Which activations, formats and scales there are, the

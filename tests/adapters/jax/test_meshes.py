@@ -40,7 +40,10 @@ def test_a_hundred_steps(model, recipe, layout):
     assert jax.tree.structure(state.params) == jax.tree.structure(one.params)
 
 
-@combinations({"model": MODELS.keys(), "layout": LAYOUTS.keys()}, usual=["DenseGeneral-dp and tpsp", "DenseGeneral-fsdp and tp"])
+@combinations(
+    {"model": MODELS.keys(), "layout": LAYOUTS.keys()},
+    usual=["DenseGeneral-dp and tpsp", "DenseGeneral-fsdp and tp"],
+)
 def test_scales_after_a_step(model, layout):
     """Of every kernel and of the first product's input, which are one device's: to the last bit."""
     want, got = (fp8_state(train(model, "delayed", 1, own)[1]) for own in (None, LAYOUTS[layout]))
