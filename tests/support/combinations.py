@@ -41,8 +41,8 @@ def combinations(
     """``parametrize`` with every combination of the axes' values; all but some are marked ``combinations``.
 
     ``axes``: argument -> its values, or identifier -> value. ``usual``: identifiers of those that carry no
-    mark, by default as many as it takes until every value of every axis occurs; none where another test shows
-    the same in ``make test``.
+    mark, by default as many as it takes until every value of every axis occurs; none where another test
+    shows the same in ``make test``, or each takes seconds.
     """
     named = [
         values if isinstance(values, Mapping) else {getattr(v, "__name__", None) or str(v): v for v in values}
