@@ -99,6 +99,7 @@ constexpr bool STAGED =
     FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
 constexpr int PART = BN < 128 ? BN : SCALES != whole && BM == 256 && !FUSED ? 64 : 128;
 constexpr int PART_BYTES = 16 * PART * sizeof(T);
+static_assert(!COLUMNS || PART_BYTES == PIECE_BYTES, "a warp's part is a piece of 128 columns");
 constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
 constexpr bool LATE = STAGED && BN == 256;
 constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;

@@ -35,7 +35,7 @@ class _With:
 def _cases(operation: str) -> tuple[Case, ...]:
     """The operation's usual cases, thinned where there are many."""
     found = usual(operation)
-    return found[:: max(1, len(found) // 8)]
+    return found[:: max(1, len(found) // 12)]
 
 
 @pytest.mark.parametrize("operation", WRITING)

@@ -247,7 +247,7 @@ def test_shapes_that_change():
         counters.clear()
         net = convert(Net(), gated_mlp=fused)
         call = compiled(net, dynamic=True)
-        for rows in (10, 33, 7):
+        for rows in (10, 33, 7, 100, 16):
             x = batch(rows, rows=rows)
             with autocast(recipe=RECIPE):
                 y = call(x)
