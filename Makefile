@@ -62,8 +62,9 @@ test: $(TEST)
 	  $(TESTING) XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal; tests=$$?; \
 	  wait $$types && exit $$tests
 
+# no signal ends a kernel's source that waits for ever on the host
 test-kernels: $(TEST)
-	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 tests/raw_kernels
+	$(TESTING) $(BIN)/python -m pytest -m kernels -n 2 --timeout-method thread tests/raw_kernels
 
 test-clients: $(CLIENTS)
 	$(TESTING) XLA_FLAGS="$(XLA)" $(CLIENTS_BIN)/python -m pytest -m "clients and not gpu" -n 2 \

@@ -35,7 +35,7 @@ def test_only_the_codes_of_other_groups_are_cleared(tmp_path: Path) -> None:
         (127, 128),
     ):
         swizzled = np.take_along_axis(stage, place, 1)  # its own inverse
-        made.run_clear(ctypes.c_void_p(swizzled.ctypes.data), begin, stop)
+        assert made.run_clear(ctypes.c_void_p(swizzled.ctypes.data), begin, stop) == 1
         own = np.arange(128)
         want = np.where((own >= begin) & (own < stop), stage, 0)
         np.testing.assert_array_equal(np.take_along_axis(swizzled, place, 1), want)

@@ -129,9 +129,13 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
   for (auto& thread : threads) thread.join();
 }
 
-// a stage, as copies leave it: a's tile and b's, in which [begin, stop) is the group's
-extern "C" void run_clear(unsigned char* stage, unsigned begin, unsigned stop) {
+// a stage, as copies leave it: a's tile and b's, in which [begin, stop) is the group's. The copies have ended.
+// How often the multipliers were told that the stage is theirs
+extern "C" u32 run_clear(unsigned char* stage, unsigned begin, unsigned stop) {
   const Memory memory{0};
+  for (u32 place = 0; place < 2; ++place)
+    barrier_init(memory.landed(place), 1), barrier_arrive(memory.landed(place));
+  barrier_init(memory.full(1), 1);
   memcpy(shared_memory + memory.a(1), stage, A_BYTES);
   memcpy(shared_memory + memory.b(1), stage + A_BYTES, B_BYTES);
   store_words_shared(memory.note(0), {1, begin, stop, 0});
@@ -145,6 +149,7 @@ extern "C" void run_clear(unsigned char* stage, unsigned begin, unsigned stop) {
   for (auto& thread : threads) thread.join();
   memcpy(stage, shared_memory + memory.a(1), A_BYTES);
   memcpy(stage + A_BYTES, shared_memory + memory.b(1), B_BYTES);
+  return phases[memory.full(1) / 8].ended;
 }
 """
 
