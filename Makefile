@@ -3,7 +3,7 @@
 # pyproject.toml changes.
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and the tests that need no GPU
-#   make test-kernels  every variant of every CUDA source compiled, without spills
+#   make test-kernels  every CUDA source compiled in its variants, without spills
 #   make test-clients  other projects' packages (extra clients) on fp8kit_torch and fp8kit_jax
 #   make test-combinations  the tests that go through combinations of parameters, where make test runs some
 #   make test-programs  the tests that run whole programs: pages' code, examples, further processes

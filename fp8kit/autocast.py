@@ -45,7 +45,7 @@ class AutocastState(NamedTuple):
 
     ``enabled``: FP8 is on. ``calibrating``: compute stays as ``enabled`` says, and amaxes are recorded in any
     case. ``recipe``: the recipe in force. ``depth``: 1 for an outermost autocast. ``check_finite``: modules
-    look for Inf and NaN.
+    look for Inf and NaN. ``key``: of one that a compiled function opened, its recipe's.
     """
 
     enabled: bool
@@ -53,6 +53,7 @@ class AutocastState(NamedTuple):
     recipe: Recipe
     depth: int
     check_finite: bool = False
+    key: str = ""
 
 
 # (class of the states, identity of a recipe, whose hash takes time) -> the recipe, and its states
@@ -409,7 +410,7 @@ class resumed:
         _left(self._entered)
 
 
-_DEFAULT = DelayedScaling()
+_DEFAULT = DelayedScaling().fixed
 
 
 def _refuse_flag(**flags: Any) -> None:

@@ -5,6 +5,7 @@ how one GEMM accumulates; the base of all these values, which is strict, and tha
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
+from weakref import WeakValueDictionary
 
 from fp8kit import formats
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
@@ -104,6 +106,19 @@ class Strict(KnownFields):
                 if isinstance(value, formats.Format):
                     raise RecipeError(type(self).__name__, name, f"the number format {value}", said)
                 raise self._refuse(name, said)
+
+
+def with_key(recipe: Recipe) -> Recipe:
+    """Returns a recipe in force by whose ``trace_key`` ``by_key`` finds it, as long as it lives."""
+    if not recipe.trace_key:
+        key = recipe.__dict__["trace_key"] = f"{type(recipe).__name__} {next(_NUMBERS)}"
+        _BY_KEY[key] = recipe
+    return recipe
+
+
+def by_key(key: str) -> Recipe:
+    """Returns the recipe in force that has this key."""
+    return _BY_KEY[key]
 
 
 def of_parts(parts: Any) -> Any:
@@ -199,6 +214,9 @@ class _made_once:
 _FIXED: LRU[tuple[Any, ...], Recipe] = LRU(256)
 # the same by the identity of those values, which are held
 _SAME: dict[tuple[Any, ...] | None, tuple[tuple[Any, ...], Recipe]] = {}
+# their keys -> recipes in force
+_BY_KEY: WeakValueDictionary[str, Recipe] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class Recipe(Strict):
@@ -210,6 +228,9 @@ class Recipe(Strict):
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
     backward_override: str | None
+    # of a recipe in force: what names it, and equal ones, in this process; "" of another, and of one that is
+    # equal to none
+    trace_key = ""
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
     # of the fields that make recipes equal; None of a class that is by_layer or a program's own
@@ -297,7 +318,7 @@ class Recipe(Strict):
         with suppress(TypeError):  # of no values, and of one that has no hash
             key, same = (type(self), *values), (type(self), *map(id, values))
             if not any(map(callable, values)):  # equal ones may note what they are asked, each for itself
-                made = _FIXED.get(key) or _FIXED.put(key, made)
+                made = _FIXED.get(key) or _FIXED.put(key, with_key(made))
             if len(_SAME) >= _FIXED.limit:
                 _SAME.clear()
             _SAME[same] = values, made

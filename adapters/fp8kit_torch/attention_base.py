@@ -19,6 +19,7 @@ from fp8kit.layers.attention_base import AttentionBase as Shared
 from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import has_foreign_code, want_like
+from fp8kit_torch.autocast import recipe_key
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.library import policy_now
 from fp8kit_torch.module import part_of
@@ -55,8 +56,8 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         state = traced_state() if quantises and self.is_compiling() else None
         if state is None or not state.enabled:
             return super().attention_spec(quantises and not self.is_compiling(), fields, plain_backward)
-        parts, name = state.recipe.parts(), getattr(self, "name", None) or ""
-        return attention_text(fields, parts, name, plain_backward), attention_draws(parts, name)
+        recipe, name = recipe_key(state), getattr(self, "name", None) or ""
+        return attention_text(fields, recipe, name, plain_backward), attention_draws(recipe, name)
 
     def check_part(self, operation: str, name: str, x: Tensor) -> None:
         if name in _PLAIN:

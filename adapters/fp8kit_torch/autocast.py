@@ -6,6 +6,7 @@ of the graph.
 
 from __future__ import annotations
 
+from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +18,8 @@ from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
-from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit.recipe_fields import of_parts
+from fp8kit.recipe import Recipe
+from fp8kit.recipe_fields import by_key, of_parts, with_key
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checkpoint_state import hand_over, waiting
 from fp8kit_torch.collectives import is_group
@@ -26,7 +27,8 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
 
-_DEFAULT = DelayedScaling()
+# as many recipes of compiled functions as one may have while it is traced
+_TRACED: deque[Recipe] = deque(maxlen=64)
 
 
 class autocast(_autocast):
@@ -87,9 +89,11 @@ class autocast(_autocast):
         self.owner = inherited is None and (self.enabled or self.calibrating) and not traced_active()
         self.traced = [] if self.owner else inherited
         self.tracing = True
-        stack.append(
-            (self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False))
-        )
+        recipe, key = self.recipe, ""
+        if self.enabled or self.calibrating:
+            key = recipe.trace_key or _key_of(recipe.parts())
+        state = AutocastState(self.enabled, self.calibrating, recipe, len(stack) + 1, False, key)
+        stack.append((self, state))
         return self
 
     def __exit__(
@@ -169,28 +173,42 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-def layer_recipe(parts: tuple[Any, ...], layer: tuple[str, str]) -> Any:
-    """The recipe, by its parts, of a ``layer`` of that class and name; None for high precision."""
-    return of_parts(parts).for_layer(*layer)
+def recipe_key(state: AutocastState) -> str:
+    """Within ``torch.compile``: the key of the recipe in force, which is guarded by it, or by its fields."""
+    return state.key or state.recipe.trace_key or _key_of(state.recipe.parts())
 
 
 @constant_result
-def history_text(parts: tuple[Any, ...], layer: tuple[str, str]) -> str:
-    """The text of the ``AmaxHistory`` of a layer's recipe, by its parts; "" where it has none."""
-    recipe = layer_recipe(parts, layer)
+def _key_of(parts: tuple[Any, ...]) -> str:
+    """The key of the recipe with these parts."""
+    made = with_key(of_parts(parts).fixed)
+    _TRACED.append(made)
+    return made.trace_key
+
+
+def layer_recipe(key: str, layer: tuple[str, str]) -> Recipe | None:
+    """The recipe, of a recipe with this key, of a ``layer`` of that class and name; None for high
+    precision."""
+    return by_key(key).for_layer(*layer)
+
+
+@constant_result
+def history_text(key: str, layer: tuple[str, str]) -> str:
+    """The text of the ``AmaxHistory`` of a layer's recipe; "" where it has none."""
+    recipe = layer_recipe(key, layer)
     return "" if recipe is None or recipe.history is None else encode(recipe.history)
 
 
 @constant_result
-def needs_rng(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
-    """Whether casts of a layer under a recipe, by its parts, draw random bits."""
-    recipe = layer_recipe(parts, layer)
+def needs_rng(key: str, layer: tuple[str, str]) -> bool:
+    """Whether casts of a layer under a recipe draw random bits."""
+    recipe = layer_recipe(key, layer)
     return recipe is not None and recipe.quantization.needs_rng
 
 
 @constant_result
-def keeps_weights(parts: tuple[Any, ...], layer: tuple[str, str]) -> bool:
-    """Whether a layer under a recipe, by its parts, keeps its quantised weights from micro-batch to
-    micro-batch: not in high precision, nor where each cast of a weight draws random bits."""
-    recipe = layer_recipe(parts, layer)
+def keeps_weights(key: str, layer: tuple[str, str]) -> bool:
+    """Whether a layer under a recipe keeps its quantised weights from micro-batch to micro-batch: not in high
+    precision, nor where each cast of a weight draws random bits."""
+    recipe = layer_recipe(key, layer)
     return recipe is not None and not recipe.quantization.random_weight

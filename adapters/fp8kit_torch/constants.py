@@ -17,8 +17,8 @@ _R = TypeVar("_R")
 def _constants(value: Any) -> Any:
     """``value`` with its numbers as constants. Dynamo makes a number symbolic that was another one at the
     last compilation; this guards it, so that each number has a compilation of its own."""
-    if isinstance(value, tuple | list):
-        return tuple([_constants(part) for part in value])
+    if isinstance(value, tuple | list):  # a call that is traced takes as long as twenty expressions
+        return tuple([part if isinstance(part, str) else _constants(part) for part in value])
     return guard_scalar(value) if isinstance(value, int | float) else value
 
 

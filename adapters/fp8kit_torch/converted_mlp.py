@@ -29,7 +29,7 @@ from fp8kit.ops.gated_mlp import GatedMLPSpec, gated_activations, gated_mlp, is_
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
-from fp8kit_torch.autocast import layer_recipe
+from fp8kit_torch.autocast import layer_recipe, recipe_key
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.constants import constant_result, exporting
 from fp8kit_torch.converted import ConvertedLinear
@@ -442,7 +442,7 @@ def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
     if inputs is None:
         return None
     texts, names = tuple(layer._spec_text for layer in layers), tuple(layer._layer() for layer in layers)
-    spec = _spec_text(kind, texts, state.recipe.parts(), names, str(x.device))
+    spec = _spec_text(kind, texts, recipe_key(state), names, str(x.device))
     if not spec:
         return None
     _own_forward(mlp)(torch.empty_like(x, device="meta"))
@@ -455,11 +455,7 @@ def _compiled(mlp: GatedMLP, x: Any) -> Tensor | None:
 
 @constant_result
 def _spec_text(
-    kind: str,
-    specs: tuple[str, ...],
-    recipe: tuple[Any, ...],
-    layers: tuple[tuple[str, str], ...],
-    where: str,
+    kind: str, specs: tuple[str, ...], recipe: str, layers: tuple[tuple[str, str], ...], where: str
 ) -> str:
     """The text of the operation's spec, "" where it does not compute that; ``specs``: texts of the layers';
     ``layers``: their classes and names; ``where``: the device."""

@@ -21,6 +21,7 @@ from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Quantization
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype, want_input
+from fp8kit_torch.autocast import recipe_key
 from fp8kit_torch.bound import validate
 from fp8kit_torch.call import apply, prepare, run
 from fp8kit_torch.converted import Converted, _Bare, standing_for
@@ -107,7 +108,7 @@ def spec_in_force(
     if state is None or not state.enabled:
         return spec_for("ExpertLinearSpec", *fields, None, slots), None
     if compiling:
-        return expert_text(fields, state.recipe.parts(), layer, slots), None
+        return expert_text(fields, recipe_key(state), layer, slots), None
     own = state.recipe.for_layer(*layer)
     said = said or " ".join((layer[0], *([repr(layer[1])] if layer[1] else [])))
     if own is not None and own.history is not None:

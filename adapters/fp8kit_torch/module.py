@@ -29,7 +29,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, is_there, not_compiled, want_parameters
-from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, touch_traced
+from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_key, touch_traced
 from fp8kit_torch.bound import TensorMeta, validate
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
@@ -472,14 +472,14 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """``run`` in a way that ``torch.compile`` can follow: the same operations as torch ops, the state's
         changes beside them."""
         if state is None:
-            spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
+            spec = layer_text(self._spec_text, "", False, bias, tuple(options.items()))
             return trace(self.operation, spec, tensors)
-        parts, layer = state.recipe.parts(), self._layer()
-        frozen = self._frozen(parts, layer) if onnx_mode.on else ()
+        recipe, layer = recipe_key(state), self._layer()
+        frozen = self._frozen(recipe, layer) if onnx_mode.on else ()
         traced = None if frozen else self._traced(state)
         if not state.enabled:
             spec = layer_text(
-                self._spec_text, (), False, bias, (*options.items(), *self.calibration_options.items())
+                self._spec_text, "", False, bias, (*options.items(), *self.calibration_options.items())
             )
             outputs = trace(self.operation, spec, tensors)
             if traced is not None and traced.record:
@@ -489,15 +489,15 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                         traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when
                     )
             return outputs
-        if needs_rng(parts, layer):
+        if needs_rng(recipe, layer):
             tensors = {**tensors, "rng": next_rng(tensors["x"].device)}
-        if first is not None and (self.casts_weights_anew or not keeps_weights(parts, layer)):
+        if first is not None and (self.casts_weights_anew or not keeps_weights(recipe, layer)):
             first = None
         if first is not None:
-            tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
+            tensors = tensors | self._trace_cached(recipe, first, bias, tensors, traced)
         cached = first is not None
         more = {"layer": layer, "frozen": frozen, "where": str(tensors["x"].device)}
-        spec = layer_text(self._spec_text, parts, cached, bias, tuple(options.items()), **more)
+        spec = layer_text(self._spec_text, recipe, cached, bias, tuple(options.items()), **more)
         return trace(self.operation, spec, tensors, () if traced is None else (traced,))
 
     def _layer(self) -> tuple[str, str]:
@@ -506,17 +506,17 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         by_layer = state is not None and state.recipe.by_layer
         return (self.layer_name, self.name or "") if by_layer else ("", "")
 
-    def _frozen(self, parts: tuple[Any, ...], layer: tuple[str, str]) -> tuple[float, ...]:
+    def _frozen(self, recipe: str, layer: tuple[str, str]) -> tuple[float, ...]:
         """For a program that is exported as ONNX: the forward scales of delayed scaling; () with another
         recipe."""
-        if not history_text(parts, layer):
+        if not history_text(recipe, layer):
             return ()
         state = self.fp8_meta.get("scaling_fwd")
         return (1.0,) * (FORWARD_SLOTS * len(self.gemms)) if state is None else frozen_scales(state.number)
 
     def _traced(self, state: AutocastState) -> TracedState | None:
         """How a compiled call uses the state of delayed scaling; None with another recipe."""
-        text = history_text(state.recipe.parts(), self._layer())
+        text = history_text(recipe_key(state), self._layer())
         if not text:
             return None
         if exporting():  # an exported program has no module whose scales it could change
@@ -534,21 +534,16 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         return TracedState(forward, backward, self.gemms, text, record, when)
 
     def _trace_cached(
-        self,
-        parts: tuple[Any, ...],
-        first: bool,
-        bias: str,
-        tensors: dict[str, Tensor],
-        traced: TracedState | None,
+        self, recipe: str, first: bool, bias: str, tensors: dict[str, Tensor], traced: TracedState | None
     ) -> dict[str, Tensor]:
         layer, where = self._layer(), str(tensors["x"].device)
-        text = fp8_text(parts, layer, where)
+        text = fp8_text(recipe, layer, where)
         if first or self._weights is None or self._weights.key != text:
             made: dict[str, Tensor] = {}
             with torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
-                    spec = layer_text(self._spec_text, parts, False, bias, (), i, layer, where=where)
+                    spec = layer_text(self._spec_text, recipe, False, bias, (), i, layer, where=where)
                     states = () if traced is None else (traced.of_gemm(i),)
                     made.update(trace(weight_cast, spec, own, states, i))
             self._weights = WeightCache(text, made)

@@ -17,7 +17,7 @@ from fp8kit.layers.fp8_layer import layer_products, layer_spec, scale_names
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.quantization import Quantization
-from fp8kit.recipe_fields import of_parts
+from fp8kit.recipe_fields import by_key
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.autocast import layer_recipe
 from fp8kit_torch.constants import constant_result
@@ -28,7 +28,7 @@ from fp8kit_torch.torch_compat import unseen
 @constant_result
 def layer_text(
     spec: str,
-    recipe: tuple[Any, ...],
+    recipe: str,
     cached: bool,
     bias: str,
     options: tuple[tuple[str, Any], ...],
@@ -37,7 +37,7 @@ def layer_text(
     frozen: tuple[float, ...] = (),
     where: str = "cpu",
 ) -> str:
-    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision; ``layer``: class and name.
+    """The text of ``layer_spec``; ``recipe``: its key, "" for high precision; ``layer``: class and name.
     ``cast``: of this product's weight cast instead. ``frozen``: delayed scaling's forward scales, which are
     what they are from now on. ``where``: the device that it is for."""
     fp8 = _fp8_of(recipe, layer, where) if recipe else None
@@ -76,31 +76,31 @@ def frozen_scales(state: int) -> tuple[float, ...]:
         return tuple(found.scale.tolist())
 
 
-def _fp8_of(recipe: tuple[Any, ...], layer: tuple[str, str], where: str) -> Quantization | None:
+def _fp8_of(recipe: str, layer: tuple[str, str], where: str) -> Quantization | None:
     own = layer_recipe(recipe, layer)
     return None if own is None else scaled_products.for_device(own.quantization, where)
 
 
 @constant_result
-def fp8_text(recipe: tuple[Any, ...], layer: tuple[str, str], where: str) -> str:
-    """The text of what a recipe, by its parts, means for the products of a ``layer`` of that class and name
+def fp8_text(recipe: str, layer: tuple[str, str], where: str) -> str:
+    """The text of what a recipe, by its key, means for the products of a ``layer`` of that class and name
     on the device ``where``; "" for high precision."""
     fp8 = _fp8_of(recipe, layer, where)
     return "" if fp8 is None else encode(fp8)
 
 
 @constant_result
-def attention_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], name: str, plain_backward: bool) -> str:
-    """The text of an ``AttentionSpec`` of these first fields under a recipe, by its parts, for a layer that
+def attention_text(fields: tuple[Any, ...], recipe: str, name: str, plain_backward: bool) -> str:
+    """The text of an ``AttentionSpec`` of these first fields under a recipe, by its key, for a layer that
     is called ``name``; ``plain_backward``: its field."""
-    how = of_parts(recipe).attention_for(name)
+    how = by_key(recipe).attention_for(name)
     more = () if how is None else (False, False, how, plain_backward)
     return encode(spec_object("AttentionSpec", *fields, *more))
 
 
 @constant_result
-def expert_text(fields: tuple[Any, ...], recipe: tuple[Any, ...], layer: tuple[str, str], slots: int) -> str:
-    """The text of an ``ExpertLinearSpec`` of these first fields and ``slots`` under a recipe, by its parts,
+def expert_text(fields: tuple[Any, ...], recipe: str, layer: tuple[str, str], slots: int) -> str:
+    """The text of an ``ExpertLinearSpec`` of these first fields and ``slots`` under a recipe, by its key,
     for a ``layer`` of that class and name."""
     own = layer_recipe(recipe, layer)
     fp8 = None if own is None else own.quantization
@@ -118,9 +118,9 @@ def with_cached_weight(spec: str) -> tuple[str, str]:
 
 
 @constant_result
-def attention_draws(recipe: tuple[Any, ...], name: str) -> bool:
+def attention_draws(recipe: str, name: str) -> bool:
     """Whether that draws random numbers besides dropout's."""
-    how = of_parts(recipe).attention_for(name)
+    how = by_key(recipe).attention_for(name)
     return how is not None and how.needs_rng
 
 

@@ -40,13 +40,13 @@ def test_the_innermost_decides():
     assert current() is None
     a, b = DelayedScaling(margin=1), Float8CurrentScaling()
     with autocast(recipe=a):
-        assert current() == (True, False, a, 1, False)
+        assert current()[:5] == (True, False, a, 1, False)
         with autocast(enabled=False, recipe=b):
-            assert current() == (False, False, b, 2, False)
+            assert current()[:5] == (False, False, b, 2, False)
             with autocast(calibrating=True):
-                assert current() == (True, True, DelayedScaling(), 3, False)
-            assert current() == (False, False, b, 2, False)
-        assert current() == (True, False, a, 1, False)
+                assert current()[:5] == (True, True, DelayedScaling(), 3, False)
+            assert current()[:5] == (False, False, b, 2, False)
+        assert current()[:5] == (True, False, a, 1, False)
     assert current() is None
 
 

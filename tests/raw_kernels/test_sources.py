@@ -1,10 +1,11 @@
-"""Every kernel source compiles in every variant, without spilling registers or warning. No GPU is needed.
+"""Every kernel source compiles in its variants, without spilling registers or warning. No GPU is needed.
 
 Of each source one variant is compiled for sm_90a, that which shows the most values of its defines, and of
-every thirtieth source one for another architecture. ``make test-kernels`` compiles the rest: every variant
-for sm_90a, and for at least one other architecture, with FP8KIT_PROPERTIES=1 for all. What is compiled for
-float16 differs from bfloat16 in conversions alone: it is compiled for sm_90a. The product for any chip is
-compiled in every variant for all of them, and for Blackwell's smaller chips.
+every thirtieth source one for another architecture. ``make test-kernels`` compiles more: every variant for
+sm_90a, or, where a source has very many, so many that every two values that occur together do so in one of
+them; for the other architectures so many that every value occurs, and of the product for any chip, which is
+compiled for Blackwell's smaller ones too, every two. What is compiled for float16 differs from bfloat16 in
+conversions alone: it is compiled for sm_90a. FP8KIT_PROPERTIES=1 compiles every variant for all of them.
 
 The cubins are kept in pytest's cache, where a name is the digest of all that went into one
 (``fp8kit.backends.cuda.compile``): only what changed since the last run is compiled again.
@@ -12,6 +13,7 @@ The cubins are kept in pytest's cache, where a name is the digest of all that we
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -21,13 +23,14 @@ import pytest
 
 from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.raw_kernels import manifest
-from tests.support.combinations import covering
+from tests.support.combinations import covering, pairwise
 from tests.support.effort import FACTOR
 
 ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a", "sm_80")
 EVERYWHERE = {"mma_gemm.cu": "sm_120a"}  # sources that are compiled for all of them, and for another
 OLDEST_SPILLS = 16  # bytes
 STATIC_SHARED = 48 * 1024
+MANY = 80  # variants of a source, of which pairs are compiled
 KEPT = 14 * 24 * 3600  # seconds after its last use
 
 
@@ -59,18 +62,15 @@ LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}
 
 def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]]:
     """What is compiled of a source for each architecture."""
-    first, second, third, oldest = ARCHITECTURES
+    first, *others = ARCHITECTURES
     rest = [variant for variant in source.variants if LIKE_OTHERS.isdisjoint(variant)]
-    if FACTOR or rest == [()] or source.name in EVERYWHERE:
-        others = second, third, oldest, *filter(None, [EVERYWHERE.get(source.name)])
+    everywhere = source.name in EVERYWHERE
+    others += [EVERYWHERE[source.name]] if everywhere else []
+    if FACTOR:
         return {first: source.variants, **dict.fromkeys(others, rest)}
-    some = covering(rest)
-    return {
-        first: source.variants,
-        second: some,
-        third: covering(rest, [variant for variant in rest if variant not in some]),
-        oldest: some,
-    }
+    some = pairwise(rest) if everywhere else covering(rest)
+    many = len(source.variants) > MANY
+    return {first: pairwise(source.variants) if many else source.variants, **dict.fromkeys(others, some)}
 
 
 def usual(source: manifest.Source, arch: str) -> Sequence[manifest.Defines]:
@@ -123,12 +123,18 @@ def test_every_file_is_a_kernel_source_or_a_header() -> None:
 
 @pytest.mark.parametrize("source", manifest.sources(), ids=lambda source: source.name)
 def test_no_value_of_a_define_is_left_out(source: manifest.Source) -> None:
-    """But those of variants that compile much as another does. And no variant for sm_90a, nor any for both
-    others."""
+    """Nor any two of them for sm_90a; but for other architectures those of variants that compile much as
+    another does."""
     first, *others = variants_of(source).values()
-    assert set(first) == set(source.variants)
-    rest = {variant for variant in first if LIKE_OTHERS.isdisjoint(variant)}
-    assert set().union(*others) == rest
+
+    def pairs(variants: Sequence[manifest.Defines]) -> set[object]:
+        return {pair for variant in variants for pair in itertools.combinations(variant, 2)}
+
+    assert set(first) <= set(source.variants)
+    assert set().union(*first) == set().union(*source.variants)
+    assert pairs(first) == pairs(source.variants)
+    rest = {variant for variant in source.variants if LIKE_OTHERS.isdisjoint(variant)}
     for some in others:
         assert some
+        assert set(some) <= rest
         assert set().union(*some) == set().union(*rest)

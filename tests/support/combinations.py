@@ -20,6 +20,12 @@ def covering(variants: Sequence[Parts], chosen: Sequence[Parts] = ()) -> list[Pa
     return [*_covering(tuple(variants), tuple(chosen))]
 
 
+def pairwise(variants: Sequence[Parts]) -> list[Parts]:
+    """Variants until every two parts of one variant occur together."""
+    pairs = {tuple(itertools.combinations(variant, 2)): variant for variant in variants}
+    return [pairs[chosen] for chosen in covering([*pairs])]
+
+
 @functools.cache  # asked once for each variant of a kernel source
 def _covering(variants: tuple[Parts, ...], begin: tuple[Parts, ...]) -> list[Parts]:
     chosen = list(begin)

@@ -129,8 +129,8 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
   for (auto& thread : threads) thread.join();
 }
 
-// a stage, as copies leave it: a's tile and b's, in which [begin, stop) is the group's. The copies have ended.
-// How often the multipliers were told that the stage is theirs
+// a stage, as copies leave it that have ended: a's tile and b's, in which [begin, stop) is the group's.
+// Returns how often the multipliers were told that the stage is theirs
 extern "C" u32 run_clear(unsigned char* stage, unsigned begin, unsigned stop) {
   const Memory memory{0};
   for (u32 place = 0; place < 2; ++place)

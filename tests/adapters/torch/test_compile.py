@@ -3,6 +3,7 @@ function or inside of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -345,6 +346,26 @@ def test_recipes_of_different_epsilons(device):
     for epsilon in (0.0, 8.0):
         recipe = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=epsilon))
         same_as_eager(ours, call_, eager, recipe, device)
+
+
+def test_a_recipe_in_force_is_guarded_by_its_name(device, monkeypatch):
+    """Its fields would be most of what is traced. An equal recipe compiles nothing; a field that is set
+    does."""
+    monkeypatch.setattr(Float8CurrentScaling, "parts", lambda self: pytest.fail("its fields are traced"))
+    counter = CompileCounterWithBackend("eager")
+    ours, eager = pair("Linear", device)
+    call_ = compiled(ours, counter)
+    x = torch.randn(5, WIDTH, device=device)
+    recipe = Float8CurrentScaling()
+    for _ in range(2):
+        for again in (recipe, Float8CurrentScaling(), dataclasses.replace(recipe)):
+            with torch.no_grad(), ft.autocast(recipe=again):
+                same(call_(x), eager(x), "y")
+    assert counter.frame_count == 1
+    recipe.fp8_quant_fwd_inp = QParams(amax_epsilon=8.0)
+    with torch.no_grad(), ft.autocast(recipe=recipe):
+        same(call_(x), eager(x), "y")
+    assert counter.frame_count == 2
 
 
 def test_functions_that_are_no_modules(device):
