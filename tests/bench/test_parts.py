@@ -246,6 +246,7 @@ def test_steps():
 # --- the start, casts, pictures -----------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 def test_a_fresh_process_takes_its_first_step(tmp_path):
     """The child reports each stage; its kernel cache is the folder given."""
     stages = start.first_step(Layer(16, 32, 1, 4, 1), CPU, _shared_cache())
@@ -259,6 +260,7 @@ def _shared_cache():
     return str(settings.cache_dir())
 
 
+@pytest.mark.combinations
 def test_a_child_that_fails_says_why(tmp_path):
     with pytest.raises(RuntimeError, match=r"the child failed: .*heads"):
         start.first_step(Layer(16, 32, 3, 4, 1), CPU, _shared_cache())

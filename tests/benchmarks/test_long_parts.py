@@ -22,6 +22,7 @@ def by_case(rows):
     return {row["case"]: row for row in rows}
 
 
+@pytest.mark.combinations
 def test_a_model_converted_and_eager():
     cases = {case: model.CASES[case] for case in (targets.EAGER, targets.TORCH)}
     rows = by_case(model.model_part(QUICK, cases))
@@ -120,6 +121,7 @@ def test_without_cudnn_attention_is_our_own(monkeypatch):
     assert asked == [False, False, True]
 
 
+@pytest.mark.combinations
 def test_a_soak_in_small(tmp_path):
     rows = by_case(soak.soak_part(replace(QUICK, out=tmp_path)))
     assert list(rows) == ["process", "caches", "a step"]

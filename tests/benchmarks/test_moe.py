@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks import moe
 from fp8kit.arrays import CPU
@@ -34,6 +35,7 @@ def test_products_one_after_another_are_the_grouped_one() -> None:
         assert_close(mode.name, single, grouped, "bfloat16", 2.0**-8 * np.abs(grouped))
 
 
+@pytest.mark.combinations
 def test_every_case_runs_and_is_right() -> None:
     rows = moe.moe_part(setting_for(CPU, rounds=1, calls=1))
     for row in rows:

@@ -162,6 +162,7 @@ def test_some_variants_are_compiled(own_folders: Path, capsys: pytest.CaptureFix
     assert "got 'T=bf17', expected T to be one of f32, bf16, f16, which the source" in capsys.readouterr().err
 
 
+@pytest.mark.combinations
 def test_on_a_terminal_a_bar_shows_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -479,6 +480,7 @@ def test_diff_shows_source_and_resources(gpu: bool, own_folders: Path) -> None:
     assert "the sources are the same" in run("diff", "rope_fwd", "rope.cu")[1]
 
 
+@pytest.mark.combinations
 def test_watch_looks_again_at_every_change(
     own_folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_wrong_ids_are_refused():
             make()(tensor(np.zeros(shape, np.int64)))
 
 
+@pytest.mark.combinations
 def test_generate_follows_the_model():
     model = make()
     a, b = (generate(model, b"def ", 40, RECIPE, seed=7) for _ in range(2))

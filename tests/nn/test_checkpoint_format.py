@@ -233,6 +233,7 @@ def test_an_absurd_header_is_refused_at_once(tmp_path, name):
     assert len(str(caught.value)) < 5000
 
 
+@pytest.mark.combinations
 def test_a_refusal_is_short_whatever_names_there_are(tmp_path):
     path = tmp_path / "x"
     fk.save(path, {letter * MIB: np.ones(2) for letter in "abcdefghij"}, {"m" * MIB: "x"})

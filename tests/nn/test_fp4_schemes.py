@@ -150,6 +150,7 @@ def eden(x, words, group=128):
     return lying, q * np.repeat(value, 16, 1) * inverse
 
 
+@pytest.mark.combinations
 def test_eden_restores_the_length_and_is_unbiased():
     """The projection of a block that is a group on what was cast is its square, over the stochastic rounding
     of the scales; that of several blocks whose scales differ nearly so. Over random signs the mean is x."""

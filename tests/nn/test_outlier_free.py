@@ -133,6 +133,7 @@ def with_a_stale_scale(by):
             yield decibels(layer(x).numpy(), exact)
 
 
+@pytest.mark.combinations
 def test_smoothing_softens_a_stale_scale_and_does_not_cure_it():
     """3 to 4 dB without, 9 to 11 by channel, in the median of the seeds (half a dB of them either way)."""
     plain, smooth = (np.median(list(with_a_stale_scale(by))) for by in (None, "channel"))
@@ -316,7 +317,7 @@ SMALL = replace(
 )
 
 
-@combinations({"name": ARRANGEMENTS.keys()}, usual=["fog"])
+@combinations({"name": ARRANGEMENTS.keys()}, usual=[])
 def test_an_arrangement_trains_in_fp8(name, monkeypatch):
     """A tiny GPT, made in a line, under delayed scaling as in high precision, loss by loss."""
     corpus = text.standard_library(max_bytes=2 << 20)

@@ -134,6 +134,7 @@ def test_against_a_transcription(name: str, form: str, device: Any) -> None:
         assert 0.02 < relative_error(found, exact.grads[part]) < 0.16, part
 
 
+@pytest.mark.combinations
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     """With q and k whose codes are exact, o and all gradients are products of independent casts: their mean
     over 400 draws lies within 5 standard errors of the results without rounding, which those to nearest do

@@ -3,6 +3,8 @@ it."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.plugin import Run
 
 CODE = """
@@ -58,5 +60,6 @@ print("survived")
 """
 
 
+@pytest.mark.combinations
 def test_a_child_goes_on(python: Run) -> None:
     assert python("-c", CODE, NUMBA_NUM_THREADS="2").stdout == "survived\n"

@@ -110,6 +110,7 @@ def test_threads_may_compile_the_same_kernel_at_once(tiny: Path) -> None:
     assert sorted(path.suffix for path in kernels[0].path.parent.iterdir()) == [".cubin", ".json"]
 
 
+@pytest.mark.combinations
 def test_processes_may_compile_the_same_kernel_at_once() -> None:
     code = (
         "from fp8kit.backends.cuda.compile import compile_cubin; "

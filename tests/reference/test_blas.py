@@ -210,6 +210,7 @@ atexit.register(lambda: print((blas.matmul(left, right) == 60).all(), blas._open
 """
 
 
+@pytest.mark.combinations
 def test_products_when_the_interpreter_ends() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("True 2\n", "")
@@ -239,6 +240,7 @@ def test_after_an_error_nobody_works_on(library: Library, monkeypatch: pytest.Mo
     assert_same_bits("untouched", out, np.full((200, 50), 7, np.float32))
 
 
+@pytest.mark.combinations
 def test_numpys_own_library_and_forked_children() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120

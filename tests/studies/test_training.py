@@ -29,7 +29,7 @@ def yardsticks(text, size):
     return {name: run(cases.CASES[name], size, text, CPU, 0, nothing) for name in YARDSTICKS}
 
 
-@combinations({"name": TRAINED}, usual=TRAINED[::6])
+@combinations({"name": TRAINED}, usual=TRAINED[::12])
 def test_every_case_trains(name, text, size, yardsticks):
     case = cases.CASES[name]
     found = run(case, size, text, CPU, 0, nothing)
