@@ -3,8 +3,8 @@
 Of each source one variant is compiled for sm_90a, that which shows the most values of its defines. ``make
 test-kernels`` compiles more: every variant for sm_90a, or, where a source has very many, so many that every
 two values that occur together do so in one of them; for the other architectures so many that every value
-occurs, and of the product for any chip, which is compiled for Blackwell's smaller ones too, every two. What is
-compiled for float16 differs from bfloat16 in conversions alone: it is compiled for sm_90a.
+occurs, and of the product for any chip, which is compiled for Blackwell's smaller ones too, every two. What
+is compiled for float16 differs from bfloat16 in conversions alone: it is compiled for sm_90a.
 FP8KIT_PROPERTIES=1 compiles every variant for all of them.
 
 The cubins are kept in pytest's cache, where a name is the digest of all that went into one
