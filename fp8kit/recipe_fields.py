@@ -108,10 +108,13 @@ class Strict(KnownFields):
                 raise self._refuse(name, said)
 
 
-def with_key(recipe: Recipe) -> Recipe:
-    """Returns a recipe in force by whose ``trace_key`` ``by_key`` finds it, as long as it lives."""
+def with_key(recipe: Recipe, text: str) -> Recipe:
+    """Returns a recipe in force by whose ``trace_key`` ``by_key`` finds it, as long as it lives. ``text``
+    says all of it, also to another process that reads compiled code; where it has addresses, a number is
+    added, since others get these later."""
     if not recipe.trace_key:
-        key = recipe.__dict__["trace_key"] = f"{type(recipe).__name__} {next(_NUMBERS)}"
+        key = f"{text} {next(_NUMBERS)}" if " at 0x" in text else text
+        recipe.__dict__["trace_key"] = key
         _BY_KEY[key] = recipe
     return recipe
 
@@ -228,8 +231,8 @@ class Recipe(Strict):
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
     backward_override: str | None
-    # of a recipe in force: what names it, and equal ones, in this process; "" of another, and of one that is
-    # equal to none
+    # of a recipe in force: a text that it shares with equal ones; "" of another, and of one that is equal to
+    # none
     trace_key = ""
     # whether layers have recipes of their own (``for_layer``)
     by_layer: ClassVar[bool] = False
@@ -318,7 +321,7 @@ class Recipe(Strict):
         with suppress(TypeError):  # of no values, and of one that has no hash
             key, same = (type(self), *values), (type(self), *map(id, values))
             if not any(map(callable, values)):  # equal ones may note what they are asked, each for itself
-                made = _FIXED.get(key) or _FIXED.put(key, with_key(made))
+                made = _FIXED.get(key) or _FIXED.put(key, with_key(made, f"{key}"))
             if len(_SAME) >= _FIXED.limit:
                 _SAME.clear()
             _SAME[same] = values, made

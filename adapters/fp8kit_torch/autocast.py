@@ -181,7 +181,8 @@ def recipe_key(state: AutocastState) -> str:
 @constant_result
 def _key_of(parts: tuple[Any, ...]) -> str:
     """The key of the recipe with these parts."""
-    made = with_key(of_parts(parts).fixed)
+    made: Recipe = of_parts(parts).fixed
+    with_key(made, f"{made!r} at 0x{id(made):x}")
     _TRACED.append(made)
     return made.trace_key
 

@@ -460,6 +460,28 @@ def test_equal_recipes_are_one_in_force():
     assert len({id(each.fixed) for each in (*own, made[0]())}) == 3
 
 
+def test_a_recipe_in_force_has_a_text_that_says_all_of_it():
+    """By which compiled code knows it, perhaps in another process: no address is in it alone."""
+    made = [
+        lambda: DelayedScaling(),
+        lambda: DelayedScaling(margin=1),
+        lambda: Float8CurrentScaling(),
+        lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=0.5)),
+    ]
+    texts = [make().fixed.trace_key for make in made]
+    assert texts == [make().fixed.trace_key for make in made]
+    assert len({*texts, ""}) == 5
+    assert " at 0x" not in "".join(texts)
+    assert "448.0" in texts[0]
+    for make, text in zip(made, texts, strict=True):
+        assert recipe_fields.by_key(text) is make().fixed
+        assert make().trace_key == ""
+    asked = DelayedScaling(amax_compute_algo=lambda history: history[0]).fixed
+    assert asked.trace_key == ""
+    one, other = (recipe_fields.with_key(copy.copy(asked), f"{asked}").trace_key for _ in range(2))
+    assert one != other
+
+
 def test_equal_callables_of_two_recipes_are_asked_each():
     @dataclasses.dataclass(frozen=True)
     class Algo:

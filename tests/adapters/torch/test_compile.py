@@ -348,7 +348,7 @@ def test_recipes_of_different_epsilons(device):
         same_as_eager(ours, call_, eager, recipe, device)
 
 
-def test_a_recipe_in_force_is_guarded_by_its_name(device, monkeypatch):
+def test_a_recipe_in_force_is_guarded_by_its_text(device, monkeypatch):
     """Its fields would be most of what is traced. An equal recipe compiles nothing; a field that is set
     does."""
     monkeypatch.setattr(Float8CurrentScaling, "parts", lambda self: pytest.fail("its fields are traced"))
