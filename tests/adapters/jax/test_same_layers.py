@@ -159,7 +159,10 @@ def test_a_transformer_layer_without_fp8(frontend, dtype, bias):
     same_layer(frontend, "high", dtype, bias, "cpu")
 
 
-@pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
+# the former in test_a_decoder, too
+@combinations(
+    {"option": ["apply_residual_connection_post_layernorm", "output_layernorm"]}, usual=["output_layernorm"]
+)
 def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
 
