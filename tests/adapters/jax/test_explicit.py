@@ -90,6 +90,7 @@ def test_types_of_outputs():
     near(got, jax.jit(jax.grad(loss))(x), BITS)
 
 
+@pytest.mark.combinations
 def test_layers_in_a_scan_with_remat():
     x, w, sets = draw(0, 8, 16, 64), draw(1, 3, 64, 64) / 8, two("delayed")[0]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), sets)

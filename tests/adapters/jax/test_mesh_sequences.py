@@ -67,7 +67,6 @@ def swap(a, back=False, devices=2, at=1):
         "padding_balanced-auto-ALL_GATHER",
         "causal-explicit-RING",
         "offset-auto-RING",
-        "padding_balanced-shard_map-RING",
     ],
 )
 def test_split_sequences(case, way, strategy):

@@ -71,7 +71,7 @@ def test_bits_of_the_native_optimizer(states, jit):
     assert int(state.count) == 3
 
 
-@combinations({"states": PRESETS.keys()}, usual=["coat", "fishman"])
+@combinations({"states": PRESETS.keys()}, usual=["coat"])
 def test_training_follows_float32(states):
     """A regression's loss under jit, with a schedule: at its end as low as float32's, within a hundredth of
     where it began."""
