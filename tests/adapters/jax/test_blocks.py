@@ -75,19 +75,23 @@ def test_random_bits_are_the_native_ones():
     same(q, want)
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ("nvfp4_1x16", "nvfp4_16x16"),
-        ("nvfp4_row_1x16", "nvfp4_row_1x16"),
-        ("mx_1x32", "mx_32x32"),
-        ("block_1x64", "block_32x32"),
-        ("block_128x128", "block_128x128"),
-        ("row", "tensor"),
-    ],
+PAIRS = [
+    ("nvfp4_1x16", "nvfp4_16x16"),
+    ("nvfp4_row_1x16", "nvfp4_row_1x16"),
+    ("mx_1x32", "mx_32x32"),
+    ("block_1x64", "block_32x32"),
+    ("block_128x128", "block_128x128"),
+    ("row", "tensor"),
+]
+
+
+@combinations(
+    {"pair": {"-".join(pair): pair for pair in PAIRS}},
+    usual=["nvfp4_1x16-nvfp4_16x16", "mx_1x32-mx_32x32", "block_1x64-block_32x32", "row-tensor"],
 )
-def test_products_of_other_blocks_are_those_of_the_values(left, right):
+def test_products_of_other_blocks_are_those_of_the_values(pair):
     """As natively, bit for bit."""
+    left, right = pair
     a, b = fj.quantize(jnp.asarray(X), scaling=left), fj.quantize(jnp.asarray(Y), scaling=right)
     found = fj.gemm(a, b)
     assert_same_bits("jitted", np.asarray(jax.jit(fj.gemm)(a, b)), np.asarray(found))
@@ -139,7 +143,16 @@ ROTATED = [
 ]
 
 
-@combinations({"kind": {"-".join(map(str, kind)): kind for kind in ROTATED}, "along": [-1, 0]})
+# a rotation precedes any cast
+@combinations(
+    {"kind": {"-".join(map(str, kind)): kind for kind in ROTATED}, "along": [-1, 0]},
+    usual=[
+        "tensor-None-plus--1",
+        "block_1x128-None-random--1",
+        "mx_1x32-rceil-random-0",
+        "nvfp4_row_1x16-None-te--1",
+    ],
+)
 def test_rotations_are_those_of_the_native_cast(kind, along):
     """Codes, scales and what is rotated back, bit for bit, within ``jit`` too; and stochastically by the same
     key."""

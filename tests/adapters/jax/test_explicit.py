@@ -73,8 +73,13 @@ def test_types_of_outputs():
         (lambda x: fj.dropout_add(x, x), P("data", None, None)),
         (lambda x: fj.activation(x.reshape(8, 16, 2, 32), ("silu", "linear")), P("data", None, None)),
     ):
-        assert jax.typeof(function(rows)).sharding.spec == spec
-        assert_same_bits("y", np.asarray(jax.jit(function)(rows)), np.asarray(function(x)))
+        split = jax.jit(function)(rows)
+        assert (
+            jax.typeof(split).sharding.spec
+            == jax.typeof(jax.eval_shape(function, rows)).sharding.spec
+            == spec
+        )
+        assert_same_bits("y", np.asarray(split), np.asarray(jax.jit(function)(x)))
 
     def loss(x):
         return (fj.dense(x, jnp.eye(64)) ** 2).sum()
@@ -82,9 +87,10 @@ def test_types_of_outputs():
     with jax.set_mesh(explicit_mesh()):
         got = jax.jit(jax.grad(loss))(sequence)
     assert got.sharding.spec == P(None, "data", None)
-    near(got, jax.grad(loss)(x), BITS)
+    near(got, jax.jit(jax.grad(loss))(x), BITS)
 
 
+@pytest.mark.combinations
 def test_layers_in_a_scan_with_remat():
     x, w, sets = draw(0, 8, 16, 64), draw(1, 3, 64, 64) / 8, two("delayed")[0]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), sets)

@@ -16,6 +16,7 @@ from flax import linen as nn
 from fp8kit import recipe
 from fp8kit.errors import RecipeError
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.adapters.jax.filled import filled
 from tests.support.combinations import combinations
 
 RECIPES = {
@@ -56,13 +57,13 @@ def test_the_readme_example_of_transformer_engine():
     assert np.asarray(metas["x_scale"])[0] == np.float32(448) / amax
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@combinations({"name": RECIPES.keys()}, usual=["high", "delayed"])
 def test_modules_are_the_functions(name):
     x = jax.random.normal(jax.random.key(1), (2, 16, 32))
     with te.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
         sets = te.create_set()
         module = te_flax.LayerNormDenseGeneral((2, 24), use_bias=True, return_layernorm_output=True)
-        variables = module.init(jax.random.key(0), x)
+        variables = filled(module.init, jax.random.key(0), x)
         p = nn.unbox(variables["params"])
         y, normed = jax.jit(module.apply)(variables, x)
         want = te.layernorm_dense(
@@ -77,7 +78,7 @@ def test_modules_are_the_functions(name):
         assert_same_bits("y", np.asarray(y), np.asarray(want[0]))
         assert_same_bits("norm(x)", np.asarray(normed), np.asarray(want[1]))
         mlp = te_flax.LayerNormMLP(48, activations=("silu", "linear"), use_bias=True)
-        variables = mlp.init(jax.random.key(0), x)
+        variables = filled(mlp.init, jax.random.key(0), x)
         p = nn.unbox(variables["params"])
         assert {n: v.shape for n, v in p.items()} == {
             "scale": (32,),
@@ -136,10 +137,11 @@ def test_a_transformer_layer_learns(kind):
     x, want, encoded = (jax.random.normal(jax.random.key(i), (2, 8, 32)) for i in range(3))
     encoded = encoded if kind == "decoder" else None
     with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
-        variables = layer.init({"params": jax.random.key(3), "dropout": jax.random.key(4)}, x, encoded)
+        keys = {"params": jax.random.key(3), "dropout": jax.random.key(4)}
+        variables = jax.jit(layer.init)(keys, x, encoded)
         other, params = flax.core.pop(variables, "params")
         opt = optax.adam(2e-2)
-        state = opt.init(params)
+        state = jax.jit(opt.init)(params)
 
         def loss(params, other, key, deterministic=False):
             y = layer.apply(
@@ -153,10 +155,11 @@ def test_a_transformer_layer_learns(kind):
             updates, state = opt.update(grads, state)
             return optax.apply_updates(params, updates), te.update_collections(fresh, other), state
 
-        first = loss(params, other, jax.random.key(9), True)
+        measured = jax.jit(loss, static_argnums=3)
+        first = measured(params, other, jax.random.key(9), True)
         for i in range(12):
             params, other, state = step(params, other, state, jax.random.key(i))
-        assert loss(params, other, jax.random.key(9), True) < 0.5 * first
+        assert measured(params, other, jax.random.key(9), True) < 0.5 * first
     scales = [
         v
         for path, v in jax.tree_util.tree_leaves_with_path(other)
@@ -211,12 +214,12 @@ def test_a_mask_adds_to_what_a_causal_type_and_a_window_hide(kind, rows, window)
     np.testing.assert_array_equal(sees, ~hidden[:, 5])
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@combinations({"kind": CAUSAL}, usual=["causal", "padding_causal_bottom_right"])
 def test_a_layer_with_a_causal_mask_and_padding_sees_no_later_token(kind):
     x = jax.random.normal(jax.random.key(1), (2, 8, 32))
     mask = jnp.broadcast_to(jnp.arange(8) >= 6, (2, 1, 8, 8))
     layer = te_flax.TransformerLayer(32, 48, 4, self_attn_mask_type=kind, enable_relative_embedding=False)
-    variables = layer.init(jax.random.key(0), x, None, mask, deterministic=True)
+    variables = filled(layer.init, jax.random.key(0), x, None, mask, deterministic=True)
     got, other = (
         np.asarray(layer.apply(variables, a, None, mask, deterministic=True))
         for a in (x, x.at[:, 4].set(3.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax
 import fp8kit_jax as fj
 import jax
@@ -13,6 +15,7 @@ from fp8kit_jax import flax as modules
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from fp8kit.testing import assert_close
+from tests.adapters.jax.filled import filled
 from tests.support.combinations import combinations
 
 X = jax.random.normal(jax.random.key(1), (2, 12, 32))
@@ -60,8 +63,9 @@ def test_tokens_in_turn_are_all_tokens(kind):
     module, at = layer(**LAYERS[kind]), int(kind != "transposed")
     x = X if at else X.swapaxes(0, 1)
     encoded = jax.random.normal(jax.random.key(2), x.shape) if kind == "decoder" else None
-    variables = module.init(jax.random.key(0), x, encoded, deterministic=True, decode=True)
-    want = module.apply({"params": variables["params"]}, x, encoded, deterministic=True)
+    variables = filled(module.init, jax.random.key(0), x, encoded, deterministic=True, decode=True)
+    whole = jax.jit(functools.partial(module.apply, deterministic=True))
+    want = whole({"params": variables["params"]}, x, encoded)
     got, cache = incremental(module, variables, jnp.split(x, (5, 6, 7), at), at, encoded)
     assert_close("values", np.asarray(got), np.asarray(want), "float32", BITS * float(jnp.abs(want).max()))
     own = cache["self_attention" if kind == "decoder" else "attention"]
@@ -69,8 +73,9 @@ def test_tokens_in_turn_are_all_tokens(kind):
     assert int(own["cache_index"]) == 12
 
 
-@pytest.mark.parametrize(
-    "recipe", [DelayedScaling(amax_history_len=4), Float8BlockScaling()], ids=["delayed", "block"]
+@combinations(
+    {"recipe": {"delayed": DelayedScaling(amax_history_len=4), "block": Float8BlockScaling()}},
+    usual=["delayed"],
 )
 def test_tokens_in_turn_in_fp8(recipe):
     """Scales that do not depend on the other tokens: the same codes; what differs are roundings before a
@@ -89,7 +94,7 @@ def test_tokens_in_turn_in_fp8(recipe):
 
 def test_a_mask_hides_cached_tokens_and_the_cache_ends():
     module = modules.MultiHeadAttention(8, 4)
-    variables = module.init(jax.random.key(0), X, X, decode=True)
+    variables = filled(lambda key, x: module.init(key, x, x, decode=True), jax.random.key(0), X)
     hidden = jnp.zeros((2, 1, 1, 12), bool).at[:, :, :, 2].set(True)
     want = module.apply({"params": variables["params"]}, X, X, jnp.broadcast_to(hidden, (2, 1, 12, 12)))[0]
     kept, cache = flax.core.pop(variables, "cache")

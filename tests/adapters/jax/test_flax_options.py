@@ -8,7 +8,6 @@ import dataclasses
 import flax
 import fp8kit_jax as fj
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 
 from fp8kit.recipe import DelayedScaling
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.adapters.jax.filled import filled
 
 X = jax.random.normal(jax.random.key(1), (2, 16, 32))
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -114,37 +114,34 @@ LORA = {
 
 def started(module, *args):
     """Parameters whose second small kernels are not the zeros that they start as."""
-    flat = flax.traverse_util.flatten_dict(nn.unbox(module.init(jax.random.key(0), *args))["params"])
-    moved = {
-        path: jax.random.normal(jax.random.key(7), leaf.shape) if path[-1].endswith("lora_b_kernel") else leaf
-        for path, leaf in flat.items()
-    }
-    return flax.traverse_util.unflatten_dict(moved)
+    return nn.unbox(filled(module.init, jax.random.key(0), *args))["params"]
 
 
 def alike(got, want, bound):
-    assert_close("values", np.asarray(got), np.asarray(want), "float32", bound * float(jnp.abs(want).max()))
+    want = np.asarray(want)
+    assert_close("values", np.asarray(got), want, "float32", bound * float(np.abs(want).max()))
 
 
 def adapted(kernel, a, b):
-    return kernel + 2.0 * jnp.einsum("inr,nrz->inz", a, b)
+    return kernel + 2.0 * np.einsum("inr,nrz->inz", a, b)
 
 
 def test_low_rank_adaptation_of_products():
     """alpha / rank = 2 times the product of the small kernels, added to the kernel, gives the same."""
     module, x = modules.DenseGeneral((4, 6), axis=(-2, -1), **LORA), X.reshape(2, 16, 4, 8)
-    start = nn.unbox(module.init(jax.random.key(0), x))["params"]
+    start = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
     assert start["lora_a_kernel"].shape == (4, 8, 4, 3)
     assert start["lora_b_kernel"].shape == (4, 3, 6)
     assert not start["lora_b_kernel"].any()
     p = started(module, x)
-    whole = p["kernel"] + 2.0 * jnp.einsum("ijnr,nrz->ijnz", p["lora_a_kernel"], p["lora_b_kernel"])
-    alike(module.apply({"params": p}, x), fj.dense(x, whole, p["bias"], ((-2, -1), (0, 1))), 2.0**-18)
+    whole = p["kernel"] + 2.0 * np.einsum("ijnr,nrz->ijnz", p["lora_a_kernel"], p["lora_b_kernel"])
+    got = jax.jit(module.apply)({"params": p}, x)
+    alike(got, fj.dense(x, whole, p["bias"], ((-2, -1), (0, 1))), 2.0**-18)
 
     module = modules.LayerNormDenseGeneral((2, 24), layernorm_type="rmsnorm", **LORA)
     p = started(module, X)
     whole = adapted(p["kernel"], p["lora_a_kernel"], p["lora_b_kernel"])
-    y, normed = module.apply({"params": p}, X)
+    y, normed = jax.jit(module.apply)({"params": p}, X)
     assert normed is None
     alike(y, fj.layernorm_dense(X, whole, p["scale"], None, p["bias"], "rmsnorm"), 2.0**-18)
 
@@ -152,7 +149,7 @@ def test_low_rank_adaptation_of_products():
     p = started(module, X)
     kernels = (
         adapted(p["wi_kernel"], p["wi_lora_a_kernel"], p["wi_lora_b_kernel"]),
-        (p["wo_kernel"] + 2.0 * p["wo_lora_a_kernel"] @ p["wo_lora_b_kernel"]),
+        (p["wo_kernel"] + 2.0 * np.asarray(p["wo_lora_a_kernel"]) @ p["wo_lora_b_kernel"]),
     )
     want = fj.layernorm_mlp(
         X,
@@ -163,7 +160,7 @@ def test_low_rank_adaptation_of_products():
         "rmsnorm",
         activation_type=("silu", "linear"),
     )
-    alike(module.apply({"params": p}, X)[0], want, 2.0**-17)
+    alike(jax.jit(module.apply)({"params": p}, X)[0], want, 2.0**-17)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -192,23 +189,22 @@ def test_one_draw_of_dropout_for_several_tokens():
         "layernorm_type": "rmsnorm",
     }
     mlp = modules.LayerNormMLP(32, **options)
-    p = nn.unbox(mlp.init(KEYS, X))["params"] | {"wo_kernel": jnp.eye(32)}
+    p = nn.unbox(filled(mlp.init, KEYS, X))["params"] | {"wo_kernel": np.eye(32, dtype=np.float32)}
     act = fj.activation(fj.layernorm_dense(X, p["wi_kernel"], p["scale"], None, None, "rmsnorm"), ("gelu",))
-    ratio = np.round(np.asarray(mlp.apply({"params": p}, X, rngs={"dropout": jax.random.key(3)})[0] / act), 4)
+    y = jax.jit(mlp.apply)({"params": p}, X, rngs={"dropout": jax.random.key(3)})[0]
+    ratio = np.round(np.asarray(y) / np.asarray(act), 4)
     assert set(np.unique(ratio)) == {0.0, 2.0}
     assert (ratio == ratio[:, :1]).all()
     layer = modules.TransformerLayer(
         32, 48, 4, hidden_dropout=0.5, hidden_dropout_dims=(0, 1), attention_dropout=0.0
     )
-    params = nn.unbox(layer.init(KEYS, X))["params"]
-    y = layer.apply(
-        {"params": params | {"mlp": jax.tree.map(jnp.zeros_like, params["mlp"])}},
-        X,
-        rngs={"dropout": jax.random.key(3)},
-    )
-    lost = np.asarray(y == X).all((0, 1))  # features that the attention's branch lost everywhere
+    params = nn.unbox(filled(layer.init, KEYS, X))["params"]
+    params |= {"mlp": jax.tree.map(np.zeros_like, params["mlp"])}
+    y = jax.jit(layer.apply)({"params": params}, X, rngs={"dropout": jax.random.key(3)})
+    same = np.asarray(y) == np.asarray(X)
+    lost = same.all((0, 1))  # features that the attention's branch lost everywhere
     assert 0 < lost.sum() < 32
-    np.testing.assert_array_equal(lost, np.asarray(y == X).any((0, 1)))
+    np.testing.assert_array_equal(lost, same.any((0, 1)))
 
 
 def test_axes_between_norm_and_product():
@@ -227,7 +223,7 @@ def test_axes_between_norm_and_product():
         (modules.LayerNormDenseGeneral(24), modules.LayerNormDenseGeneral(24, dot_input_axes=rows)),
     ]
     for plain, split in pairs:
-        variables = nn.unbox(plain.init(jax.random.key(0), x))
+        variables = nn.unbox(filled(plain.init, jax.random.key(0), x))
         want = plain.apply(variables, x)[0]
         assert_same_bits("no mesh", np.asarray(split.apply(variables, x)[0]), np.asarray(want))
         with jax.set_mesh(mesh), fj.autocast(mesh_resource=fj.MeshResource(dp_resource="data")):

@@ -3,6 +3,8 @@ with gradients, inside ``jax.jit``."""
 
 from __future__ import annotations
 
+import functools
+
 import fp8kit_jax as fj
 import fp8kit_jax.flax as fj_flax
 import fp8kit_jax.nnx as fj_nnx
@@ -22,6 +24,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, PerLayer
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
+from tests.support.combinations import combinations
 
 E, H, F, SIZES = 3, 32, 24, np.array([16, 0, 11], np.int32)
 M = 32  # five rows of no group
@@ -92,9 +95,13 @@ def of_torch(activation, given, recipe):
     return made | {name: leaf.grad.numpy() for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("activations", GATED, ids="-".join)
+@combinations(
+    {
+        "activations": {"-".join(types): types for types in GATED},
+        "recipe": [*RECIPES],
+        "kind": ["linen", "nnx"],
+    }
+)
 def test_the_bits_of_torch(activations, recipe, kind):
     given = parameters(GATED[activations] * F)
     name = {2: "swiglu", 1: "gelu"}[GATED[activations]]
@@ -139,25 +146,25 @@ def test_a_loop_over_the_experts():
             assert_close("module", other.detach().numpy(), value.numpy(), "float32", slack)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_padding_becomes_nothing(kind):
+@combinations(
+    {"kind": ["linen", "nnx"], "recipe": ["plain", "current"]}, usual=["linen-current", "nnx-plain"]
+)
+def test_padding_becomes_nothing(kind, recipe):
     """``tokens_per_expert`` is a probability of 1 for tokens and of 0 for padding, and none is 1 for all."""
     given, counts = parameters(2 * F), jnp.array([9, 0, 7])
     starts = np.cumsum(SIZES) - SIZES
     own = np.zeros(M, np.float32)
     for start, count in zip(starts, counts.tolist(), strict=True):
         own[start : start + count] = 1
-    for recipe in (None, RECIPES["current"]):
-        made = step(kind, ("silu", "linear"), given, recipe, None, tokens_per_expert=counts)
-        want = step(kind, ("silu", "linear"), given, recipe, own)
-        without = step(kind, ("silu", "linear"), given, recipe, None)
-        ones = step(kind, ("silu", "linear"), given, recipe, np.ones(M, np.float32))
-        for name in made:
-            assert_same_bits(name, made[name], want[name])
-            assert_same_bits(name, without[name], ones[name])
+    of = functools.partial(step, kind, ("silu", "linear"), given, RECIPES[recipe])
+    made, want = of(None, tokens_per_expert=counts), of(own)
+    without, ones = of(None), of(np.ones(M, np.float32))
+    for name in made:
+        assert_same_bits(name, made[name], want[name])
+        assert_same_bits(name, without[name], ones[name])
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@combinations({"kind": ["linen", "nnx"]}, usual=["linen"])
 def test_small_integers_are_sizes(kind):
     """Their sums, as of 300 rows, are larger than they can say."""
     given, x, sizes, counts = parameters(2 * F), np.tile(X, (10, 1))[:300], [100] * 3, [90, 100, 70]

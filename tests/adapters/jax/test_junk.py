@@ -347,7 +347,8 @@ def ruined(name):
             yield argument, label, run, good | {argument: junk}
 
 
-@combinations({"name": CALLS.keys()}, usual=list(CALLS)[::5])
+# a whole layer's fields are those of its parts
+@combinations({"name": CALLS.keys()}, usual=[n for n in list(CALLS)[::5] if n != "flax.TransformerLayer"])
 def test_an_argument_that_does_not_fit_is_refused(name):
     run, good = CALLS[name]
     run(**good)

@@ -27,6 +27,7 @@ from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.formats import E4M3
 from fp8kit.quantization import AmaxHistory, Quantizer
 from fp8kit.recipes import named
+from tests.adapters.jax.filled import filled
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
 
@@ -39,17 +40,19 @@ class Model(linen.Module):
 
 def test_flax_modules_by_their_paths() -> None:
     model = Model()
-    params = model.init(jax.random.key(0), X)
+    params = linen.unbox(filled(model.init, jax.random.key(0), X))
     how = recipe.PerLayer(named("mxfp8"), (("head", None),))
 
     def run(rule):
         with autocast(enabled=rule is not None, recipe=rule):
             return jax.jit(model.apply)(params, X)
 
-    kernels = [params["params"][name]["kernel"] for name in ("body", "head")]
+    body, head = (
+        (own["kernel"], own["bias"]) for own in (params["params"][name] for name in ("body", "head"))
+    )
     with autocast(enabled=True, recipe=named("mxfp8")):
-        first = dense(X, kernels[0])
-    expected = dense(first, kernels[1])
+        first = dense(X, *body)
+    expected = dense(first, *head)
     np.testing.assert_array_equal(run(how), expected)
     assert not np.array_equal(run(None), expected)
     assert not np.array_equal(run(named("mxfp8")), expected)
@@ -69,8 +72,9 @@ def test_functions_by_their_names() -> None:
             return dense(x, kernel).sum()
 
     how = recipe.CustomRecipe(factory)
-    value, grad = jax.value_and_grad(loss)(X, how)
-    plain, whole = (jax.value_and_grad(loss)(X, rule) for rule in (None, named("mxfp8")))
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    value, grad = jax.jit(lambda x: jax.value_and_grad(loss)(x, how))(X)
+    plain, whole = (step(X, rule) for rule in (None, named("mxfp8")))
     assert asked == {("dense", "")}
     assert value == plain[0]
     np.testing.assert_array_equal(grad, whole[1])
@@ -195,6 +199,6 @@ def test_a_native_run_repeats_the_draws_of_a_key() -> None:
         with fk.autocast(recipe=how):
             y = layers[1](layers[0](fk.tensor(x)))
         y.backward(y.numpy())
-    for layer, found in zip(layers, jax.grad(loss)(kernels), strict=True):
+    for layer, found in zip(layers, jax.jit(jax.grad(loss))(kernels), strict=True):
         np.testing.assert_array_equal(np.asarray(found).T, layer.weight.grad.numpy())
     assert next(numbers) == 3

@@ -61,15 +61,12 @@ def swap(a, back=False, devices=2, at=1):
 @combinations(
     {"case": [*CASES], "way": ("auto", "explicit", "shard_map"), "strategy": ("ALL_GATHER", "RING")},
     usual=[
-        "balanced-auto-ALL_GATHER",
         "balanced-shard_map-ALL_GATHER",
         "no_mask-explicit-ALL_GATHER",
         "offset-auto-ALL_GATHER",
         "padding_balanced-auto-ALL_GATHER",
         "causal-explicit-RING",
         "offset-auto-RING",
-        "padding_causal-auto-RING",
-        "padding_balanced-shard_map-RING",
     ],
 )
 def test_split_sequences(case, way, strategy):
@@ -111,7 +108,7 @@ def test_split_sequences(case, way, strategy):
 
 @combinations(
     {"devices": (2, 3, 4, 8), "case": ("no_mask", "causal", "balanced", "padding_balanced"), "form": FORMS},
-    usual=["4-padding_balanced-bshd", "3-causal-sbhd"],
+    usual=["3-causal-sbhd"],
 )
 def test_rings_of_more_devices(devices, case, form):
     """In either format, of features of values that are not those of keys; 48 tokens."""
@@ -327,14 +324,16 @@ def test_what_runs_whole_where_only_cp_resource_asks(name):
 def test_keys_that_are_not_seen_leave_no_trace():
     """Later devices' keys and values that are no numbers: in outputs, and in gradients of earlier queries."""
     layers, seen = [draw(i, HEADS) for i in range(3)], slice(S // 2)
-    late = [layers[0], *(a.at[:, S // 2 :].set(jnp.nan) for a in layers[1:])]
+    hidden = (np.arange(S) >= S // 2)[:, None, None]
+    late = [layers[0], *(np.where(hidden, np.float32(np.nan), a) for a in layers[1:])]
     how = {"context_parallel_axis": "cp"} | RING
 
     def loss(*layers, **how):
         o = fj.dot_product_attention(*layers, **how)[:, seen]
         return (o**2).sum(), o
 
-    (_, wanted), dq = jax.value_and_grad(loss, has_aux=True)(*(a[:, seen] for a in layers))
+    whole = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, wanted), dq = whole(*(np.asarray(a)[:, seen] for a in layers))
     with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
         split = jax.value_and_grad(functools.partial(loss, **how), has_aux=True)
         (_, got), own = jax.jit(split)(*late)
@@ -342,14 +341,21 @@ def test_keys_that_are_not_seen_leave_no_trace():
         assert relative_error(np.asarray(a), np.asarray(want)) <= BOUND
 
 
+@functools.cache
+def one_by_one():
+    """Two elements of a batch, and their outputs and gradients."""
+    layers = [np.stack([draw(i, HEADS), draw(i + 3, HEADS)]) for i in range(3)]
+    weight = np.stack([draw(6, HEADS), draw(7, HEADS)])
+    pulled = jax.jit(
+        lambda layers, g: (lambda o, back: [o, *back(g)])(*jax.vjp(fj.dot_product_attention, *layers))
+    )
+    return layers, weight, [pulled([a[i] for a in layers], weight[i]) for i in range(2)]
+
+
 @pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
 def test_split_sequences_under_vmap(strategy):
-    layers = [jnp.stack([draw(i, HEADS), draw(i + 3, HEADS)]) for i in range(3)]
-    weight = jnp.stack([draw(6, HEADS), draw(7, HEADS)])
+    layers, weight, each = one_by_one()
     how = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
-    each = [
-        value_and_gradients(fj.dot_product_attention, [a[i] for a in layers], weight[i]) for i in range(2)
-    ]
     with jax.set_mesh(mesh_of(AxisType.Auto, cp=2)):
         split = jax.vmap(functools.partial(fj.dot_product_attention, **how))
         got = value_and_gradients(split, layers, weight)
@@ -368,7 +374,7 @@ def test_quantised_operands_are_not_split():
         fj.dot_product_attention(*layers, context_parallel_axis="cp")
 
 
-@pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+@combinations({"strategy": ("ALL_GATHER", "RING")}, usual=["RING"])
 def test_outside_of_jit_a_call_is_compiled_once(strategy, caplog):
     """Other masks and scales are other programs; values, of lengths too, are not."""
     q, k, v = draw(0, HEADS), draw(1, GROUPS), draw(2, GROUPS)

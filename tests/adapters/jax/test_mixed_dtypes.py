@@ -48,6 +48,7 @@ def test_parameters_of_float32_beside_bfloat16(name, enabled):
     function, parameters = CASES[name]
     x = draw(0, 16, 32).astype(jnp.bfloat16)
 
+    @jax.jit
     def step(parameters):
         with fj.autocast(enabled, Float8CurrentScaling()):
             y, back = jax.vjp(lambda *own: function(x, *own), *parameters)

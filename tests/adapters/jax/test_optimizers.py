@@ -22,7 +22,7 @@ DTYPES = {"a": jnp.float32, "b": {"c": jnp.bfloat16, "d": jnp.float16, "none": j
 def draw(seed):
     random = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape, dtype: jnp.asarray(random.standard_normal(shape), dtype),
+        lambda shape, dtype: jax.device_put(random.standard_normal(shape).astype(dtype)),
         SHAPES,
         DTYPES,
         is_leaf=lambda x: isinstance(x, tuple),
@@ -51,7 +51,7 @@ def test_bits_of_the_native_optimizer(states, jit):
         grads = draw(step)
         directions, state = update(grads, state)
         for t, g in zip(natives, jax.tree.leaves(grads), strict=True):
-            t.grad = np.asarray(g.astype(jnp.float32))
+            t.grad = np.asarray(g).astype(np.float32)
         optimizer.step()
         kept = optimizer.state_dict()
         rows = zip(*(leaves_of(t) for t in (directions, state.mu, state.nu)), strict=True)
@@ -71,7 +71,7 @@ def test_bits_of_the_native_optimizer(states, jit):
     assert int(state.count) == 3
 
 
-@combinations({"states": PRESETS.keys()}, usual=["coat", "fishman"])
+@combinations({"states": PRESETS.keys()}, usual=["coat"])
 def test_training_follows_float32(states):
     """A regression's loss under jit, with a schedule: at its end as low as float32's, within a hundredth of
     where it began."""
@@ -122,12 +122,21 @@ MASTERS = [
 ]
 
 
+@jax.jit
+def moved(params, updates):
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+
 @combinations({"states": MASTERS, "jit": {"eager": False, "jitted": True}})
 def test_masters_are_those_of_the_native_optimizer(states, jit):
     """16-bit parameters with masters: parameters, moments and masters after some steps, bit for bit."""
     kinds = {"a": jnp.bfloat16, "b": {"c": jnp.bfloat16, "d": jnp.float16, "none": jnp.bfloat16}}
     kinds["b"]["d"] = jnp.bfloat16 if states.master == "remainder" else jnp.float16
-    params = jax.tree.map(lambda x, kind: x.astype(kind), draw(0), kinds)
+
+    def drawn(seed):
+        return jax.tree.map(lambda x, kind: np.asarray(x).astype(kind), draw(seed), kinds)
+
+    params = drawn(0)
     natives = [
         fk.tensor(np.array(p), requires_grad=True, dtype=p.dtype.name) for p in jax.tree.leaves(params)
     ]
@@ -135,9 +144,9 @@ def test_masters_are_those_of_the_native_optimizer(states, jit):
     made = adamw(lambda count: 1e-2, 0.9, 0.95, weight_decay=0.1, states=states, master_weights=True)
     state, update = made.init(params), jax.jit(made.update) if jit else made.update
     for step in range(1, 6):
-        grads = jax.tree.map(lambda x, kind: x.astype(kind), draw(step), kinds)
+        grads = drawn(step)
         updates, state = update(grads, state, params)
-        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        params = moved(params, updates)
         for t, g in zip(natives, jax.tree.leaves(grads), strict=True):
             t.grad = np.asarray(g)
         optimizer.step()
@@ -164,9 +173,14 @@ def test_masters_keep_what_bfloat16_loses():
         params = {"w": jnp.ones((64,), jnp.bfloat16), "v": jnp.ones((3,), jnp.float32)}
         state = made.init(params)
         assert state.master is None or state.master["v"] is None
-        for _ in range(100):
+
+        @jax.jit
+        def step(params, state, made=made):
             updates, state = made.update(jax.tree.map(jnp.ones_like, params), state, params)
-            params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+            return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
+
+        for _ in range(100):
+            params, state = step(params, state)
         found[master] = float(params["w"][0])
         assert abs(float(params["v"][0]) - 0.99) < 1e-5
     assert found[False] == 1.0

@@ -15,7 +15,9 @@ from fp8kit_jax.scopes import autocast
 
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling
+from tests.adapters.jax.filled import filled
 from tests.support.bad_options import FFN, HEADS, OTHER, THD, B, D, H, S, sums, zeros
+from tests.support.combinations import combinations
 from tests.support.layers import draw
 
 X, SOURCE = draw(1, (B, S, H), "float32"), draw(2, (B, OTHER, H), "float32")
@@ -118,7 +120,9 @@ def ran(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@combinations(
+    {"case": CASES.keys()}, usual=["attention in groups, rotated and normed", "cross-attention", "layer"]
+)
 def test_a_refused_call_of_nnx_leaves_no_trace(case, ran):
     make, good, table = CASES[case]
 
@@ -186,12 +190,13 @@ FLAX = {
 }
 
 
-@pytest.mark.parametrize("groups", [None, 2])
+@combinations({"groups": [None, 2]}, usual=["2"])
 def test_a_refused_call_of_flax_runs_nothing(groups, ran):
     fields = {"head_dim": D, "num_attention_heads": HEADS, "num_gqa_groups": groups}
     x, wrong = jnp.asarray(X), []
     with autocast(enabled=True, recipe=RECIPE):
-        variables = fj.MultiHeadAttention(**fields).init(jax.random.key(0), x, x, deterministic=True)
+        module = fj.MultiHeadAttention(**fields)
+        variables = filled(lambda key, x: module.init(key, x, x, deterministic=True), jax.random.key(0), x)
         for name, (own, given) in FLAX.items():
             ran[:] = []
             try:
@@ -212,7 +217,8 @@ def test_a_refused_call_of_flax_runs_nothing(groups, ran):
 def test_a_step_of_decoding_is_refused_before_it_runs(ran):
     module = fj.MultiHeadAttention(D, HEADS)
     x = jnp.asarray(X)
-    variables = module.init(jax.random.key(0), x, x, decode=True, deterministic=True)
+    key = jax.random.key(0)
+    variables = filled(lambda key, x: module.init(key, x, x, decode=True, deterministic=True), key, x)
     ran[:] = []
     for given in ({"mask": zeros(B, 1, 1, S + 1, dtype=bool)}, {"bias": zeros(1, HEADS + 1, S, S)}):
         with pytest.raises(Fp8kitError):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from fp8kit_jax.flax.common import add_residual
 from jax.sharding import Mesh
 
 from fp8kit.testing import assert_close, assert_same_bits
+from tests.adapters.jax.filled import filled
 from tests.support.combinations import combinations
 from tests.support.sharding import BITS, draw, gradients, near
 
@@ -30,9 +32,10 @@ def layers(bias):
     flax = flax_modules.TransformerLayer(
         64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False, **options
     )
-    x = draw(0, 2, 16, 64).astype(jnp.bfloat16)
-    variables = flax.init(KEY, x, deterministic=True)
-    definition, state = nnx.split(nnx_modules.TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), **options))
+    x = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
+    variables = jax.eval_shape(lambda x: flax.init(KEY, x, deterministic=True), x)
+    made = nnx.eval_shape(lambda: nnx_modules.TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), **options))
+    definition, state = nnx.split(made)
     return x, (
         (lambda v, x: flax.apply(v, x, deterministic=True), variables),
         (lambda v, x: nnx.merge(definition, v)(x), state),
@@ -114,7 +117,7 @@ def test_modules_return_them(name):
         plain, more = (
             getattr(flax_modules, name)(**given, **dict.fromkeys(own, True)) for own in ((), asked)
         )
-        variables = jax.tree.map(lambda leaf: leaf + 0.25, plain.init(KEY, *inputs))
+        variables = filled(functools.partial(plain.init, KEY, *inputs))
         want, got = plain.apply(variables, *inputs), list(more.apply(variables, *inputs))
         bias = got.pop() if "return_bias" in asked else 0.0
         near(got.pop(0) + bias, want if name == "DenseGeneral" else want[0], BITS)
@@ -143,9 +146,7 @@ def test_a_module_that_adds_its_residual(case, bias):
     plain, joins = (
         flax_modules.LayerNormMLP(**options, **SEPARATE[case], join_residual=join) for join in (False, True)
     )
-    variables = jax.tree.map(
-        lambda leaf: leaf + 0.25, linen.unbox(plain.init({"params": KEY, "dropout": KEY}, x))
-    )
+    variables = linen.unbox(filled(plain.init, {"params": KEY, "dropout": KEY}, x))
 
     def pulled(variables, x, join):
         def function(variables, x):
@@ -180,7 +181,7 @@ PRODUCTS = {
 @combinations({"case": PRODUCTS.keys(), "bias": [False, True]}, usual=["one-False", "adaptation-True"])
 def test_a_flax_product_that_adds_a_residual(case, bias):
     x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
-    variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
+    variables = filled(module.init, KEY, x)
     residual = draw(3, *module.apply(variables, x).shape)
     got, want = (
         gradients(
@@ -223,9 +224,7 @@ def test_an_attention_that_adds_its_residual(case, cross, what):
         "return_layernorm_output": True,
     } | ATTENTIONS[case]
     plain, joins = (flax_modules.MultiHeadAttention(**options, **more) for more in ({}, {what: True}))
-    variables = jax.tree.map(
-        lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if cross else x))
-    )
+    variables = linen.unbox(filled(lambda x: plain.init(KEY, x, encoded if cross else x), x))
 
     def pulled(variables, x, encoded, join):
         def function(variables, x, encoded):

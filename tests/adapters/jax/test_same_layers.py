@@ -159,7 +159,10 @@ def test_a_transformer_layer_without_fp8(frontend, dtype, bias):
     same_layer(frontend, "high", dtype, bias, "cpu")
 
 
-@pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
+# the former in test_a_decoder, too
+@combinations(
+    {"option": ["apply_residual_connection_post_layernorm", "output_layernorm"]}, usual=["output_layernorm"]
+)
 def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
 
@@ -233,7 +236,7 @@ def test_a_decoder(recipe, post):
             assert relative_error(got, value.grad.numpy().T.reshape(got.shape)) <= epsilon("bfloat16"), name
 
 
-@combinations({"dtype": DTYPES}, usual=["bfloat16"])
+@combinations({"dtype": DTYPES}, usual=())
 def test_dropout_by_the_same_keys(dtype, device):
     """Three steps of NNX's layer and of the native one, which draws by the keys of the former's streams."""
     drops = {"hidden_dropout": 0.25, "attention_dropout": 0.1}

@@ -65,7 +65,7 @@ def test_an_mlp(recipe, axes):
     check(mlp, args, specs, CODES if recipe == "block" else BITS)
 
 
-@combinations({"recipe": RECIPES.keys()}, usual=["delayed"])
+@combinations({"recipe": RECIPES.keys()}, usual=["high"])
 def test_a_norm_and_three_projections_at_once(recipe):
     """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has
     some."""
@@ -138,7 +138,14 @@ def test_attention_of_packed_arrays_biases_and_sinks():
 
 
 KEY = jax.random.key(1)
-SPLITS = {"data": ROWS, "tensor": JOINED, "both": HEADS, "batches by both": (("data", "tensor"),)}
+SPLITS = {
+    "data": ROWS,
+    "tensor": JOINED,
+    "both": HEADS,
+    "batches by both": (("data", "tensor"),),
+    "whole": (),
+}
+DIRECTIONS = ["data", "tensor", "both", "whole"]
 
 
 def pulled(function, args, g):
@@ -147,7 +154,7 @@ def pulled(function, args, g):
     return out, back(g)
 
 
-@combinations({"split": SPLITS.keys()}, usual=["batches by both"])
+@combinations({"split": [name for name in SPLITS if name != "whole"]}, usual=["batches by both"])
 def test_dropped_attention_weights_are_those_of_one_device(split):
     """Every device draws the numbers of its batches and heads in the whole: bit for bit, forward and
     backward, and nothing is gathered."""
@@ -163,8 +170,7 @@ def test_dropped_attention_weights_are_those_of_one_device(split):
 
 
 @combinations(
-    {"case": ATTENTIONS.keys(), "wide": {"32 bits": False, "64 bits": True}},
-    usual=["groups-32 bits", "padding-64 bits"],
+    {"case": ATTENTIONS.keys(), "wide": {"32 bits": False, "64 bits": True}}, usual=["padding-64 bits"]
 )
 def test_dropped_weights_beside_every_rule(case, wide):
     """``wide``: where JAX has 64 bits."""
@@ -201,18 +207,19 @@ def test_dropped_weights_of_packed_arrays_biases_and_sinks():
     )
 
 
-def test_directions_that_are_split_differently_drop_the_same_weights():
+@combinations({"first": DIRECTIONS, "second": DIRECTIONS}, usual=["data-tensor"])
+def test_directions_that_are_split_differently_drop_the_same_weights(first, second):
     """Forward by batches, backward by heads, each compiled by itself; and one of them whole."""
 
+    @jax.jit
     def forward(q, k, v):
-        return jax.vjp(lambda *a: fj.dot_product_attention(*a, dropout_rate=0.5, dropout_key=KEY), q, k, v)
+        return jax.vjp(lambda *a: fj.dot_product_attention(*a, dropout_rate=0.5, dropout_key=KEY), q, k, v)[1]
 
     g, back = draw(6, 8, 16, 4, 12), jax.jit(lambda kept, g: kept(g))
-    want = back(forward(Q, K, V)[1], g)
-    for first, second in ((ROWS, JOINED), (JOINED, ROWS), ((), HEADS), (HEADS, ())):
-        _, kept = jax.jit(forward)(*placed((Q, K, V), (first,) * 3))
-        moved = jax.tree.map(lambda a, second=second: placed([a], [second if a.ndim == 4 else ()])[0], kept)
-        same_bits(back(moved, placed([g], [second])[0]), want)
+    want = back(forward(Q, K, V), g)
+    kept = forward(*placed((Q, K, V), (SPLITS[first],) * 3))
+    moved = jax.tree.map(lambda a: placed([a], [SPLITS[second] if a.ndim == 4 else ()])[0], kept)
+    same_bits(back(moved, placed([g], [SPLITS[second]])[0]), want)
 
 
 def test_under_shard_map_a_device_draws_for_its_own_part():
@@ -228,10 +235,12 @@ def test_under_shard_map_a_device_draws_for_its_own_part():
     rows, g = P("data"), draw(6, 8, 16, 4, 12)
     split = jax.shard_map(local, mesh=mesh(), in_specs=(rows,) * 3, out_specs=rows)
     got = jax.jit(lambda args, g: pulled(split, args, g))(placed((Q, K, V), (ROWS,) * 3), g)
+    alone = jax.jit(lambda args, g, key: pulled(lambda q, k, v: dropped(q, k, v, key), args, g))
+    got, whole = jax.tree.map(np.asarray, (got, (Q, K, V, g)))
     for device in range(4):
         part = slice(2 * device, 2 * device + 2)
-        key = jax.random.fold_in(KEY, device)
-        own = pulled(lambda q, k, v, key=key: dropped(q, k, v, key), [a[part] for a in (Q, K, V)], g[part])
+        *args, own_g = (a[part] for a in whole)
+        own = alone(args, own_g, jax.random.fold_in(KEY, device))
         same_bits(jax.tree.map(lambda a, part=part: a[part], got), own)
 
 
@@ -258,7 +267,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("case", SMALL)
+@combinations({"case": SMALL.keys()}, usual=[name for name in SMALL if name not in ("residual", "mean loss")])
 def test_small_functions(case):
     check(*SMALL[case])
 
@@ -276,7 +285,10 @@ def test_split_dropout_is_that_of_one_device(case, split):
     same_bits(step([*own, *args[2:]], own[1]), step(list(args), args[1]))
 
 
-@combinations({"axes": [("data", None), (None, "tensor"), ("data", "tensor")], "recipe": RECIPES.keys()})
+@combinations(
+    {"axes": [("data", None), (None, "tensor"), ("data", "tensor")], "recipe": RECIPES.keys()},
+    usual=["('data', 'tensor')-delayed", "(None, 'tensor')-current", "('data', None)-block"],
+)
 def test_a_product_and_its_state(recipe, axes):
     """Rows and columns of one product; the state that comes back is that of one device, bit for bit."""
     rows, columns = axes

@@ -105,26 +105,40 @@ def test_a_mesh_by_either_way():
 
 
 def test_small_functions():
-    same_bits(functions.layernorm(X, G, S, "layernorm"), fj.layernorm(X, G, S))
-    same_bits(functions.activation(draw(9, 4, 2, 8), GATED), fj.activation(draw(9, 4, 2, 8), GATED))
     kinds = functions.SoftmaxFusionType
-    scores, mask = draw(10, 2, 4, 6, 6), draw(11, 2, 1, 6, 6) > 0.5
-    causal = ~jnp.tri(6, dtype=bool)
-    same_bits(functions.softmax(scores, mask, 0.5), fj.softmax(scores, None, 0.5))
-    same_bits(functions.softmax(scores, mask, 0.5, kinds.SCALED_MASKED), fj.softmax(scores, mask, 0.5))
-    got = functions.softmax(scores, None, 2.0, kinds.SCALED_UPPER_TRIANG_MASKED)
-    same_bits(got, fj.softmax(scores, causal, 2.0))
+    mask = np.asarray(draw(11, 2, 1, 6, 6)) > 0.5
+
+    def theirs(halves, scores):
+        return (
+            functions.layernorm(X, G, S, "layernorm"),
+            functions.activation(halves, GATED),
+            functions.softmax(scores, mask, 0.5),
+            functions.softmax(scores, mask, 0.5, kinds.SCALED_MASKED),
+            functions.softmax(scores, None, 2.0, kinds.SCALED_UPPER_TRIANG_MASKED),
+        )
+
+    def ours(halves, scores):
+        return (
+            fj.layernorm(X, G, S),
+            fj.activation(halves, GATED),
+            fj.softmax(scores, None, 0.5),
+            fj.softmax(scores, mask, 0.5),
+            fj.softmax(scores, ~np.tri(6, dtype=bool), 2.0),
+        )
+
+    given = draw(9, 4, 2, 8), draw(10, 2, 4, 6, 6)
+    same_bits(jax.jit(theirs)(*given), jax.jit(ours)(*given))
     with pytest.raises(UnsupportedError, match="layernorm: quantizer: got object, expected None"):
         functions.layernorm(X, G, S, "layernorm", quantizer=object())
 
 
 def test_the_softmax_module():
     """With a sink in the sum, of 1 or learned; beside NumPy in float64."""
-    scores, mask, offset = draw(10, 2, 4, 6, 6), draw(11, 2, 1, 6, 6) > 0.5, draw(12, 4)
+    scores, mask, offset = draw(10, 2, 4, 6, 6), np.asarray(draw(11, 2, 1, 6, 6)) > 0.5, draw(12, 4)
     kind = attention.AttnSoftmaxType
     for softmax_type, own in ((kind.OFF_BY_ONE_SOFTMAX, None), (kind.LEARNABLE_SOFTMAX, offset)):
         module = te_modules.Softmax(0.5, functions.SoftmaxFusionType.SCALED_MASKED, softmax_type)
-        got = module.apply({}, scores, mask, softmax_offset=own)
+        got = jax.jit(module.apply)({}, scores, mask, softmax_offset=own)
         e = np.where(mask, 0.0, np.exp(np.float64(scores) * 0.5))
         sink = np.exp(np.float64(0.0 if own is None else own)).reshape(1, -1, 1, 1)
         want = e / (e.sum(-1, keepdims=True) + sink)
@@ -242,16 +256,20 @@ def test_rows_of_several_sequences(given, causal):
     )
 
     def by(function):
-        return jax.jit(lambda *a: jax.vjp(function, *a)[0]), jax.jit(
-            lambda *a: jax.vjp(function, *a)[1](draw(5, 2, 10, 4, 8))
-        )
+        def pulled(g, *layers):
+            y, back = jax.vjp(function, *layers)
+            return y, back(g)
 
-    got = [run(Q, K, V) for run in by(lambda q, k, v: module.apply({}, q, k, v, PACKED[given]))]
-    want = [run(Q, K, V) for run in by(lambda q, k, v: segments(q, k, v, causal))]
+        return jax.jit(pulled)(draw(5, 2, 10, 4, 8), Q, K, V)
+
+    got = by(lambda q, k, v: module.apply({}, q, k, v, PACKED[given]))
+    want = by(lambda q, k, v: segments(q, k, v, causal))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # sums of at most ten products of magnitude below 8, in another order
         assert_close("packed", np.asarray(a), np.asarray(b, np.float64), "float32", 64 * 2.0**-22)
-    plain = attention.fused_attn(
+    plain = jax.jit(
+        attention.fused_attn, static_argnums=(*range(4, 11),), static_argnames="max_segments_per_seq"
+    )(
         (Q, K, V),
         None,
         PACKED[given],
@@ -271,22 +289,23 @@ def test_rows_of_several_sequences(given, causal):
 def test_one_sequence_a_row():
     lengths = jnp.array([9, 6])
     module = modules.DotProductAttention(8, 4, 2, attn_mask_type="padding_causal")
-    want = module.apply({}, Q, K, V, lengths)
+    plain = jax.jit(lambda *layers: module.apply({}, *layers, lengths))
+    want = plain(Q, K, V)
     for made in (
         fj.SequenceDescriptor.from_seqlens((lengths, lengths)),
         fj.SequenceDescriptor.from_segment_ids_and_pos((IDS != 0).astype(jnp.int32)),
     ):
-        same_bits(module.apply({}, Q, K, V, made), want)
-    hidden = jnp.broadcast_to((IDS == 0)[:, None, None, :], (2, 1, 10, 10))
-    same_bits(module.apply({}, Q, K, V, hidden), module.apply({}, Q, K, V, mask=hidden))
-    qkv = draw(3, 2, 10, 3, 4, 8)
-    layers = [qkv[:, :, i] for i in range(3)]
+        same_bits(jax.jit(lambda *layers, made=made: module.apply({}, *layers, made))(Q, K, V), want)
+    hidden = np.broadcast_to(np.asarray(IDS == 0)[:, None, None, :], (2, 1, 10, 10))
+    run = jax.jit(module.apply)
+    same_bits(run({}, Q, K, V, hidden), run({}, Q, K, V, mask=hidden))
+    qkv = np.asarray(draw(3, 2, 10, 3, 4, 8))
     own = {"attn_mask_type": "padding", "max_segments_per_seq": 3}
-    packed = modules.DotProductAttention(8, 4, qkv_layout="t3hd", **own).apply(
-        {}, qkv, None, None, PACKED["ids"]
-    )
+    packed = modules.DotProductAttention(8, 4, qkv_layout="t3hd", **own)
     apart = modules.DotProductAttention(8, 4, qkv_layout="thd_thd_thd", **own)
-    same_bits(packed, apart.apply({}, *layers, PACKED["ids"]))
+    got = jax.jit(lambda qkv: packed.apply({}, qkv, None, None, PACKED["ids"]))(qkv)
+    want = jax.jit(lambda *layers: apart.apply({}, *layers, PACKED["ids"]))(*(qkv[:, :, i] for i in range(3)))
+    same_bits(got, want)
 
 
 def test_what_does_not_fit_is_said():
