@@ -270,7 +270,7 @@ def test_rows_of_a_fixed_number(indices, align):
     assert moe.token_dispatch(x, mask, room)[1] is None
 
 
-@combinations({"map_type": ["mask", "index"], "tokens": [5, 0]})
+@combinations({"map_type": ["mask", "index"], "tokens": [5, 0]}, usual=["index-5"])
 def test_compiled_it_has_the_same_gradients(map_type, tokens):
     """Of rows and of probabilities, without tokens too."""
     table = torch.arange(3 * tokens).reshape(tokens, 3) % 4
@@ -291,6 +291,7 @@ def test_compiled_it_has_the_same_gradients(map_type, tokens):
         assert_same_bits(name, f64(got), f64(want))
 
 
+@pytest.mark.combinations
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_compiled_the_number_of_rows_may_be_read_from_a_tensor():
     def there_and_back(x, mask):
