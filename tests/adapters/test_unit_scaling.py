@@ -104,9 +104,7 @@ def test_a_function(name):
     same(jax_call(function, values, g), want)
 
 
-@combinations(
-    {"name": ["residual", "softmax", "matmul", "mse", "silu_glu of 2 x"]}, usual=["matmul"]
-)
+@combinations({"name": ["residual", "softmax", "matmul", "mse", "silu_glu of 2 x"]}, usual=["matmul"])
 def test_functions_within_torch_compile(name):
     function, values = CASES[name]
     want, g = native_call(function, values)

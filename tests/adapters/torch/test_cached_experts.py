@@ -59,9 +59,13 @@ def same(got, want):
     assert [i for i, pair in enumerate(zip(got, want, strict=True)) if not torch.equal(*pair)] == []
 
 
-@pytest.mark.parametrize("options", [{}, ONE], ids=["several", "one"])
-@pytest.mark.parametrize("kind", [ft.GroupedLinear, ft.GroupedMLP])
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations(
+    {
+        "recipe": RECIPES.keys(),
+        "kind": [ft.GroupedLinear, ft.GroupedMLP],
+        "options": {"several": {}, "one": ONE},
+    }
+)
 def test_shared_casts_give_the_same_bits(place, recipe, kind, options):
     made = [
         trained(module(place, kind, **options), RECIPES[recipe], firsts)
@@ -217,7 +221,7 @@ def test_compiled_later_micro_batches_read_the_first_ones_weights(place):
 def test_compiled_later_micro_batches_cast_no_weight(monkeypatch):
     """And have the bits of eager ones, with gradients."""
     layer, casts = module("cpu"), []
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call = torch.compile(layer, fullgraph=True, backend="eager")
     firsts, recipe = [True, False, False, True], RECIPES["current"]
     want = trained(module("cpu"), recipe, firsts)
     kind = type(grouped_on_device.expert_weight_cast)

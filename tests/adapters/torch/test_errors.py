@@ -406,10 +406,7 @@ MISSPELT = {
 
 @combinations(
     {"name": MISSPELT.keys(), "compiled": {"eager": False, "compiled": True}},
-    usual=[
-        *(f"{name}-eager" for name in MISSPELT),
-        *(f"{name}-compiled" for name in ("fp8_gradient",)),
-    ],
+    usual=[*(f"{name}-eager" for name in MISSPELT), *(f"{name}-compiled" for name in ("fp8_gradient",))],
 )
 def test_a_layers_call_names_the_keyword_that_was_meant(name, compiled):
     make, inputs, meant = MISSPELT[name]

@@ -291,7 +291,6 @@ def test_compiled_it_has_the_same_gradients(map_type, tokens):
         assert_same_bits(name, f64(got), f64(want))
 
 
-@pytest.mark.combinations
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_compiled_the_number_of_rows_may_be_read_from_a_tensor():
     def there_and_back(x, mask):
@@ -299,7 +298,7 @@ def test_compiled_the_number_of_rows_may_be_read_from_a_tensor():
         return moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
 
     x, mask = draw(1, 5, 8), torch.arange(15).reshape(5, 3) % 4 > 1
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, mask), there_and_back(x, mask))
 
 

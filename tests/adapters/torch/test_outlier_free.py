@@ -60,10 +60,10 @@ def call_of(module, mode):
     {"options": MLPS, "recipe": RECIPES.keys(), "mode": ["eager", "compiled"]},
     usual=[
         "channel-recent-eager",
-        "token-delayed-compiled",
+        "token-delayed-eager",
         "xielu-current-eager",
         "no-norm-block-eager",
-        "again-delayed-eager",
+        "again-current-eager",
         "again-xielu-high-eager",
     ],
 )

@@ -105,9 +105,7 @@ class OwnLinear(te.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@combinations(
-    {"kind": ["own", "linear"], "inside": {"autocast inside": True, "autocast around": False}}
-)
+@combinations({"kind": ["own", "linear"], "inside": {"autocast inside": True, "autocast around": False}})
 def test_a_compiled_function_leaves_an_own_layer_to_eager_code(kind, inside):
     recipe = te.DelayedScaling(amax_history_len=4)
 
