@@ -100,13 +100,17 @@ def test_values_and_gradients_in_float64():
         assert_close(name, q.grad.numpy(), w[name].grad.numpy(), "float32", bound)
 
 
-def test_compiled_and_checkpointed():
+@pytest.mark.combinations  # test_a_padded_step_needs_nothing_of_the_host compiles one
+def test_compiled_with_sizes_on_the_host():
     _, layer = layers(activation="gelu", bias=False)
     assert {n for n, _ in layer.named_parameters()} == {f"fc{j}.weight{i}" for j in (1, 2) for i in range(E)}
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, p = torch.from_numpy(X), torch.from_numpy(P)
     with ft.autocast(recipe=RECIPES["current"]):
         assert_same_bits("y", call(x, SIZES, p).detach().numpy(), layer(x, SIZES, p).detach().numpy())
+
+
+def test_a_native_layer_that_returns_its_biases_calibrates_and_is_saved():
     own = fk.nn.GroupedLinear(2, 8, 4, return_bias=True)
     with fk.no_grad(), fk.autocast(enabled=False, calibrating=True):
         y, biases = own(np.ones((3, 8), np.float32), [3, 0])
