@@ -217,6 +217,7 @@ def test_recomputation_gives_the_same_bits(device, reentrant, stream):
     assert steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,)) == want
 
 
+@pytest.mark.combinations  # test_compile
 def test_compiled_layers_give_the_bits_of_eager_ones(device, stream):
     stream()
     want = steps(layer_of("LayerNormMLP", device), "current", device)

@@ -32,8 +32,15 @@ from .twins import (
 )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@combinations(
+    {"kind": ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"], "recipe": RECIPES.keys()},
+    usual=[
+        *(f"TransformerLayer-{recipe}" for recipe in RECIPES),
+        "Linear-delayed",
+        "LayerNormLinear-current",
+        "LayerNormMLP-block",
+    ],
+)
 def test_layers(device, kind, recipe):
     ours, native = twins(kind, device)
     same_steps(ours, native, ours, RECIPES[recipe], device, around=RECIPES[recipe])
