@@ -183,7 +183,10 @@ def test_weights_that_are_cast_at_once_have_the_same_codes(recipe):
     assert_same_bits("y", *made)
 
 
-@combinations({"compiled": {"eager": False, "fullgraph": True}, "recipe": list(RECIPES)})
+@combinations(
+    {"compiled": {"eager": False, "fullgraph": True}, "recipe": list(RECIPES)},
+    usual=["eager-plain", "eager-row", "eager-block", "fullgraph-current"],
+)
 def test_torch_modules_with_sizes_on_the_device(recipe, compiled):
     layer = ft.GroupedLinear(E, K, N, device="cpu", use_grouped_tensor=True)
     with torch.no_grad():
@@ -376,7 +379,7 @@ def test_slots_for_decoding():
         assert not y[10 * e + size : 10 * e + 10].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@combinations({"recipe": RECIPES.keys()}, usual=["current"])
 def test_slots_in_three_frontends(recipe):
     """The same bits, compiled too, and those of the rows of groups one after another where rows have scales
     of their own."""
@@ -432,8 +435,7 @@ def test_grouped_dense_of_torch():
             call(X, W.transpose(0, 2, 1).copy(), SIZES, slots=-1)
 
 
-@pytest.mark.parametrize("recipe", ["plain", "current"])
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@combinations({"kind": ["linen", "nnx"], "recipe": ["plain", "current"]})
 def test_modules_of_flax(kind, recipe):
     """The function on the module's own kernel and bias."""
     sizes = jnp.asarray(SIZES)

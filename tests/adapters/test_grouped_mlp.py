@@ -21,6 +21,7 @@ from fp8kit.recipe import (
 )
 from fp8kit.testing import assert_same_bits
 from fp8kit.testing.compare import assert_close, sum_slack
+from tests.support.combinations import combinations
 
 E, H, F, SIZES = 3, 32, 24, [16, 0, 11]
 M = sum(SIZES)
@@ -99,13 +100,17 @@ def test_values_and_gradients_in_float64():
         assert_close(name, q.grad.numpy(), w[name].grad.numpy(), "float32", bound)
 
 
-def test_compiled_and_checkpointed():
+@pytest.mark.combinations  # test_a_padded_step_needs_nothing_of_the_host compiles one
+def test_compiled_with_sizes_on_the_host():
     _, layer = layers(activation="gelu", bias=False)
     assert {n for n, _ in layer.named_parameters()} == {f"fc{j}.weight{i}" for j in (1, 2) for i in range(E)}
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, p = torch.from_numpy(X), torch.from_numpy(P)
     with ft.autocast(recipe=RECIPES["current"]):
         assert_same_bits("y", call(x, SIZES, p).detach().numpy(), layer(x, SIZES, p).detach().numpy())
+
+
+def test_a_native_layer_that_returns_its_biases_calibrates_and_is_saved():
     own = fk.nn.GroupedLinear(2, 8, 4, return_bias=True)
     with fk.no_grad(), fk.autocast(enabled=False, calibrating=True):
         y, biases = own(np.ones((3, 8), np.float32), [3, 0])
@@ -161,19 +166,16 @@ def test_padding_changes_no_scale(recipe):
         assert_same_bits("torch", y.detach().numpy(), made[0])
 
 
-def test_padding_on_the_device_and_compiled():
+@combinations({"compiled": {"eager": False, "compiled": True}}, usual=["eager"])
+def test_padding_on_the_device(compiled):
     _, layer = layers(activation="gelu")
-    x, given = torch.from_numpy(X), (torch.tensor(SIZES), torch.tensor(COUNTS))
+    x, sizes, counts = torch.from_numpy(X), torch.tensor(SIZES), torch.tensor(COUNTS)
     layer.fc1.sizes_on_device = layer.fc2.sizes_on_device = True
-    call = torch.compile(
-        lambda x, s, c: layer(x, s, tokens_per_expert=c), fullgraph=True, backend="aot_eager"
-    )
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     with ft.autocast(recipe=RECIPES["current"]):
-        want = layer(x, given[0], torch.from_numpy(TOKENS.astype(np.float32)))
-        assert_same_bits(
-            "eager", layer(x, given[0], tokens_per_expert=given[1]).detach().numpy(), want.detach().numpy()
-        )
-        assert_same_bits("compiled", call(x, *given).detach().numpy(), want.detach().numpy())
+        want = layer(x, sizes, torch.from_numpy(TOKENS.astype(np.float32)))
+        found = call(x, sizes, tokens_per_expert=counts)
+    assert_same_bits("y", found.detach().numpy(), want.detach().numpy())
 
 
 @pytest.mark.parametrize("recipe", ["plain", "current", "block"])

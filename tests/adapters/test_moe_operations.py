@@ -81,7 +81,10 @@ def native_call(name):
     return {"y": y.numpy()} | {f"d{key}": leaf.grad.numpy() for key, leaf in leaves.items()}
 
 
-@combinations({"compiled": {"eager": False, "fullgraph": True}, "name": CALLS.keys()})
+@combinations(
+    {"compiled": {"eager": False, "fullgraph": True}, "name": CALLS.keys()},
+    usual=[f"eager-{name}" for name in CALLS],  # test_moe and test_grouped_linear compile them
+)
 def test_operations_in_torch(name, compiled):
     operation, spec, inputs, fixed, g = CALLS[name]
     others = {key: torch.from_numpy(value) for key, value in fixed.items()}

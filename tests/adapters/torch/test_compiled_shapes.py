@@ -147,6 +147,7 @@ def test_experts_take_any_number_of_tokens(function):
         all_same(got, want)
 
 
+@pytest.mark.combinations
 def test_experts_by_inductor():
     """Whose C++ takes no view of bytes as truth values between router and dispatch."""
     _, found = calls_of(dispatched, (16, 63))
@@ -176,7 +177,7 @@ def test_a_list_that_compiled_code_reads_is_refused_by_name():
     layer = ft.GroupedLinear(EXPERTS, WIDTH, FFN, device="cpu")
     torch._dynamo.reset()
     call = torch.compile(lambda x, sizes: layer(x, sizes), fullgraph=True, backend="eager")
-    for sizes in ([2, 3, 1, 2], [4, 0, 4, 0], [8, 0, 0, 0]):
+    for sizes in ([2, 3, 1, 2], [8, 0, 0, 0]):
         x = torch.randn(8, WIDTH)
         assert torch.equal(call(x, sizes), layer(x, sizes))
     read = torch.compile(lambda x, sizes: layer(x, sizes.tolist()), fullgraph=True, backend="eager")

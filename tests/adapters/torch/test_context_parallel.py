@@ -178,8 +178,7 @@ def test_exchanged_heads_drop_what_they_drop_on_one_rank(form, monkeypatch):
     compare(Case(form, mask, 2), "a2a", lambda: te.DotProductAttention(H, D, **options), apart=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["bshd", "thd"])
+@combinations({"form": ["bshd", "thd"], "kind": KINDS})
 def test_quantised_attention(kind, form):
     """Parts are cast by amaxes of their own, so that codes differ; the errors are of the size of one rank's:
     twice as large at most, of operands that are drawn alike everywhere."""
@@ -220,8 +219,7 @@ def layer(seed=0, **options):
     return made
 
 
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("kind", KINDS[:3])
+@combinations({"kind": KINDS[:3], "form": ["sbhd", "bshd", "thd"]})
 def test_a_transformer_layer(kind, form):
     """With rotary embeddings of the whole positions: y, dx, and the sums of the weights' gradients."""
     mask = "padding_causal" if form == "thd" else "causal"

@@ -9,6 +9,7 @@ import torch
 import fp8kit as fk
 from fp8kit.errors import NonFiniteError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 
 H = 32
 RECIPES = {"high": None, "delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
@@ -84,9 +85,9 @@ def step(net, device, recipe, x=0.5, g=0.5):
     y.backward(g)
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", CASES)
+@combinations(
+    {"case": CASES.keys(), "recipe": RECIPES.keys(), "recomputed": {"kept": False, "recomputed": True}}
+)
 def test_the_first_bad_tensor_is_named(device, case, recipe, recomputed):
     make, values, said = CASES[case]
     net, recipe = Net(str(device), recomputed), RECIPES[recipe]

@@ -129,7 +129,8 @@ def test_delayed_scaling_goes_on_in_what_is_left_to_eager_code(name):
         assert torch.equal(got, want)
 
 
-def test_attention_gives_fp8_from_eager_code():
+def _attention():
+    """A function whose attention gives FP8, and its input."""
     attention = ft.DotProductAttention(2, 16, attention_dropout=0.0)
     recipe = Float8CurrentScaling(fp8_dpa=True)
 
@@ -138,11 +139,19 @@ def test_attention_gives_fp8_from_eager_code():
             return attention(q * 2, q, q, fp8_output=True)
 
     torch._dynamo.reset()
-    q = torch.randn(8, 2, 2, 16)
+    return function, torch.randn(8, 2, 2, 16)
+
+
+@pytest.mark.combinations
+def test_attention_gives_fp8_from_eager_code():
+    function, q = _attention()
     compiled = torch.compile(function, backend="eager")(q)
     assert isinstance(compiled, ft.QuantizedTensor)
     assert torch.equal(compiled.dequantize(), function(q).dequantize())
-    torch._dynamo.reset()
+
+
+def test_attention_gives_no_fp8_in_one_graph():
+    function, q = _attention()
     with pytest.raises(Exception, match="fp8_output of DotProductAttention is not supported within"):
         torch.compile(function, backend="eager", fullgraph=True)(q)
 

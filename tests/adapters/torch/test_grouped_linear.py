@@ -270,7 +270,9 @@ def test_main_grad_obeys_the_layers_own_micro_batch(place, first, own):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@combinations(
+    {"option": ["fuse_wgrad_accumulation", "delay_wgrad_compute"]}, usual=["fuse_wgrad_accumulation"]
+)
 def test_compiled_with_sizes_on_the_device_gradients_are_left_to_eager_code(place, option):
     sizes, x = torch.tensor(SPLITS, device=place), torch.randn(sum(SPLITS), K, device=place)
     module = GroupedLinear(len(SPLITS), K, N, device=place, use_grouped_tensor=True, **{option: True})

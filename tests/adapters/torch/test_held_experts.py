@@ -20,6 +20,7 @@ from fp8kit.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
+from tests.support.combinations import combinations
 
 E, ROWS = 3, 40
 CURRENT = Float8CurrentScaling().quantization
@@ -66,8 +67,13 @@ def same(got, want):
 WAYS = [(recipe, options) for recipe in RECIPES for options in ({}, ONE)]
 
 
-@pytest.mark.parametrize(("recipe", "options"), WAYS)
-@pytest.mark.parametrize("features", [(48, 64), (40, 24), (256, 128)], ids=str)
+@combinations(
+    {
+        "features": [(48, 64), (40, 24), (256, 128)],
+        "recipe": RECIPES.keys(),
+        "options": {"several": {}, "one": ONE},
+    }
+)
 def test_the_same_bits_as_weights_that_are_cast(place, recipe, features, options):
     plain, held = twins(place, RECIPES[recipe], features=features, **options)
     assert isinstance(next(iter(held.main_parameters())), ft.QuantizedTensor)

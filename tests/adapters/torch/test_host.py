@@ -122,7 +122,7 @@ def test_a_step_of_more_experts_takes_the_host_as_long(recipe, monkeypatch, size
     """As many kernels, and as many instructions, but for what torch's autograd does in C++."""
     taken = []
     weights, rows, products = EXPERTS[recipe]
-    for experts in (4, 64):
+    for experts in (4, 16):
         step = step_of_experts(experts, recipe)
         with monkeypatch.context() as patch:
             _, calls, launched = counted(step, patch)
@@ -172,7 +172,7 @@ MOST_COMPILED = {"delayed": 23, "current": 19}
 @combinations({"recipe": MOST_COMPILED.keys()}, usual=["current"])
 def test_calls_of_a_compiled_linear(recipe, monkeypatch):
     taken = []
-    for count in (2, 4):
+    for count in (1, 2):
         torch._dynamo.reset()
         model = torch.nn.Sequential(*[ft.Linear(64, 64, device="cpu") for _ in range(count)])
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -182,4 +182,4 @@ def test_calls_of_a_compiled_linear(recipe, monkeypatch):
         taken.append(sum("/fp8kit_torch/" in file and not file.endswith("/state.py") for file in files))
         monkeypatch.undo()
     torch._dynamo.reset()
-    assert (taken[1] - taken[0]) / 2 <= MOST_COMPILED[recipe]
+    assert taken[1] - taken[0] <= MOST_COMPILED[recipe]

@@ -27,13 +27,14 @@ STEPS = [{"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 60}, *[{"c": 
 
 
 def layer_of(form, device):
-    mask = "padding_causal" if form == "thd" else "causal"
-    options = KINDS["TransformerLayer"] | {
-        "attn_input_format": form,
+    options = {
+        "num_gqa_groups": 2,
+        "attention_dropout": 0.0,
+        "qkv_format": form,
         "fuse_qkv_params": True,
-        "self_attn_mask_type": mask,
+        "attn_mask_type": "padding_causal" if form == "thd" else "causal",
     }
-    return ft.TransformerLayer(**options, layer_number=1, device=device)
+    return ft.MultiheadAttention(WIDTH, 4, **options, layer_number=1, device=device)
 
 
 def tokens(form, step, device):
@@ -56,7 +57,7 @@ def same_caches(got, want):
     ("form", "paged", "recipe", "backend"),
     [
         pytest.param("sbhd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
-        ("bshd", PAGED, "delayed", "aot_eager"),
+        ("bshd", PAGED, "delayed", "eager"),
         pytest.param("thd", {}, "current", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("thd", PAGED, "high", "aot_eager", marks=pytest.mark.combinations),
         pytest.param("sbhd", PAGED, "current", "inductor", marks=pytest.mark.combinations),
@@ -83,7 +84,7 @@ def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend)
     copied, x = copy.deepcopy(caches), tokens(form, STEPS[-1], device)
     for cache in copied:
         cache.pre_step(STEPS[-1])
-    with torch.no_grad():
+    with torch.no_grad(), ft.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         same(
             function(x, inference_params=copied[1], rotary_pos_emb=angles),
             layer(x, inference_params=copied[0], rotary_pos_emb=angles),
@@ -95,7 +96,8 @@ def test_compiled_steps_are_the_eager_ones(device, form, paged, recipe, backend)
 
 @pytest.mark.combinations
 def test_eager_and_compiled_steps_take_turns(device):
-    layer = layer_of("bshd", device)
+    options = KINDS["TransformerLayer"] | {"attn_input_format": "bshd", "layer_number": 1}
+    layer = ft.TransformerLayer(**options, device=device)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager")
     caches = [ft.InferenceParams(3, 80, qkv_format="bshd", device=device) for _ in range(2)]
     for number, step in enumerate(STEPS):
@@ -112,40 +114,41 @@ def test_eager_and_compiled_steps_take_turns(device):
 
 
 def test_what_compiled_steps_refuse(device):
-    layer = layer_of("bshd", device)
-    function = torch.compile(layer, fullgraph=True, backend="eager")
+    core = ft.DotProductAttention(4, 8, 2, qkv_format="bshd", layer_number=1, device=device)
+    function = torch.compile(core, fullgraph=True, backend="eager")
     cache = ft.InferenceParams(2, 20, qkv_format="bshd", device=device)
     cache.pre_step({"a": 3})
-    x = torch.randn(1, 3, WIDTH, device=device)
+    qkv = [torch.randn(1, 3, heads, 8, device=device) for heads in (4, 2, 2)]
     other = copy.deepcopy(cache)
     with torch.no_grad():
-        same(function(x, inference_params=cache), layer(x, inference_params=other), "y")
+        same(function(*qkv, inference_params=cache), core(*qkv, inference_params=other), "o")
         same_caches(cache, other)
         with pytest.raises(Fp8kitError, match="layer_number: got 1 twice in a step"):
-            function(x, inference_params=cache)
+            function(*qkv, inference_params=cache)
         cache.pre_step({"a": 3})
         cache.pre_step({"a": 3})
         with pytest.raises(
             ShapeError,
             match=r"got 1, whose cache holds 3 of sequence 'a', expected the 6 tokens before this step",
         ):
-            function(x, inference_params=cache)
+            function(*qkv, inference_params=cache)
         cache.reset()
         cache.pre_step({"a": 3})
         with pytest.raises(
             ShapeError,
             match=r"layers: got batch 1 and 2 positions, expected batch 1 and at least 3 positions",
         ):
-            function(x[:, :2], inference_params=cache)
-        function(x, inference_params=cache)
+            function(*(t[:, :2] for t in qkv), inference_params=cache)
+        function(*qkv, inference_params=cache)
+    qkv[0].requires_grad_()
     cache.pre_step({"a": 3})
     with pytest.raises(
         Exception, match=r"a tensor that requires a gradient.*inference: eval\(\), or no_grad"
     ):
-        function(x, inference_params=cache)
+        function(*qkv, inference_params=cache)
     assert cache.sequences not in cache._written.values()
     with pytest.raises(AutogradError):
-        layer(x, inference_params=cache)
+        core(*qkv, inference_params=cache)
 
 
 @combinations({"form": ["sbhd", "bshd", "thd"]}, usual=["thd"])

@@ -13,6 +13,7 @@ from fp8kit.buffers import Buffers, nbytes_of, streamed
 from fp8kit.execution import memory, plans
 from fp8kit.execution.bound import BoundOp
 from tests.support import peaks
+from tests.support.combinations import combinations
 
 from .twins import KINDS, RECIPES, bits, scope
 
@@ -183,19 +184,20 @@ def steps(layer, recipe, device, call=None, walks=(True, False)):
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("Linear", {}),
-        ("LayerNormLinear", {}),
-        ("LayerNormMLP", {}),
-        ("LayerNormMLP", {"checkpoint": True}),
-        ("TransformerLayer", {"hidden_dropout": 0.1}),
-    ],
-    ids=["linear", "split", "mlp", "recompute", "layer"],
+@combinations(
+    {
+        "case": {
+            "linear": ("Linear", {}),
+            "split": ("LayerNormLinear", {}),
+            "mlp": ("LayerNormMLP", {}),
+            "recompute": ("LayerNormMLP", {"checkpoint": True}),
+            "layer": ("TransformerLayer", {"hidden_dropout": 0.1}),
+        },
+        "recipe": ["high", "delayed", "current", "block"],
+    }
 )
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
-def test_streamed_buffers_change_no_bit(device, recipe, kind, options, stream):
+def test_streamed_buffers_change_no_bit(device, recipe, case, stream):
+    kind, options = case
     want = steps(layer_of(kind, device, **options), recipe, device)
     stream()
     found = steps(layer_of(kind, device, **options), recipe, device)
@@ -215,6 +217,7 @@ def test_recomputation_gives_the_same_bits(device, reentrant, stream):
     assert steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,)) == want
 
 
+@pytest.mark.combinations  # test_compile
 def test_compiled_layers_give_the_bits_of_eager_ones(device, stream):
     stream()
     want = steps(layer_of("LayerNormMLP", device), "current", device)

@@ -228,7 +228,7 @@ def dispatched_and_back(x, probs, mask):
     return moe.moe_unpermute(rows * rows * weights[:, None], row_id_map, restore_shape=x.shape)
 
 
-@combinations({"path": [padded_and_back, dispatched_and_back]}, usual=["dispatched_and_back"])
+@combinations({"path": [padded_and_back, dispatched_and_back]}, usual=())  # test_grouped_mlp compiles one
 def test_compiled_rows_are_padded(path):
     """Without a look at the mask, with gradients; with and without numbers on the host."""
     made = []
@@ -270,7 +270,7 @@ def test_rows_of_a_fixed_number(indices, align):
     assert moe.token_dispatch(x, mask, room)[1] is None
 
 
-@combinations({"map_type": ["mask", "index"], "tokens": [5, 0]})
+@combinations({"map_type": ["mask", "index"], "tokens": [5, 0]}, usual=["index-5"])
 def test_compiled_it_has_the_same_gradients(map_type, tokens):
     """Of rows and of probabilities, without tokens too."""
     table = torch.arange(3 * tokens).reshape(tokens, 3) % 4
@@ -298,7 +298,7 @@ def test_compiled_the_number_of_rows_may_be_read_from_a_tensor():
         return moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
 
     x, mask = draw(1, 5, 8), torch.arange(15).reshape(5, 3) % 4 > 1
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, mask), there_and_back(x, mask))
 
 

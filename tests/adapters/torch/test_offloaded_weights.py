@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.support.combinations import combinations
 
 WIDTH, ROWS = 32, 24
 
@@ -69,7 +70,10 @@ def test_weights_go_and_come_back_with_the_gradients_that_there_are_without(acti
     assert all(map(torch.equal, [layer.weight for layer in layers], values))
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=4), Float8BlockScaling()])
+@combinations(
+    {"recipe": {"high": None, "delayed": DelayedScaling(amax_history_len=4), "block": Float8BlockScaling()}},
+    usual=["delayed"],
+)
 def test_training_has_the_bits_that_it_has_without(device, recipe):
     """Two steps of two micro-batches, with an optimizer that writes by address."""
     torch.manual_seed(0)
@@ -201,10 +205,18 @@ def together(layer):
     return found is not None and not found.isnan().any()
 
 
-@pytest.mark.parametrize("activations", [False, True])
-@pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}])
-@pytest.mark.parametrize("one", [False, True], ids=["several", "one"])
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "current"])
+@combinations(
+    {
+        "recipe": {"plain": None, "current": Float8CurrentScaling()},
+        "one": {"several": False, "one": True},
+        "options": {
+            "at once": {},
+            "fused": {"fuse_wgrad_accumulation": True},
+            "delayed": {"delay_wgrad_compute": True},
+        },
+        "activations": {"weights": False, "activations": True},
+    }
+)
 def test_experts_go_and_come_back_as_one(recipe, one, options, activations, monkeypatch):
     """Their joint array is no activation: it goes with the weights, and is one again, for steps to come."""
     pushed, push = [], offloading.OffloadableLayer.push

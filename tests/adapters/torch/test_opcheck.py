@@ -208,21 +208,33 @@ def _operands(device):
 SHIPPED = {name: op for name, op in OPERATIONS.items() if type(op).__module__.startswith("fp8kit.")}
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name in SHIPPED and name not in COMMUNICATING])
+ALONE = [name for name in OPS if name in SHIPPED and name not in COMMUNICATING]
+TRACED = ["permute"]  # what `make test` traces: tracing is the same for all
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACING = ("test_aot_dispatch_dynamic",)
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_opcheck(device, name):
-    check(device, name)
+    check(device, name, CHECKS)
 
 
-def check(device, name):
+# the gradient of a quantised call also changes a live module's state: test_autocast_around
+QUANTISED = {name for name, (_, _, _, gemms) in _operands("cpu").items() if gemms}
+UNQUANTISED = [name for name in ALONE if name not in QUANTISED]
+
+
+@combinations({"name": UNQUANTISED}, usual=TRACED)
+def test_opcheck_while_it_is_traced(device, name):
+    check(device, name, TRACING)
+
+
+def check(device, name, checks):
     spec, inputs, wanted, gemms = _operands(device)[name]
     needs = tuple(wanted.split())
     tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
     text = text_of(name, spec, tuple(inputs), gemms, needs=needs)
     state = [torch.ones(3, device=device)] if gemms else []
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    # the gradient of a quantised call also changes a live module's state: test_autocast_around
-    if not gemms:
-        checks = (*checks, "test_aot_dispatch_dynamic")
     # fills what an operation leaves undefined, between the parts of the saved block
     torch.use_deterministic_algorithms(True)
     try:
@@ -250,18 +262,29 @@ DIFFERENTIABLE = [name for name, (_, _, wanted, _) in _operands("cpu").items() i
 BACKWARD = [name for name in DIFFERENTIABLE if name not in COMMUNICATING]
 
 
-@combinations({"name": BACKWARD}, usual=BACKWARD[::2])
+@pytest.mark.parametrize("name", BACKWARD)
 def test_opcheck_of_backward(device, name):
-    check_backward(device, name)
+    check_backward(device, name, CHECKS[::2])
+
+
+@combinations({"name": BACKWARD}, usual=["linear", *TRACED])
+def test_opcheck_of_backward_while_it_is_traced(device, name):
+    check_backward(device, name, TRACING)
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_opcheck_of_communication(name):
-    check("cpu", name)
-    check_backward("cpu", name)
+    check("cpu", name, CHECKS)
+    check_backward("cpu", name, CHECKS[::2])
 
 
-def check_backward(device, name):
+@combinations({"name": COMMUNICATING}, usual=["gather_rows"])
+def test_opcheck_of_communication_while_it_is_traced(name):
+    check("cpu", name, TRACING)
+    check_backward("cpu", name, TRACING)
+
+
+def check_backward(device, name, checks):
     """The arguments are those that autograd gives."""
     spec, inputs, wanted, gemms = _operands(device)[name]
     needs = tuple(wanted.split())
@@ -281,7 +304,7 @@ def check_backward(device, name):
         y.backward(torch.randn_like(y))
     (given,) = calls.seen
     with held():  # a state is updated at the end of a pass, and here is none
-        opcheck(backward, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+        opcheck(backward, given, test_utils=checks)
         backward(*given)
     made = [n for n in needs if n in call_by(text).infer(tensors).grads]
     for n, grad in zip(made, given[0], strict=False):  # with a state the history comes after them

@@ -56,7 +56,17 @@ def call_of(module, mode):
     return module if mode == "eager" else torch.compile(module, fullgraph=True, backend="aot_eager")
 
 
-@combinations({"options": MLPS, "recipe": RECIPES.keys(), "mode": ["eager", "compiled"]})
+@combinations(
+    {"options": MLPS, "recipe": RECIPES.keys(), "mode": ["eager", "compiled"]},
+    usual=[
+        "channel-recent-eager",
+        "token-delayed-eager",
+        "xielu-current-eager",
+        "no-norm-block-eager",
+        "again-current-eager",
+        "again-xielu-high-eager",
+    ],
+)
 def test_an_mlp(device, options, recipe, mode):
     ours, native = twins("LayerNormMLP", device, **options)
     same_steps(ours, native, call_of(ours, mode), RECIPES[recipe], device, around=RECIPES[recipe])

@@ -55,7 +55,7 @@ def test_strides_and_no_gradient():
 # inductor compiles C++, for seconds
 @combinations(
     {"backend": ["aot_eager", "inductor"], "dynamic": {"static": False, "dynamic": True}},
-    usual=["aot_eager-static", "aot_eager-dynamic"],
+    usual=["aot_eager-dynamic"],
 )
 def test_it_compiles_to_the_same_bits(backend, dynamic):
     model, x = GatedLinear(), torch.randn(4, 16, requires_grad=True)

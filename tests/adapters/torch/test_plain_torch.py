@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fp8kit.testing import relative_error
+from tests.support.combinations import combinations
 from tests.support.tensors import assert_tensor_close
 
 from .twins import scope
@@ -293,9 +294,13 @@ def test_an_fp8_linear_of_values_that_fp8_holds_is_plain_torchs(device, recipe, 
             near(name, tensor, wanted[name], ROUNDED_ONCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "LayerNormMLP with RMSNorm"])
+@combinations(
+    {
+        "kind": ["Linear", "LayerNormMLP", "LayerNormMLP with RMSNorm"],
+        "recipe": RECIPES.keys(),
+        "dtype": DTYPES,
+    }
+)
 def test_an_fp8_step_is_near_plain_torchs(device, kind, recipe, dtype):
     case = CASES[kind]
     if kind == "Linear":

@@ -32,8 +32,15 @@ from .twins import (
 )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@combinations(
+    {"kind": ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"], "recipe": RECIPES.keys()},
+    usual=[
+        *(f"TransformerLayer-{recipe}" for recipe in RECIPES),
+        "Linear-delayed",
+        "LayerNormLinear-current",
+        "LayerNormMLP-block",
+    ],
+)
 def test_layers(device, kind, recipe):
     ours, native = twins(kind, device)
     same_steps(ours, native, ours, RECIPES[recipe], device, around=RECIPES[recipe])
@@ -178,9 +185,12 @@ def same_draws(
 DROPS = {"drop_path_rate": 0.4, "hidden_dropout": 0.25, "attention_dropout": 0.1}
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize(
-    ("form", "recipe"), [("sbhd", "delayed"), ("bshd", "delayed"), ("thd", "delayed"), ("bshd", "high")]
+@combinations(
+    {
+        "form": ["sbhd", "bshd", "thd"],
+        "recipe": ["delayed", "high"],
+        "recomputed": {"kept": False, "recomputed": True},
+    }
 )
 def test_drop_path_and_dropout(device, form, recipe, recomputed):
     mask = "padding_causal" if form == "thd" else "causal"
@@ -272,10 +282,12 @@ def test_the_core_attention_computed_again(device, recipe):
     assert len(list(native.parameters())) == len(grads)
 
 
-@pytest.mark.parametrize(
-    "paged", [{}, {"is_paged": True, "total_num_pages": 11, "page_size": 3}], ids=["whole", "paged"]
+@combinations(
+    {
+        "form": ["sbhd", "bshd", "thd"],
+        "paged": {"whole": {}, "paged": {"is_paged": True, "total_num_pages": 11, "page_size": 3}},
+    }
 )
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_a_growing_cache(device, form, paged):
     options = {
         "attn_input_format": form,
@@ -453,8 +465,7 @@ def test_padding_mask_is_counted(device):
         ours(*parts, attention_mask=mask[..., :5])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("kind", ["LayerNormMLP", "TransformerLayer"])
+@combinations({"kind": ["LayerNormMLP", "TransformerLayer"], "recipe": ["delayed", "current", "block"]})
 def test_microbatches(device, kind, recipe):
     ours, native = twins(kind, device)
     for i, x in enumerate(batches(device, steps=4)):

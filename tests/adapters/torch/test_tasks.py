@@ -52,7 +52,7 @@ def compiled():
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call = torch.compile(layer, fullgraph=True, backend="eager")
     with te.autocast(recipe=RECIPE):
         fp8 = layer(x).detach()
     return layer, call, x, fp8, layer(x).detach()
@@ -113,7 +113,7 @@ def test_an_autocast_within_compiled_code_ends_there(compiled):
     """Around it stands one of its task; states are updated by whichever is outermost."""
     layer, _, x, fp8, high = compiled
 
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="eager")
     def own(x):
         with te.autocast(recipe=RECIPE):
             return layer(x)

@@ -9,6 +9,7 @@ import torch
 from fp8kit_torch.te_compat.cache_managers import KVCacheManager, NonPagedKVCacheManager, sequences_of
 
 from fp8kit.errors import ArgumentError, AutogradError, UnsupportedError
+from tests.support.combinations import combinations
 from tests.support.tensors import assert_tensor_close, largest
 
 WIDTH, HEADS = 32, 4
@@ -144,9 +145,13 @@ class Tabled(Listed):
         return found
 
 
-@pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("manager", [Listed, Tabled, NonPagedKVCacheManager])
-@pytest.mark.parametrize("fused", [False, True])
+@combinations(
+    {
+        "fused": [False, True],
+        "manager": [Listed, Tabled, NonPagedKVCacheManager],
+        "form": ["bshd", "sbhd", "thd"],
+    }
+)
 def test_a_manager_of_ones_own(device, form, manager, fused):
     """Attention reads what its step gives: the same numbers as over the caches that are here."""
     torch.manual_seed(0)

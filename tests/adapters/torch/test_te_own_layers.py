@@ -16,6 +16,7 @@ from fp8kit_torch.te_compat.own_layers import quantize_weight
 
 from fp8kit.errors import ArgumentError
 from fp8kit.testing import assert_same_bits
+from tests.support.combinations import combinations
 
 
 class Product(torch.autograd.Function):
@@ -104,8 +105,7 @@ class OwnLinear(te.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("kind", ["own", "linear"])
-@pytest.mark.parametrize("inside", [True, False], ids=["autocast inside", "autocast around"])
+@combinations({"kind": ["own", "linear"], "inside": {"autocast inside": True, "autocast around": False}})
 def test_a_compiled_function_leaves_an_own_layer_to_eager_code(kind, inside):
     recipe = te.DelayedScaling(amax_history_len=4)
 

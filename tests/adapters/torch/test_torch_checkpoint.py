@@ -190,8 +190,7 @@ def test_whoever_calls_it(place, where, how):
     same_all(steps(place, "delayed", where, HOWS[how]), plainly(place, "delayed", where, None))
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@combinations({"use_reentrant": [False, True], "where": ["around", "inside"]})
 def test_in_a_sequence(place, where, use_reentrant):
     how = functools.partial(sequential, use_reentrant=use_reentrant)
     same_all(steps(place, "delayed", where, how), steps(place, "delayed", where, sequential_plain))
