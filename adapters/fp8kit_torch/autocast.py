@@ -6,7 +6,6 @@ of the graph.
 
 from __future__ import annotations
 
-from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +17,7 @@ from fp8kit.autocast import autocast as _autocast
 from fp8kit.collectives import Collectives
 from fp8kit.errors import RecipeError
 from fp8kit.execution.codec import encode
+from fp8kit.lru import LRU
 from fp8kit.recipe import Recipe
 from fp8kit.recipe_fields import by_key, of_parts, with_key
 from fp8kit_torch.arguments import not_compiled
@@ -27,8 +27,8 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.library import update_
 from fp8kit_torch.state import ScalingState
 
-# as many recipes of compiled functions as one may have while it is traced
-_TRACED: deque[Recipe] = deque(maxlen=64)
+# recipes of compiled functions' own autocasts, by what their parts say
+_TRACED: LRU[str, Recipe] = LRU(256)
 
 
 class autocast(_autocast):
@@ -181,9 +181,7 @@ def recipe_key(state: AutocastState) -> str:
 @constant_result
 def _key_of(parts: tuple[Any, ...]) -> str:
     """The key of the recipe with these parts."""
-    made: Recipe = of_parts(parts).fixed
-    with_key(made, f"{made!r} at 0x{id(made):x}")
-    _TRACED.append(made)
+    made = _TRACED.make(f"{parts}", lambda text: with_key(of_parts(parts).fixed, text))
     return made.trace_key
 
 

@@ -122,6 +122,24 @@ def test_a_function_says_what_one_layer_computes():
     assert torch.equal(step(model, how)[0], model[1](first))
 
 
+def test_a_compiled_functions_own_autocast_around_what_breaks_the_graph():
+    """What is compiled behind the break knows the recipe as what is before it does, for other shapes, too."""
+    how, model = recipe.PerLayer(recipe.MXFP8BlockScaling(), RULES["data"]), make()
+
+    def broken(x):
+        with ft.autocast(recipe=how):
+            y = model[0](x)
+            torch._dynamo.graph_break()
+            return model[1](y)
+
+    compiled = torch.compile(broken, backend="eager")
+    for rows in (32, 16, 24):
+        with torch.no_grad(), ft.autocast(recipe=how):
+            wanted = model(X[:rows])
+        with torch.no_grad():
+            assert torch.equal(compiled(X[:rows]), wanted)
+
+
 @combinations({"compiled": {"eager": False, "compiled": True}}, usual=["eager"])
 def test_first_microbatch_of_a_layer_in_high_precision(compiled):
     how, layer = recipe.PerLayer(recipe.MXFP8BlockScaling(), (("0", None),)), make()[0]
