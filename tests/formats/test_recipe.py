@@ -497,7 +497,8 @@ def test_equal_callables_of_two_recipes_are_asked_each():
 
 
 def test_a_field_that_another_thread_sets_meanwhile_does_not_reach_equal_recipes(monkeypatch):
-    shared, real = DelayedScaling(margin=2), recipe_fields.copy.copy
+    own = {"margin": 2, "amax_history_len": int("2999")}  # no other test's, which may be in force
+    shared, real = DelayedScaling(**own), recipe_fields.copy.copy
 
     def other(recipe):
         if recipe is shared:
@@ -507,7 +508,7 @@ def test_a_field_that_another_thread_sets_meanwhile_does_not_reach_equal_recipes
 
     monkeypatch.setattr(recipe_fields.copy, "copy", other)
     assert shared.fixed.margin == 5
-    assert DelayedScaling(margin=2).fixed.margin == 2
+    assert DelayedScaling(**own).fixed.margin == 2
 
 
 def test_a_programs_recipe_may_have_other_bases():
