@@ -108,22 +108,6 @@ class Strict(KnownFields):
                 raise self._refuse(name, said)
 
 
-def with_key(recipe: Recipe, text: str) -> Recipe:
-    """Returns a recipe in force by whose ``trace_key`` ``by_key`` finds it, as long as it lives. ``text``
-    says all of it, also to another process that reads compiled code; where it has addresses, a number is
-    added, since others get these later."""
-    if not recipe.trace_key:
-        key = f"{text} {next(_NUMBERS)}" if " at 0x" in text else text
-        recipe.__dict__["trace_key"] = key
-        _BY_KEY[key] = recipe
-    return recipe
-
-
-def by_key(key: str) -> Recipe:
-    """Returns the recipe in force that has this key."""
-    return _BY_KEY[key]
-
-
 def of_parts(parts: Any) -> Any:
     """Returns what ``Strict.parts`` took apart."""
     return parts[0]._whole(*parts[1:]) if isinstance(parts, tuple) else parts
@@ -220,6 +204,23 @@ _SAME: dict[tuple[Any, ...] | None, tuple[tuple[Any, ...], Recipe]] = {}
 # their keys -> recipes in force
 _BY_KEY: WeakValueDictionary[str, Recipe] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+
+
+def with_key(recipe: Recipe, text: str) -> Recipe:
+    """Returns a recipe in force that ``by_key`` finds by its ``trace_key`` as long as it lives: ``recipe``,
+    or an equal one that has it already. ``text`` says all of it, also to another process that reads compiled
+    code; where it has addresses, a number is added, since others get these later."""
+    if recipe.trace_key:
+        return recipe
+    key = f"{text} {next(_NUMBERS)}" if " at 0x" in text else text
+    found = _BY_KEY.setdefault(key, recipe)
+    found.__dict__["trace_key"] = key
+    return found
+
+
+def by_key(key: str) -> Recipe:
+    """Returns the recipe in force that has this key."""
+    return _BY_KEY[key]
 
 
 class Recipe(Strict):

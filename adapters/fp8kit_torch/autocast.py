@@ -186,8 +186,7 @@ def _key_of(parts: tuple[Any, ...]) -> str:
 
 
 def layer_recipe(key: str, layer: tuple[str, str]) -> Recipe | None:
-    """The recipe, of a recipe with this key, of a ``layer`` of that class and name; None for high
-    precision."""
+    """What the recipe with this key says for a ``layer`` of that class and name; None: high precision."""
     return by_key(key).for_layer(*layer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import re
 
@@ -14,6 +15,7 @@ import fp8kit as fk
 from fp8kit import autocast, codec, formats, recipe_fields
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError
+from fp8kit.lru import LRU
 from fp8kit.quantization import AmaxHistory, Gemm, Quantization, Quantizer
 from fp8kit.recipe import (
     DataRecipe,
@@ -480,6 +482,20 @@ def test_a_recipe_in_force_has_a_text_that_says_all_of_it():
     assert asked.trace_key == ""
     one, other = (recipe_fields.with_key(copy.copy(asked), f"{asked}").trace_key for _ in range(2))
     assert one != other
+
+
+def test_a_recipe_in_force_is_found_by_its_text_while_it_lives(monkeypatch):
+    """Also where so many others were made since that an equal one is no longer remembered."""
+    held = DelayedScaling(amax_history_len=int("2777")).fixed
+    monkeypatch.setattr(recipe_fields, "_FIXED", LRU(2))
+    monkeypatch.setattr(recipe_fields, "_SAME", {})
+    again = DelayedScaling(amax_history_len=int("2777")).fixed
+    assert again is held
+    del again
+    for margin in range(3):
+        DelayedScaling(margin, amax_history_len=int("2778")).fixed  # noqa: B018  (what it remembers)
+    gc.collect()
+    assert recipe_fields.by_key(held.trace_key) is held
 
 
 def test_equal_callables_of_two_recipes_are_asked_each():
