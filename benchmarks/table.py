@@ -19,7 +19,7 @@ from fp8kit.models.plots import figure
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/results/h200"
 # newest first: each part is the first one's
-RESULTS = ("layer.json", "start.json", "benchmarks.json", "inspect.json")
+RESULTS = ("host.json", "own.json", "layer.json", "inspect.json")
 RANKS = ROOT / "benchmarks/results/h100x2/ranks.json"  # of two GPUs, another machine's
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
