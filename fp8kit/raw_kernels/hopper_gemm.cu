@@ -259,15 +259,20 @@ DEVICE void load(const Job& job, const Memory& memory) {
         store_words_shared(memory.note(mixed.stage), {stage, (u32)begin, (u32)stop, 0});
         full = memory.landed(mixed.stage), mixed.next();
       }
-      const i32 missing = BM == 64 ? max(BM - (i32)(job.m + 7) / 8 * 8, 0) : 0;  // of the map's rows
-      barrier_expect(full, STAGE_BYTES - missing * DEPTH);
-      const i32 half = BM / 2 * (blockIdx.x % CLUSTER);
-      CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
-                   : copy_operand<A_DOWN, BM>(memory.a(stage), job.a, term, at.row, full);
-      if constexpr (BY_ROWS)  // a matrix for each group
-        copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, at.group, full);
-      else
+      // Of a few rows those that there are, by eights; of a group's those that are multiplied, 64 at a time.
+      const i32 there = BY_ROWS ? (at.end - at.row + 63) / 64 * 64 : BM == 64 ? (i32)(job.m + 7) / 8 * 8 : BM;
+      const i32 rows = min(there, BM), half = BM / 2 * (blockIdx.x % CLUSTER);
+      barrier_expect(full, STAGE_BYTES - (BM - rows) * DEPTH);
+      if constexpr (BY_ROWS) {
+#pragma unroll 1
+        for (i32 i = 0; i < rows; i += 64)
+          copy_tile(memory.a(stage) + i * DEPTH, job.a, term, at.row + i, full);
+        copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, at.group, full);  // its matrix
+      } else {
+        CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
+                     : copy_operand<A_DOWN, BM>(memory.a(stage), job.a, term, at.row, full);
         copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, full);
+      }
       if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
         copy_tile(memory.b(stage) + B_BYTES / 2, job.b, term, at.column + (i32)job.n / 2, full);
       if constexpr (A_LINES) copy_tile(memory.a_scales(stage), job.a_lines, at.row, term / DEPTH, full);

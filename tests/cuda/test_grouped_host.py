@@ -52,7 +52,7 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
     layout, plain = how["LAYOUT"], how["LEFT"] not in FORMATS
     copied = described(a_map)[3][1]  # rows of a that one copy brings, in a cluster half a tile's
-    assert layout == "tn" or copied == (128 if not by_rows and high == 256 else high)
+    assert layout == "tn" or copied == (64 if by_rows else min(high, 128))
     row_step, term_step = (4 if kind == "lines_squares" else 1), (16 if kind == "whole" else 128)
     term_step, deep = 1 if layout == "tn" else term_step, 64 if plain else 128
 
@@ -75,10 +75,13 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
         begin = 0 if by_rows else start // term_step * term_step
         count = (depths if size else 0) if by_rows else -(-(start + size - begin) // deep) if size else 0
         for row in range(first, end, high):
+            # of a group's rows those that are multiplied, 64 at a time; where there are none, nothing
+            there = min(high, -(-(start + size - row) // 64) * 64) if by_rows else high
             for column in range(0, n, wide):
                 total = np.zeros((high, wide))
-                for term in range(begin, begin + deep * count, deep):
-                    x = read(a, a_map, layout == "tn", how["LEFT"], term, row, high)
+                for term in range(begin, begin + deep * count * (there > 0), deep):
+                    x = read(a, a_map, layout == "tn", how["LEFT"], term, row, there)
+                    x = np.pad(x, ((0, high - there), (0, 0)), constant_values=np.nan)
                     w = read(b, b_map, layout != "nt", how["RIGHT"], term, column, wide, e if by_rows else 0)
                     if not by_rows:
                         own = np.arange(term, term + deep)

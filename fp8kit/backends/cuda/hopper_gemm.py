@@ -123,11 +123,11 @@ def blocks_together(promote: int, groups: str, at: Tiling, epilogue: str = "bare
     return 2 if halved or (groups == "terms" and at.rows == 256) else 1
 
 
-def rows_map(m: int, k: int, stride: int, at: Tiling, together: int) -> bytes:
-    """The map of a's codes: of a tile's rows each block of a cluster copies its share, and where the tile is
-    for a few rows, no more than there are (by eights)."""
+def rows_map(m: int, k: int, stride: int, at: Tiling, together: int, groups: str = "none") -> bytes:
+    """The map of a's codes: of a tile's rows each block of a cluster copies its share, of a group's rows 64
+    are copied at a time, and where the tile is for a few rows, no more than there are (by eights)."""
     rows = at.rows // together if at.rows > 64 else min(64, ceil_div(m, 8) * 8)
-    return tensor_map("uint8", (k, m), (stride,), (DEPTH, rows), True)
+    return tensor_map("uint8", (k, m), (stride,), (DEPTH, 64 if groups == "rows" else rows), True)
 
 
 def band_of(blocks: int, rows: int, columns: int, turns: bool = False) -> int:

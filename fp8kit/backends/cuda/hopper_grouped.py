@@ -56,13 +56,16 @@ def tiling(
 ) -> Tiling:
     """The tiling that groups are made by, as ``hopper_gemm.tiling``, of two. ``m``, ``n``, ``k``: rows of all
     groups, or terms of all groups where they run ``along`` these: how they are shared out nobody knows, so it
-    is taken to be evenly, and a group's last tile to be half full."""
+    is taken to be evenly, and a group's last tile to be half full. Of that tile's rows those alone are copied
+    and multiplied that there are, 64 at a time."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
 
     def of(one: Tiling) -> float:
         down, depths = ceil_div(m, one.rows) * groups, k / groups / DEPTH + 0.5
         if along == "rows":
-            down, depths = max(groups, round(m / one.rows + groups / 2)), ceil_div(k, DEPTH)
+            down = max(groups, round(m / one.rows + groups / 2))
+            filled = min(1.0, (m + 32 * groups) / (down * one.rows))
+            depths = ceil_div(k, DEPTH) * (0.95 * filled + 0.05)  # the rest is every tile's
         return cost(one, down * ceil_div(n, one.columns), depths, promote, along, multiprocessors)
 
     return min((large, Tiling(128, 128)), key=of)
@@ -103,7 +106,7 @@ def _plan(
     # a group's matrix of b is a further dimension
     stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
     maps = (
-        rows_map(a_shape[0], terms, terms, at, together),
+        rows_map(a_shape[0], terms, terms, at, together, along),
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
         result_map(out_shape, out_stride, out, scales, along, at),
@@ -141,9 +144,8 @@ def _plan_high(
     kind, down, across = KINDS[name], (_TERMS, _TERMS), (_TERMS, at.columns)
     box = across if layout == "nt" else down  # of b; with "nn" and "tn" terms run down its rows
     stack, apart, one = ((groups,), (b_shape[-2] * b_shape[-1],), (1,)) if by_rows else ((), (), ())
-    own = (_TERMS, at.rows) if by_rows else down
     maps = (
-        tensor_map(kind, (a_shape[1], a_shape[0]), (a_shape[1],), own, True),
+        tensor_map(kind, (a_shape[1], a_shape[0]), (a_shape[1],), down, True),
         tensor_map(kind, (b_shape[-1], b_shape[-2], *stack), (b_shape[-1], *apart), (*box, *one), True),
         NONE[1],
         NONE[1],
