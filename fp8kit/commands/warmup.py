@@ -12,9 +12,7 @@ from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS
 
 SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
-# name -> class in fp8kit.recipe
 _ON_CPU = "demo-cpu"  # the preset whose sizes a CPU takes where none are given
-RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
 def add(commands: Any) -> None:
@@ -29,7 +27,8 @@ def add(commands: Any) -> None:
         metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]",
         help=f"sizes of a layer (4096,16384,64,128,1; on a CPU those of --preset {_ON_CPU})",
     )
-    parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="(%(default)s)")
+    named = "a name that `fp8kit recipes list` prints (%(default)s)"
+    parser.add_argument("--recipe", default="delayed", metavar="NAME", help=named)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -65,7 +64,7 @@ def _layer(text: str) -> dict[str, int]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command, saying on standard error what it is at, and then what it did."""
-    from fp8kit import recipe
+    from fp8kit import recipes
     from fp8kit.warmup import warmup
 
     sizes: dict[str, Any] = options.layer or {}
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     done = warmup(
         **sizes,
         dtype=options.dtype,
-        recipe=getattr(recipe, RECIPES[options.recipe])(),
+        recipe=recipes.named(options.recipe),
         activation=options.activation,
         arch=options.arch,
         device=device,
