@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fp8kit import cli
+from fp8kit import cli, recipes
 from fp8kit.models.presets import PRESETS
 
 
@@ -48,3 +48,14 @@ def test_warmup_on_a_cpu_says_what_it_is_at(capsys):
         f"fp8kit warmup: step {n}: forward done" for n in (1, 2)
     ]
     assert said.out.startswith("two steps of the layer: ")
+
+
+def test_warmup_takes_every_published_recipe_by_its_name(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(sys.modules["fp8kit.warmup"], "warmup", lambda **given: asked.append(given["recipe"]))
+    for name in recipes.NAMED:
+        assert cli.main(["warmup", "--recipe", name, "--device", "cpu"]) == 0
+    assert asked == [recipes.named(name) for name in recipes.NAMED]
+    capsys.readouterr()
+    assert cli.main(["warmup", "--recipe", "mxfp9", "--device", "cpu"]) == 2
+    assert "'mxfp9', expected a name that `fp8kit recipes list` prints; did you mean" in capsys.readouterr().err
