@@ -58,4 +58,5 @@ def test_warmup_takes_every_published_recipe_by_its_name(monkeypatch, capsys):
     assert asked == [recipes.named(name) for name in recipes.NAMED]
     capsys.readouterr()
     assert cli.main(["warmup", "--recipe", "mxfp9", "--device", "cpu"]) == 2
-    assert "'mxfp9', expected a name that `fp8kit recipes list` prints; did you mean" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'mxfp9', expected a name that `fp8kit recipes list` prints; did you mean" in said
