@@ -87,7 +87,8 @@ constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
-// Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED) and `blocks_together`.
+// Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED), `blocks_together` and
+// `rows_map`, whose copies bring 64 rows of a where rows are groups.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
 // copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
 // blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for

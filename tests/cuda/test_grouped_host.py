@@ -51,7 +51,7 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
         assert (out_map[0], described(out_map[1])) == (out_at, whole)
     out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
     layout, plain = how["LAYOUT"], how["LEFT"] not in FORMATS
-    copied = described(a_map)[3][1]  # rows of a that one copy brings, in a cluster half a tile's
+    copied = described(a_map)[3][1]  # rows of a in one copy: 64 of a group, in a cluster half a tile's
     assert layout == "tn" or copied == (64 if by_rows else min(high, 128))
     row_step, term_step = (4 if kind == "lines_squares" else 1), (16 if kind == "whole" else 128)
     term_step, deep = 1 if layout == "tn" else term_step, 64 if plain else 128
@@ -176,8 +176,18 @@ def test_the_kernel_for_every_chip_is_told_where_things_are(case: Case) -> None:
     case.run(Emulated("grouped.cu", NAMES, {"grouped.cu": plain}), CPU)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["chosen", "large"])
 @pytest.mark.parametrize("case", CASES)
-def test_hoppers_kernel_is_told_where_things_are(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hoppers_kernel_is_told_where_things_are(
+    case: Case, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tiles that are chosen for so small products, and by the largest."""
+
+    def largest(along: Any, m: int, n: int, k: int, groups: int, promote: int, *more: int) -> Any:
+        return hopper_gemm.Tiling(256, 128) if promote else hopper_gemm.Tiling(128, 256)
+
+    if large:
+        monkeypatch.setattr(hopper_grouped, "tiling", largest)
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     for module in (hopper_gemm, hopper_grouped):

@@ -56,8 +56,8 @@ def tiling(
 ) -> Tiling:
     """The tiling that groups are made by, as ``hopper_gemm.tiling``, of two. ``m``, ``n``, ``k``: rows of all
     groups, or terms of all groups where they run ``along`` these: how they are shared out nobody knows, so it
-    is taken to be evenly, and a group's last tile to be half full. Of that tile's rows those alone are copied
-    and multiplied that there are, 64 at a time."""
+    is taken to be evenly, and a group's last tile to be half full. Where rows are groups, of that tile's rows
+    those alone are copied and multiplied that there are, 64 at a time."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
 
     def of(one: Tiling) -> float:
@@ -141,11 +141,12 @@ def _plan_high(
     at = tiling(along, m, n, terms, groups, 0, multiprocessors)
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns)
     blocks = min((tall + groups if by_rows else groups * tall) * wide, multiprocessors)
-    kind, down, across = KINDS[name], (_TERMS, _TERMS), (_TERMS, at.columns)
-    box = across if layout == "nt" else down  # of b; with "nn" and "tn" terms run down its rows
+    kind, square = KINDS[name], (_TERMS, _TERMS)  # of a: 64 rows of a group, or 64 columns of terms
+    # of b; with "nn" and "tn" terms run down its rows
+    box = (_TERMS, at.columns) if layout == "nt" else square
     stack, apart, one = ((groups,), (b_shape[-2] * b_shape[-1],), (1,)) if by_rows else ((), (), ())
     maps = (
-        tensor_map(kind, (a_shape[1], a_shape[0]), (a_shape[1],), down, True),
+        tensor_map(kind, (a_shape[1], a_shape[0]), (a_shape[1],), square, True),
         tensor_map(kind, (b_shape[-1], b_shape[-2], *stack), (b_shape[-1], *apart), (*box, *one), True),
         NONE[1],
         NONE[1],

@@ -26,8 +26,9 @@ def _fp8_flops(a: Any) -> float:
 
 class GroupedProducts(Protocol):
     """Products of groups of rows. Group e holds ``sizes[e]`` of them, one group after the other from row 0;
-    with ``slots`` it begins at row e * slots. sizes: int32 (E,), read on the device; what they claim beyond
-    the rows, or the slots, that there are does not count, a negative size is 0."""
+    with ``slots`` it begins at row e * slots. sizes: int32 (E,), read on the device, more than once:
+    nothing may write them while the product runs. What they claim beyond the rows, or the slots, that there
+    are does not count, a negative size is 0."""
 
     @kernel(writes="out", ordered=True, flops=_flops)
     def grouped_gemm(
