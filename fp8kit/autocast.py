@@ -183,11 +183,12 @@ def traced_active() -> bool:
     return False
 
 
-class _Looks:
+class _FiniteChecks:
     ever = False
 
 
-looks = _Looks()  # whether any autocast had ``check_finite`` so far: what is read where every call counts
+# whether any autocast had ``check_finite`` so far: what is read where every call counts
+finite_checks = _FiniteChecks()
 
 
 def checking_finite() -> bool:
@@ -347,7 +348,7 @@ class autocast(ContextDecorator):
         if above is not None:
             depth, check = above.value.depth + 1, above.value.check_finite if check is None else check
         if check:
-            looks.ever = True
+            finite_checks.ever = True
         enabled, calibrating = self.enabled, self.calibrating
         state = AutocastState(enabled, calibrating, self.recipe.fixed, depth, check is True)
         self._open[_Entered(self, state, enabled or calibrating, above)] = None

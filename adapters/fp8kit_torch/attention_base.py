@@ -47,7 +47,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
     def attention_quantization(self) -> AttentionQuantization | None:
         found = super().attention_quantization()
         if found is not None:
-            recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+            recompute.idle()  # so that a checkpoint's recompute passes find the autocast of the first
         return found
 
     def attention_spec(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.autocast import checking_finite, looks
+from fp8kit.autocast import checking_finite, finite_checks
 from fp8kit.backends.dispatch import kernels
 from fp8kit.errors import on_behalf_of
 from fp8kit.execution.codec import decode
@@ -103,7 +103,7 @@ def run(
     """The outputs by name of a call that was prepared. ``state``: of delayed scaling; ``main``: the
     parameters whose gradients go into their ``main_grad``."""
     look = None
-    if looks.ever and checking_finite():
+    if finite_checks.ever and checking_finite():
         look = Look(op.operation.name, dict(zip(op.inputs, tensors, strict=False)))
     tensors, inputs = addresses(op, tensors)
     outputs, held = op.call(inputs, state)

@@ -62,7 +62,7 @@ def expert_product(
     fields = (experts, features, out, layout) if layout == "oi" else (experts, out, features, layout)
     idle = True
     if not torch.compiler.is_compiling():
-        idle = recompute.idle()  # so that a checkpoint's later passes find the autocast of the first
+        idle = recompute.idle()  # so that a checkpoint's recompute passes find the autocast of the first
         inspection.unseen(layer[1] or layer[0])
     inputs = {"x": x, "group_sizes": sizes, "weight": weight, "bias": bias}
     spec, fp8 = spec_in_force(fields, layer, said, slots, main is not None)

@@ -188,12 +188,14 @@ class Quantize(BasicOperation):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input``: h (..., K)."""
-        ahead, back = (
+        of_input, of_gradient = (
             self.get_quantizer(mode, 0) if self.num_quantizers(mode) else None
             for mode in ("forward", "backward")
         )
-        x = input if back is None or isinstance(input, QuantizedTensor) else _CastGradient.apply(input, back)
-        return x if ahead is None or isinstance(x, QuantizedTensor) else ahead(x)
+        x = input
+        if of_gradient is not None and not isinstance(input, QuantizedTensor):
+            x = _CastGradient.apply(input, of_gradient)
+        return x if of_input is None or isinstance(x, QuantizedTensor) else of_input(x)
 
 
 class _CastGradient(torch.autograd.Function):

@@ -198,13 +198,13 @@ class OperationFuser:
         extras = iter(extra_inputs)
         given = [tuple(next(extras) for _ in range(count)) for count in counts]
         x, made, start = input, [], 0
-        for ahead, back in self._parts():
-            stop = start + sum(len(_basic(op)) for op in ahead)
-            own, inputs, words = (part[start:stop] for part in (self.basic_ops, given, options))
-            if ahead == back and len(ahead) == 1 and not _says(ahead[0], "forward"):
-                x, *more = _tuple(ahead[0](x, *inputs[0], **words[0]))
+        for forward_ops, backward_ops in self._parts():
+            stop = start + sum(len(_basic(op)) for op in forward_ops)
+            own, inputs, kwargs = (part[start:stop] for part in (self.basic_ops, given, options))
+            if forward_ops == backward_ops and len(forward_ops) == 1 and not _says(forward_ops[0], "forward"):
+                x, *more = _tuple(forward_ops[0](x, *inputs[0], **kwargs[0]))
             else:
-                run = _Run(own, ahead, back, words)
+                run = _Run(own, forward_ops, backward_ops, kwargs)
                 flat = [t for each in inputs for t in each], [p for op in own for p in op.parameters()]
                 x, *more = _Apply.apply(run, x, *flat[0], *flat[1])
             made += more
@@ -226,13 +226,14 @@ class OperationFuser:
             return ops
 
         both = fused(self.basic_ops, _BOTH) if _BOTH else self.basic_ops
-        ahead, back = (fused(both, own) if own else both for own in (_FORWARD, _BACKWARD))
+        forward_ops, backward_ops = (fused(both, own) if own else both for own in (_FORWARD, _BACKWARD))
         parts: list[tuple[list[Any], list[Any]]] = []
-        ahead, back = list(ahead), list(back)
-        while ahead:
-            first, last = [ahead.pop(0)], [back.pop(0)]
+        forward_ops, backward_ops = list(forward_ops), list(backward_ops)
+        while forward_ops:
+            first, last = [forward_ops.pop(0)], [backward_ops.pop(0)]
             while (size := _size(first)) != (other := _size(last)):
-                (first if size < other else last).append((ahead if size < other else back).pop(0))
+                shorter, rest = (first, forward_ops) if size < other else (last, backward_ops)
+                shorter.append(rest.pop(0))
             parts.append((first, last))
         return parts
 
@@ -269,10 +270,10 @@ class _Run:
     """A row of operations that say themselves what they do."""
 
     def __init__(
-        self, own: list[Any], ahead: list[Any], back: list[Any], words: list[dict[str, Any]]
+        self, own: list[Any], forward_ops: list[Any], backward_ops: list[Any], kwargs: list[dict[str, Any]]
     ) -> None:
-        self.own, self.ahead, self.back, self.words = own, ahead, back, words
-        for direction, ops in (("forward", ahead), ("backward", back)):
+        self.own, self.forward_ops, self.backward_ops, self.kwargs = own, forward_ops, backward_ops, kwargs
+        for direction, ops in (("forward", forward_ops), ("backward", backward_ops)):
             for op in ops:
                 if not _says(op, direction):
                     wanted = "fusions of both directions (register_forward_backward_fusion) over such"
@@ -285,7 +286,7 @@ class _Run:
         """(output, extra outputs)."""
         made: list[Tensor] = []
         start, rest = 0, iter(extras)
-        for op in self.ahead:
+        for op in self.forward_ops:
             stop = start + len(_basic(op))
             inputs = [tuple(next(rest) for _ in range(one.num_extra_inputs)) for one in self.own[start:stop]]
             x, more = op.fuser_forward(
@@ -294,7 +295,7 @@ class _Run:
                 basic_op_extra_inputs=inputs,
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
-                basic_op_kwargs=self.words[start:stop],
+                basic_op_kwargs=self.kwargs[start:stop],
             )
             made += [t for each in more for t in each]
             start = stop
@@ -308,7 +309,7 @@ class _Run:
         dparams: list[Any] = [None] * len(self.own)
         dextras: list[Any] = [None] * len(self.own)
         stop = len(self.own)
-        for op in reversed(self.back):
+        for op in reversed(self.backward_ops):
             start = stop - len(_basic(op))
             grad, params, inputs = op.fuser_backward(
                 self.contexts[start:stop], grad, basic_op_grad_extra_outputs=given[start:stop]
@@ -368,10 +369,10 @@ class Sequential(torch.nn.Sequential):
                     stop += 1
             given = extra_inputs[at : at + sum(wanted[start:stop])]
             if _fuses(modules[start]):
-                words: list[Any] = []
+                kwargs: list[Any] = []
                 for op, own in zip(modules[start:stop], options[start:stop], strict=True):
-                    words += [own] * len(_basic(op))
-                y = OperationFuser(modules[start:stop])(x, *given, basic_op_kwargs=words)
+                    kwargs += [own] * len(_basic(op))
+                y = OperationFuser(modules[start:stop])(x, *given, basic_op_kwargs=kwargs)
             else:
                 y = modules[start](x, *given, **(options[start] or {}))
             outputs = sum(getattr(module, "num_extra_outputs", 0) for module in modules[start:stop])

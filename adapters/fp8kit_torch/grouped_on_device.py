@@ -44,7 +44,7 @@ class GroupedOnDevice(GroupedWeights):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_wanted": None, "_taken": None}
 
-    def wants_sizes(self) -> str | None:
+    def needs_host_sizes(self) -> str | None:
         # by recipes that want sizes on the host
         coded = self._held is not None and self._held.quantizer is not None
         return "quantized_model_init with scales in FP8" if coded else None
@@ -137,7 +137,7 @@ class GroupedOnDevice(GroupedWeights):
         self, first: bool | None, weight: Tensor, fp8: Quantization
     ) -> dict[str, Tensor] | None:
         """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
-        recipe; else the first one's; in a checkpoint's later pass what the first pass took. None where
+        recipe; else the first one's; in a checkpoint's recompute pass what the first pass took. None where
         micro-batches share none."""
         idle, found = recompute.idle(), None
         kept = None if idle else recompute.recall(self)

@@ -181,7 +181,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             return
         if not recompute.idle():
             recompute.note()
-        if self._unrecorded and not recompute.later():  # which has the first pass's autocast
+        if self._unrecorded and not recompute.recomputing():  # which has the first pass's autocast
             self._want_autocast()
 
     def cache_key(self, fp8: Quantization) -> str:
@@ -448,8 +448,10 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         front, back = forward_slots(self.gemms), backward_slots(self.gemms)
         scales = slot_addresses(front, forward.scale, "scale")
-        late = slot_addresses(back, backward.scale, "scale")
-        binding = StateBinding(scales, backward_scales=late, held=(*forward.parts, *backward.parts))
+        backward_scales = slot_addresses(back, backward.scale, "scale")
+        binding = StateBinding(
+            scales, backward_scales=backward_scales, held=(*forward.parts, *backward.parts)
+        )
         if record:
             binding = binding._replace(
                 amaxes=slot_addresses(front, forward.amax_history, "amax"),

@@ -150,12 +150,12 @@ class OperandTensor(QuantizedTensor):
         """Make them again."""
         if {"w_q", "w_qt"} <= self._parts.keys():
             with torch.no_grad():
-                fresh = self._turned()
+                fresh = self._transposed()
                 for name in fresh.keys() & self._parts.keys():
                     self._parts[name].copy_(fresh[name])
             self._lag = lag_of(self._parts)
 
-    def _turned(self, back: bool = False) -> dict[str, Tensor]:
+    def _transposed(self, back: bool = False) -> dict[str, Tensor]:
         """The parts of the transposed matrix, of the codes: the same codes where tiles are squares, else
         their values cast along the other axis. ``back``: the other way round."""
         n, k = self._size
@@ -171,16 +171,16 @@ class OperandTensor(QuantizedTensor):
         if "w_scale_inv" in self._parts:
             return {other: codes}
         scales, tiles = self._parts[f"{own}_inv"], (-(-rows // tile[0]), -(-columns // tile[1]))
-        turned = scales.new_zeros(shapes[1])
-        turned[: tiles[1], : tiles[0]] = scales[: tiles[0], : tiles[1]].t()
-        return {other: codes, f"{other}_inv": turned}
+        transposed = scales.new_zeros(shapes[1])
+        transposed[: tiles[1], : tiles[0]] = scales[: tiles[0], : tiles[1]].t()
+        return {other: codes, f"{other}_inv": transposed}
 
     def _operands(self) -> dict[str, Tensor]:
         """Both orientations as products read them: what is held, and copies of what is not so."""
         self._notice()
         parts = dict(self._parts)
         if "w_q" not in parts:
-            parts |= self._turned(back=True)
+            parts |= self._transposed(back=True)
         known, wanted = self._padded
         if known is not self._how:
             wanted = self.product.shapes(*self._size, self._fp8.w)[0]
@@ -191,7 +191,7 @@ class OperandTensor(QuantizedTensor):
             parts["w_q"] = codes.new_zeros(wanted)
             parts["w_q"][:n, :k] = codes[:n, :k]
         if "w_qt" not in parts:
-            parts |= self._turned()
+            parts |= self._transposed()
         return parts
 
     def _parts_of(self, values: Tensor) -> Any:

@@ -2,8 +2,8 @@
 FP8 as it was.
 
 torch's own checkpoint does the work, in both of its variants. What it does not know is done here, for its own
-``checkpoint`` as for ours: each later pass runs under the autocast and policy of the first, quantises with
-the scales and the cached weights that the first pass found, and records no amaxes again. Torch's random state
+``checkpoint`` as for ours: each recompute pass runs under the autocast and policy of the first, quantises
+with the scales and the cached weights that the first pass found, and records no amaxes. Torch's random state
 gives dropout the same numbers.
 
 A layer that is called within a checkpointed function finds torch's note of what is to be called again
@@ -40,9 +40,9 @@ from fp8kit_torch.state import open_backward
 from fp8kit_torch.torch_compat import unseen
 
 
-class _Later(Pass):
-    """A later pass. ``backward``: number of the backward pass that it belongs to; ``hook``: torch's innermost
-    hook when it began."""
+class _RecomputePass(Pass):
+    """A recompute pass. ``backward``: number of the backward pass that it belongs to; ``hook``: torch's
+    innermost hook when it began."""
 
     def __init__(self, calls: list[Kept], backward: int) -> None:
         super().__init__(False, calls)
@@ -73,7 +73,7 @@ _by_hand, _kept_by_hand = _ByHand(), _Kept()
 
 
 class _LaterByHand(Pass):
-    """A program's own later pass."""
+    """A program's own recompute pass."""
 
     def __init__(self) -> None:
         super().__init__(False, [])
@@ -125,9 +125,9 @@ class _Recomputed:
             self.depth, self.state = len(stack), stack[-1][1] if stack else None
 
     def __call__(self, *args: Any) -> Any:
-        """A later pass."""
-        later = _Later(self.calls, open_backward() if self.backward is None else self.backward)
-        with resumed(self.state), policy_context(self.policy), _passes.within(later):
+        """A recompute pass."""
+        running = _RecomputePass(self.calls, open_backward() if self.backward is None else self.backward)
+        with resumed(self.state), policy_context(self.policy), _passes.within(running):
             return self.function(*args)
 
 
@@ -142,14 +142,13 @@ def _noted(holder: Any, name: str, reentrant: bool) -> _Recomputed:
 
 
 def _firsts() -> list[Any]:
-    """The checkpointed functions that run for the first time, within the later pass that runs, if one
+    """The checkpointed functions that run for the first time, within the recompute pass that runs, if one
     does."""
-    later = _passes.running
+    running = _passes.running
     own = torchs.contexts(_Recomputed.__call__.__code__)
     found: list[Any] = [_noted(ctx, "run_function", True) for ctx in own]
-    found += [
-        _noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)
-    ]
+    frames = torchs.frames(None if running is None else running.hook)
+    found += [_noted(frame, "recompute_fn", False) for frame in frames]
     return found if _by_hand.first is None else [*found, _by_hand.first]
 
 
@@ -172,30 +171,30 @@ def idle() -> bool:
 
 
 def note() -> None:
-    """What a layer calls that runs in high precision, unless all is ``idle``: so that it does in later passes
-    too, whatever autocast is around backward."""
+    """What a layer calls that runs in high precision, unless all is ``idle``: so that it does in recompute
+    passes too, whatever autocast is around backward."""
     _firsts()
 
 
 def first() -> bool:
     """Whether this call is a training step although gradients are disabled, as they are in the first pass of
     the reentrant variant."""
-    return any(again.reentrant for again in _firsts())
+    return any(checkpoint.reentrant for checkpoint in _firsts())
 
 
-def later() -> bool:
-    """Whether this is a later pass: what it computes, a first pass has computed before."""
+def recomputing() -> bool:
+    """Whether this is a recompute pass: what it computes, a first pass has computed before."""
     return _passes.running is not None
 
 
 def recall(owner: object) -> Kept | None:
     """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
-    later = _passes.running
-    if later is None:
+    running = _passes.running
+    if running is None:
         return None
-    kept: Kept = later.next(owner)
-    for again in _firsts():  # of a checkpoint within that one
-        again.calls.append(kept)
+    kept: Kept = running.next(owner)
+    for checkpoint in _firsts():  # of a checkpoint within that one
+        checkpoint.calls.append(kept)
     return kept
 
 
@@ -203,10 +202,10 @@ def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
     firsts = _firsts()
     if firsts:
-        with unseen():  # in later passes there is no such call
+        with unseen():  # in recompute passes there is no such call
             kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
-        for again in firsts:
-            again.calls.append(kept)
+        for checkpoint in firsts:
+            checkpoint.calls.append(kept)
 
 
 def backward_pass() -> int | None:
@@ -217,7 +216,7 @@ def backward_pass() -> int | None:
 
 
 def nowhere(slots: int, device: torch.device) -> Tensor:
-    """float32 (slots,) for amaxes of a later pass, which are not recorded again."""
+    """float32 (slots,) for amaxes of a recompute pass, which are not recorded again."""
     with unseen():
         return torch.zeros(slots, dtype=torch.float32, device=device)
 
@@ -250,7 +249,7 @@ def _opened(context: AbstractContextManager[Any]) -> Iterator[None]:
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)``:
-    the selection policy of the later passes is the one around the first pass. Without it, it is the one
+    the selection policy of the recompute passes is the one around the first pass. Without it, it is the one
     around the first layer; autocast, scales and amaxes are right either way.
 
     Returns the contexts of the first pass and of the later ones.

@@ -531,16 +531,16 @@ def _moves(
     """(Copies that fill a weight's parts, names of parts that are larger than what is copied into them)."""
     found, padded = [], []
     for name, part in parts.items():
-        turned = name.startswith("w_qt")
+        transposed = name.startswith("w_qt")
         if name in ("w_q", "w_qt"):
-            source = codes[:n].t() if turned else codes[:n]
+            source = codes[:n].t() if transposed else codes[:n]
             if part.data_ptr() == source.data_ptr():  # as they lie
                 continue
             if tuple(part.shape) != tuple(source.shape):
                 padded.append(name)
         else:
             grid = inverse.reshape(1) if name == "w_scale_inv" else inverse
-            source = grid.t() if turned else grid
+            source = grid.t() if transposed else grid
         found.append((source, part[tuple(map(slice, source.shape))]))
     return [(_place(source), _place(target)) for source, target in found], padded
 

@@ -44,13 +44,13 @@ class Copies:
         """Each rank copies its part into its own workspace, and the others' parts from theirs. ``arrived``
         is called after the copy of each other rank's, the following rank's first."""
         self._give_up()
-        rooms = self._rooms(source.nbytes)
-        rooms[self.rank].copy_(_bytes(source))
+        buffers = self._buffers(source.nbytes)
+        buffers[self.rank].copy_(_bytes(source))
         self._meet()
         parts = _bytes(target).chunk(self.size)
         for step in range(1, self.size):  # of different ranks at a time
             other = (self.rank + step) % self.size
-            parts[other].copy_(rooms[other])
+            parts[other].copy_(buffers[other])
             arrived(other)
         parts[self.rank].copy_(_bytes(source))
 
@@ -62,24 +62,24 @@ class Copies:
             if other not in self._sent:
                 self.send(source, other)
         self._sent.clear()
-        rooms, parts = self._rooms(source.nbytes), source.chunk(self.size)
+        buffers, parts = self._buffers(source.nbytes), source.chunk(self.size)
         self._meet()
-        own = rooms[self.rank].view(source.dtype).chunk(self.size)
+        own = buffers[self.rank].view(source.dtype).chunk(self.size)
         if self.size == 2:
             torch.add(parts[self.rank], own[1 - self.rank], out=target)
             return
         own[self.rank].copy_(parts[self.rank])
-        torch.sum(rooms[self.rank].view(source.dtype).view(self.size, -1), 0, out=target)
+        torch.sum(buffers[self.rank].view(source.dtype).view(self.size, -1), 0, out=target)
 
     def send(self, source: Tensor, other: int) -> None:
         """The part of ``reduce_scatter``, which comes next, that one other rank gets."""
         part = source.chunk(self.size)[other]
-        room = self._rooms(source.nbytes)[other].chunk(self.size)[self.rank]
-        room.copy_(_bytes(part))
+        buffer = self._buffers(source.nbytes)[other].chunk(self.size)[self.rank]
+        buffer.copy_(_bytes(part))
         self._sent.add(other)
 
     def fits(self, size: int) -> bool:
-        """Whether the workspace has room for so many bytes of a call."""
+        """Whether so many bytes of a call fit the workspace."""
         return size <= self._half
 
     def fit(self, size: int) -> None:
@@ -94,7 +94,7 @@ class Copies:
             self._sent.clear()
             self._meet()
 
-    def _rooms(self, size: int) -> list[Tensor]:
+    def _buffers(self, size: int) -> list[Tensor]:
         """Where this call's bytes are, of every rank."""
         if not self.fits(size):
             self.fit(size)
@@ -124,7 +124,7 @@ class Beside:
             return Workspace(buffers, lambda: kept[1].barrier(0, limit))
 
         self.copies = Copies(group.rank(), ranks, make)
-        # what waits for room among kernels goes first: it is short
+        # what waits for multiprocessors goes first: it is short
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
 

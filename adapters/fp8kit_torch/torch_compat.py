@@ -369,7 +369,7 @@ push_hooks: Callable[..., Any] = _required(torch._C._autograd, "_push_saved_tens
 forward_grad_enabled: Callable[[], bool] = _required(torch._C, "_is_fwd_grad_enabled")
 # A context in which a selective checkpoint's mode does not count calls.
 unseen: Any = _required(torch._C, "_DisableTorchDispatch")
-# The classes in which its hooks are made, for a first and for a later pass.
+# The classes in which its hooks are made, for a first and for a recompute pass.
 FIRST_PASS, LATER_PASS = (
     _required(checkpoint, name).__name__ + "." for name in ("_checkpoint_hook", "_recomputation_hook")
 )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8kit import inspection, layers
-from fp8kit.autocast import checking_finite, current, looks
+from fp8kit.autocast import checking_finite, current, finite_checks
 from fp8kit_torch import recompute
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.chains import Call, Pending, run_chain
@@ -36,7 +36,7 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
         if (
             self.is_compiling()
             or inspection.hooks.inspector is not None
-            or (looks.ever and checking_finite())
+            or (finite_checks.ever and checking_finite())
         ):
             return False
         state, modules = current(), self.__dict__[MODULES]

@@ -383,9 +383,9 @@ class FP8Layer(Layer):
         return None if known[2] is None else state._replace(recipe=known[2])
 
     def _watched(self, watch: Watch) -> Watch:
-        """Returns what this call shows: in a checkpoint's later pass no more than its backward, since the
+        """Returns what this call shows: in a checkpoint's recompute pass no more than its backward, since the
         first pass has shown the rest."""
-        return watch.only(forward=False) if self.recomputation.later() else watch
+        return watch.only(forward=False) if self.recomputation.recomputing() else watch
 
     def _shown(self, operands: Operands, watch: Watch) -> Operands:
         """Returns the operands of a call that shows something. What is held in FP8 has its values beside its

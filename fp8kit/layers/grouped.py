@@ -68,7 +68,7 @@ class GroupedLinearBase(FP8Layer):
                 found += [(FORWARD_SLOTS * i, x), (FORWARD_SLOTS * i + 1, inputs[f"{i}_weight0"])]
         return found
 
-    def wants_sizes(self) -> str | None:
+    def needs_host_sizes(self) -> str | None:
         """Returns the option that is on and that only a call with sizes on the host carries out, None where
         there is none."""
         return None
@@ -82,7 +82,7 @@ class GroupedLinearBase(FP8Layer):
         ``sizes_on_device`` says; else where they are on a GPU and nothing wants to know them."""
         if self.sizes_on_device is not None or not on_gpu:
             return bool(self.sizes_on_device)
-        why, own, state = self.wants_sizes(), None, self.autocast_in_force()
+        why, own, state = self.needs_host_sizes(), None, self.autocast_in_force()
         if state is not None and (state.enabled or state.calibrating):
             own = state.recipe.for_layer(self.layer_name, self.name or "")
         if why is None and own is not None and own.history is not None:

@@ -26,7 +26,7 @@ class Pass:
     them in the same order.
 
     A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the
-    calls too, or its later pass, which this one reads from.
+    calls too, or its recompute pass, which this one reads from.
     """
 
     first: bool
@@ -61,8 +61,8 @@ class Passes(threading.local):
         running = self.running
         return running is not None and running.first
 
-    def later(self) -> bool:
-        """Whether this is a later pass, or within one: what it computes, a first pass has computed before."""
+    def recomputing(self) -> bool:
+        """Whether this is a recompute pass, or within one: a first pass has computed the same before."""
         running = self.running
         while running is not None and running.first:
             running = running.above
@@ -82,7 +82,7 @@ class Passes(threading.local):
         return running.calls[-1]  # type: ignore[no-any-return]
 
     def keep(self, kept: Kept) -> None:
-        """Keep, in a first pass, what a call found, for its later passes."""
+        """Keep, in a first pass, what a call found, for its recompute passes."""
         running = self.running
         while running is not None:
             running.calls.append(kept)

@@ -136,7 +136,7 @@ class GroupedLinear(layers.GroupedLinearBase, Fp8Module):
         """All weights in FP8, as one: cast for a step's first micro-batch, or where there are none by this
         recipe; else the first one's."""
         key, held = ("as one", fp8), self._weights
-        if held is None or held.key != key or (first and not self.recomputation.later()):
+        if held is None or held.key != key or (first and not self.recomputation.recomputing()):
             sizes = self.num_gemms, self.in_features, self.out_features
             spec = spec_object("ExpertLinearSpec", *sizes, "oi", fp8)
             with no_grad():

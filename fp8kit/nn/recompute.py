@@ -26,7 +26,7 @@ from fp8kit.nests import mapped
 from fp8kit.nn import random
 
 _passes = Passes()
-first, later, recall = _passes.first, _passes.later, _passes.recall
+first, recomputing, recall = _passes.first, _passes.recomputing, _passes.recall
 
 
 def idle() -> bool:

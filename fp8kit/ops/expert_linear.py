@@ -105,8 +105,8 @@ def _check_supported(name: str, gemm: Gemm) -> None:
 class _Operand(NamedTuple):
     """An array that GEMMs multiply: the (``groups``) matrices (rows, columns) that it is, 0 for one that is
     no stack of them, the rule of its cast, and the ``sides`` that are wanted: "q", as it lies, and "qt", its
-    transpose, so that rows run along the contraction. ``of``: "x", "w" or "g". ``late``: the sides that
-    backward multiplies."""
+    transpose, so that rows run along the contraction. ``of``: "x", "w" or "g". ``for_backward``: the
+    sides that backward multiplies."""
 
     name: str
     of: str
@@ -115,7 +115,7 @@ class _Operand(NamedTuple):
     columns: int
     rule: Quantizer
     sides: tuple[str, ...]
-    late: tuple[str, ...]
+    for_backward: tuple[str, ...]
 
     @property
     def per_tensor(self) -> bool:
@@ -269,14 +269,14 @@ class _Casts(NamedTuple):
         """Returns what backward reads of x, and of the ``weight``."""
         made: dict[str, Meta] = {}
         for own in self.of(True, weight):
-            made |= own.codes(own.late)
+            made |= own.codes(own.for_backward)
         return made
 
-    def weight(self, late: bool = False) -> dict[str, Meta]:
-        """Returns the codes and scales of the weight; ``late``: those that backward reads."""
+    def weight(self, for_backward: bool = False) -> dict[str, Meta]:
+        """Returns the codes and scales of the weight; ``for_backward``: those that backward reads."""
         made: dict[str, Meta] = {}
         for own in self.operands.values():
-            made |= own.codes(own.late if late else own.sides) if own.of == "w" else {}
+            made |= own.codes(own.for_backward if for_backward else own.sides) if own.of == "w" else {}
         return made
 
     def run(
@@ -333,8 +333,8 @@ def _casts(spec: ExpertLinearSpec, rows: int, grads: Container[str]) -> _Casts:
             known = found.operands.get(of)
             name = of if known is None or known.rule == rule else f"{gemm}_{of}"
             before = found.operands.get(name) or _Operand(name, of, *shapes[of], rule, (), ())
-            late = before.late if gemm == "fprop" else (*before.late, side)
-            found.operands[name] = before._replace(sides=(*before.sides, side), late=late)
+            for_backward = before.for_backward if gemm == "fprop" else (*before.for_backward, side)
+            found.operands[name] = before._replace(sides=(*before.sides, side), for_backward=for_backward)
             names.append((name, side))
         a, b = names if oi or gemm != "wgrad" else names[::-1]
         found.gemms[gemm] = _Gemm(a, b, own.how is True)
@@ -376,7 +376,7 @@ class ExpertLinear(Operation):
         kept: tuple[str, ...] = ("group_sizes",) if grads else ()
         kept += ("weight",) if "x" in grads and "dgrad" not in casts.gemms else ()
         kept += ("x",) if "weight" in grads and "wgrad" not in casts.gemms else ()
-        kept += tuple(casts.weight(late=True)) if cached else ()
+        kept += tuple(casts.weight(for_backward=True)) if cached else ()
         y = Meta((*x.shape[:-1], spec.out_features), x.dtype)
         return Signature({"y": y}, casts.saved(not cached), kept, grads)
 

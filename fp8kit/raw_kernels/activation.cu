@@ -7,7 +7,7 @@
 // orientation, or both, with amax and column sums, in one pass.
 //
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8
-// columns of a tile: 16-byte reads, 8 neighbouring codes of q a write; the transposed codes are turned in
+// columns of a tile: 16-byte reads, 8 neighbouring codes of q a write; the transposed codes are transposed in
 // registers and pass through shared memory, so that q_t is written 64 bytes a row. Elements outside x are
 // read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3, e5m2,
 // none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations, or for their

@@ -62,7 +62,7 @@ move4(const u32* x, u32* y, i64 units, const __grid_constant__ Layout layout) {
 // 4 x 4 of them in registers, so that both sides are read and written in whole words.
 extern "C" __global__ void __launch_bounds__(256)
 turn1(const u8* x, u8* y, i64 rows, i64 columns, i64 x_step, i64 y_step) {
-  __shared__ u32 turned[64][17];
+  __shared__ u32 transposed[64][17];
   const i64 across = (columns + 63) / 64, row0 = blockIdx.x / across * 64, column0 = blockIdx.x % across * 64;
   const int inner = threadIdx.x & 15, outer = threadIdx.x >> 4;
   if (row0 + 4 * inner < rows && column0 + 4 * outer < columns) {
@@ -72,17 +72,17 @@ turn1(const u8* x, u8* y, i64 rows, i64 columns, i64 x_step, i64 y_step) {
       w[i] = *reinterpret_cast<const u32*>(x + (column0 + 4 * outer + i) * x_step + row0 + 4 * inner);
     const u32 low01 = __byte_perm(w[0], w[1], 0x5140), high01 = __byte_perm(w[0], w[1], 0x7362),
               low23 = __byte_perm(w[2], w[3], 0x5140), high23 = __byte_perm(w[2], w[3], 0x7362);
-    turned[4 * inner][outer] = __byte_perm(low01, low23, 0x5410);
-    turned[4 * inner + 1][outer] = __byte_perm(low01, low23, 0x7632);
-    turned[4 * inner + 2][outer] = __byte_perm(high01, high23, 0x5410);
-    turned[4 * inner + 3][outer] = __byte_perm(high01, high23, 0x7632);
+    transposed[4 * inner][outer] = __byte_perm(low01, low23, 0x5410);
+    transposed[4 * inner + 1][outer] = __byte_perm(low01, low23, 0x7632);
+    transposed[4 * inner + 2][outer] = __byte_perm(high01, high23, 0x5410);
+    transposed[4 * inner + 3][outer] = __byte_perm(high01, high23, 0x7632);
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 64; i += 16) {
     const i64 row = row0 + outer + i, column = column0 + 4 * inner;
     if (row < rows && column < columns)
-      *reinterpret_cast<u32*>(y + row * y_step + column) = turned[outer + i][inner];
+      *reinterpret_cast<u32*>(y + row * y_step + column) = transposed[outer + i][inner];
   }
 }
 

@@ -78,13 +78,13 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
     if (cast.q != nullptr)
       write_q<false>(cast.q, cast.q_stride, codes, row, column, cast.q_rows, cast.q_columns, wide_q);
     if (cast.q_t != nullptr) {
-      u32 turned[8];
-      transpose_codes(codes, turned);
+      u32 transposed[8];
+      transpose_codes(codes, transposed);
       const int left = (int)min64(cast.t_columns - row, 4);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         if (column + j < cast.t_rows)
-          write_codes<4>(cast.q_t + (column + j) * cast.t_stride + row, left, wide_t, {turned[j]});
+          write_codes<4>(cast.q_t + (column + j) * cast.t_stride + row, left, wide_t, {transposed[j]});
     }
   }
   block_amax(cast.amax, peak.amax(), maxima);

@@ -12,7 +12,7 @@ DEVICE void turn(float angle, float& cosine, float& sine) {
   sincospif((float)(2.0 * (turns - rint(turns))), &sine, &cosine);
 }
 
-// y = the first `rotated` features of x turned by the angles of the token's position, the others copied;
+// y = the first `rotated` features of x rotated by the angles of the token's position, the others copied;
 // `back` turns back. x's rows are (b, s), or (t) with the lengths' running sums and the starts of `batches`
 // sequences, where tokens of no sequence become 0; `tokens` is s or t; strides in elements. y may be x: one
 // thread reads and writes a pair. The grid is one-dimensional, a block a row: (pairs, heads).

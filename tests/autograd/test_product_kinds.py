@@ -30,7 +30,7 @@ X, WIDE = quantizer(), Quantizer(formats.E5M2)
 
 
 LINES = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te")
-TURNED = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32)
+ROTATED = Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32)
 REFUSED = {
     "dgrad.a.granularity: got mx_1x32, expected tensor, with a static": Quantization.of(
         X, X, Quantizer(formats.E4M3, "mx_1x32", scale_source="static", scale_rule="te")
@@ -103,8 +103,8 @@ def test_words_that_a_quantizer_does_not_know(name: str) -> None:
 def test_rotations_that_do_not_cancel() -> None:
     for other in (LINES, Quantizer(formats.E4M3, "mx_1x32", scale_rule="te", hadamard=32, signs="random")):
         with pytest.raises(RecipeError, match=r"Gemm: hadamard, signs: got .* so that they cancel"):
-            Gemm(TURNED, other)
-        Gemm(TURNED, other, compute="high_precision")
+            Gemm(ROTATED, other)
+        Gemm(ROTATED, other, compute="high_precision")
 
 
 def test_a_gemm_of_three_operands_is_named() -> None:
@@ -112,7 +112,7 @@ def test_a_gemm_of_three_operands_is_named() -> None:
         r"Gemm fprop \(a the input and b the weight\): hadamard, signs: got 32, .* for a and 0, 'plus' for b"
     )
     with pytest.raises(RecipeError, match=said):
-        Quantization.of(TURNED, LINES, LINES)
+        Quantization.of(ROTATED, LINES, LINES)
 
 
 def test_names_of_formats_and_of_fields() -> None:

@@ -205,9 +205,9 @@ def test_repr_prints_the_values(shape, dtype, device):
     precision = 4 if "16" in dtype else 8
     text = np.array2string(host, separator=", ", prefix="fp8kit.Tensor(", precision=precision)
     assert repr(made) == f"fp8kit.Tensor({text}, shape={shape}, {dtype}, {made.device})"
-    turned = fk.Tensor(made.view.transpose(*reversed(range(len(shape)))))
+    transposed = fk.Tensor(made.view.transpose(*reversed(range(len(shape)))))
     text = np.array2string(host.T, separator=", ", prefix="fp8kit.Tensor(", precision=precision)
-    assert repr(turned).startswith(f"fp8kit.Tensor({text}, shape=")
+    assert repr(transposed).startswith(f"fp8kit.Tensor({text}, shape=")
     with captured.capture():
         assert repr(made).startswith("fp8kit.Tensor(..., shape=")
     if dtype != "int64":

@@ -118,7 +118,7 @@ def test_the_heuristic_is_told_the_limits() -> None:
     assert search(Library([], {})).proposed() == []
 
 
-def test_relatives_have_other_options_or_are_turned() -> None:
+def test_relatives_have_other_options_or_are_transposed() -> None:
     proposed = [algorithm(20, 3, 1)]
     every = [algorithm(tile, cluster, option) for tile, cluster in ((20, 3), (30, 5)) for option in range(4)]
     library = Library(proposed, dict.fromkeys(every, 1000))

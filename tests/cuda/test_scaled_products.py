@@ -149,14 +149,14 @@ def way(a: Any, b: Any) -> tuple[str, str]:
 @pytest.mark.usefixtures("blackwell")
 def test_when_the_product_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(0, 32, 96)
-    mx, nv, turned = (fk.quantize(x, **how) for how in (MX, NVFP4, {**MX, "along": 0}))
-    for a in (mx, nv, turned.T):
+    mx, nv, transposed = (fk.quantize(x, **how) for how in (MX, NVFP4, {**MX, "along": 0}))
+    for a in (mx, nv, transposed.T):
         assert way(a, a.T) == ("block_gemm", "this chip's tensor cores take their scales")
     for a, b, why in (
         (mx, nv.T, "E2M1 by NVFP4's of 16"),
         (fk.quantize(x, E5M2, **MX), fk.quantize(x, E5M2, **MX).T, "not E5M2 twice"),
         (fk.quantize(x, E2M1, **MX), fk.quantize(x, E2M1, **MX).T, "E4M3 and E5M2"),
-        (turned, turned.T, "along a contraction of a multiple of 32"),
+        (transposed, transposed.T, "along a contraction of a multiple of 32"),
         (*(fk.quantize(x[:, :48], **NVFP4), fk.quantize(x[:, :48], **NVFP4).T), "a multiple of 32"),
     ):
         kernel, said = way(a, b)

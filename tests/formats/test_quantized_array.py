@@ -99,12 +99,12 @@ def test_four_over_six(scaling, rule):
         q.data, codec.encode(x * _spread(scale.reshape(down, across), x.shape, tile), E2M1)
     )
     assert "16x16" in scaling or 0 < fours.mean() < 1
-    turned = fk.quantize(np.ascontiguousarray(x), scaling=scaling, scale_rule=rule, along=0)
+    transposed = fk.quantize(np.ascontiguousarray(x), scaling=scaling, scale_rule=rule, along=0)
     if "16x16" in scaling:
-        np.testing.assert_array_equal(turned.data, q.data)
+        np.testing.assert_array_equal(transposed.data, q.data)
     else:
         lying = fk.quantize(np.ascontiguousarray(x.T), scaling=scaling, scale_rule=rule)
-        np.testing.assert_array_equal(turned.data, lying.data.T)
+        np.testing.assert_array_equal(transposed.data, lying.data.T)
     for more in ({"hadamard": 16}, {"rounding": "stochastic", "rng": (1, 2)}, {"format": E4M3}):
         with pytest.raises(FormatError, match="expected E2M1, to nearest, without a rotation"):
             fk.quantize(x, scaling=scaling, scale_rule=rule, **more)
@@ -142,12 +142,12 @@ def test_along_the_first_dimension_is_the_transposed_matrix(scaling, dtype):
     x[:, 0], x[3, 4], x[5, 6], x[:, 7] = 0, np.nan, np.inf, 2.0**-133
     for rule in (None, "te") if scaling.startswith("mx") else (None,):
         for more in ({}, {"rounding": "stochastic", "rng": (1, 2)}):
-            turned = fk.quantize(np.ascontiguousarray(x.T), scaling=scaling, scale_rule=rule, **more)
+            transposed = fk.quantize(np.ascontiguousarray(x.T), scaling=scaling, scale_rule=rule, **more)
             q = fk.quantize(x, scaling=scaling, along=0, scale_rule=rule, **more)
-            np.testing.assert_array_equal(q.scale_inv, turned.scale_inv.T)
+            np.testing.assert_array_equal(q.scale_inv, transposed.scale_inv.T)
             if not more:  # a word belongs to a place in the matrix as it lies
-                np.testing.assert_array_equal(q.data, turned.data.T)
-            down, up = (codec.decode(t.data, q.format) for t in (turned.T, q))
+                np.testing.assert_array_equal(q.data, transposed.data.T)
+            down, up = (codec.decode(t.data, q.format) for t in (transposed.T, q))
             assert (np.sign(down) * np.sign(up) >= 0)[np.isfinite(down)].all()
 
 
@@ -279,11 +279,11 @@ def test_blocks_along_the_first_dimension_reach_the_block_scaled_product(monkeyp
 
     a = fk.quantize(x, scaling="block_1x128")
     b = fk.quantize(y, scaling="block_1x128", along=0)
-    turned = fk.quantize(y.T, scaling="block_1x128")
-    want = a @ turned.T
+    transposed = fk.quantize(y.T, scaling="block_1x128")
+    want = a @ transposed.T
     monkeypatch.setattr(fk.backends.dispatch, "kernels", lambda device: Spy())
     np.testing.assert_array_equal(a @ b, want)
-    np.testing.assert_array_equal(b.T @ a.T, (turned @ a.T))
+    np.testing.assert_array_equal(b.T @ a.T, (transposed @ a.T))
     assert "block_gemm" in taken
     assert "gemm" not in taken
     rows = fk.quantize(x, scaling="row"), fk.quantize(y, scaling="row", along=0)
@@ -332,8 +332,8 @@ def test_packing():
     more = {"scale_codes": q.scale_codes, "tensor_scale_inv": q.tensor_scale_inv}
     again = fk.QuantizedArray.from_packed(packed, None, E2M1, "nvfp4_1x16", **more)
     np.testing.assert_array_equal(again.dequantize(), q.dequantize())
-    turned = fk.quantize(_x(8, 6), E2M1)
-    np.testing.assert_array_equal(packing.unpack(turned.T.packed()), turned.data.T)
+    transposed = fk.quantize(_x(8, 6), E2M1)
+    np.testing.assert_array_equal(packing.unpack(transposed.T.packed()), transposed.data.T)
     there = fk.quantize(torch.from_numpy(x), E2M1).packed()
     assert isinstance(there, torch.Tensor)
     np.testing.assert_array_equal(np.asarray(there), fk.quantize(x, E2M1).packed())

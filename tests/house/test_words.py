@@ -128,7 +128,8 @@ def test_documents_use_the_names_of_the_field():
 
 # what has no other meaning in this code, as a word or as a part of a name
 RETIRED_IN_CODE = re.compile(
-    r"(?i)(?<![a-z])(?:doors?|storeys?|rehears\w*|spoil\w*|carv(?:e|es|ed|ing)|wirings?|tickets?)(?![a-z])"
+    r"(?i)(?<![a-z])(?:doors?|storeys?|rooms|rehears\w*|spoil\w*|carv(?:e|es|ed|ing)|wirings?|tickets?"
+    r"|turned(?! out))(?![a-z])"
 )
 
 

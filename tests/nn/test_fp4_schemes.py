@@ -29,7 +29,7 @@ def sylvester(n):
     return h
 
 
-def turned(x, n, kind="plus"):
+def transposed(x, n, kind="plus"):
     """x in float64, every n neighbours of its rows rotated, and the way back."""
     turn = rotation(x.shape[1], n, kind)
     return x @ turn, lambda y: y @ turn.T
@@ -71,7 +71,7 @@ def test_quartet_is_its_algorithm():
     that the layer multiplied."""
     x, w, g = data()
     found = recipe_check.check(NAMED["quartet"].recipe, x, w, g, device=CPU, seed=SEED)
-    (x_h, _), (w_h, _) = turned(x.astype(np.float64), 32), turned(w.astype(np.float64), 32)
+    (x_h, _), (w_h, _) = transposed(x.astype(np.float64), 32), transposed(w.astype(np.float64), 32)
     (x_q, mask_x), (w_q, mask_w) = quest(x_h), quest(w_h)
     assert 0.02 < 1 - mask_x.mean() < 0.3
     for own, name in ((x_q, "x"), (w_q, "w")):
@@ -168,7 +168,7 @@ def test_eden_restores_the_length_and_is_unbiased():
     for _ in range(count):
         flips = random.choice([-1.0, 1.0], 128).astype(np.float32)
         _, values = eden(x * flips, random.integers(0, 2**32, (1, 8), dtype=np.uint32))
-        total += (turned(np.eye(128), 128)[1](values) * flips)[0]
+        total += (transposed(np.eye(128), 128)[1](values) * flips)[0]
     apart = total / count - x[0]
     one = 0.11 * np.sqrt(np.mean(x**2))  # the deviation of one cast of a coordinate, from A2's 20 dB
     assert np.sqrt(np.mean(apart**2)) < 1.5 * one / np.sqrt(count) * np.sqrt(1 + 2 / 128), apart

@@ -72,8 +72,8 @@ def test_rotated_rows_and_tensors(granularity: str, monkeypatch: pytest.MonkeyPa
     kernels, stored = dispatch.kernels(CPU), []
     rotate = kernels.rotate
     monkeypatch.setattr(kernels, "rotate", lambda x, out, *how: stored.append(out) or rotate(x, out, *how))
-    turned = Quantizer(E4M3, granularity, hadamard=16, signs="te")
-    found = step(recipe.DataRecipe(Quantization(Gemm(ROWS, ROWS), Gemm(ROWS, ROWS), Gemm(turned, turned))))
+    rotated = Quantizer(E4M3, granularity, hadamard=16, signs="te")
+    found = step(recipe.DataRecipe(Quantization(Gemm(ROWS, ROWS), Gemm(ROWS, ROWS), Gemm(rotated, rotated))))
 
     def cast(a: Any) -> Any:
         values = blocks.hadamard(np.ascontiguousarray(a.T), 16, "te")

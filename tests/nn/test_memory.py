@@ -90,7 +90,7 @@ def layer_of(kind, device, **options):
 
 
 def steps(layer, recipe, device):
-    """Bits of the output and of all gradients, of two steps with two walks each through the same graph: four
+    """Bits of the output and of all gradients, of two steps with two passes each through the same graph: four
     lists."""
     found = []
     for seed in range(2):
@@ -137,7 +137,7 @@ def test_streamed_buffers_change_no_bit(device, recipe, kind, options, monkeypat
     monkeypatch.setattr(Buffers, "__missing__", poisoned)
     found = steps(layer_of(kind, device, **options), recipe, device)
     assert found == want
-    if recipe != "delayed":  # its scales of gradients have been updated between the walks
+    if recipe != "delayed":  # its scales of gradients have been updated between the passes
         assert found[0] == found[1]
         assert found[2] == found[3]
 
@@ -194,7 +194,7 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
         made = apply(weight_cast, spec, {"weight0": values.detach()})
         return {operand + name[1:]: one for name, one in made.items() if name != "w_amax"}
 
-    def walks(own, **options):
+    def passes(own, **options):
         spec = LinearSpec(ProductSpec(48, (80,), bias="none", fp8=fp8, **options))
         found = []
         ys = [apply(linear, spec, {"x": x, "weight0": w, **own})["y"] for _ in range(2)]
@@ -205,7 +205,7 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
         return found
 
     with fk.deterministic():
-        want = walks({})
+        want = passes({})
         assert want[0] == want[1] == want[2]
         codes = cast(x, "x") | cast(w, "w")
         before = {name: one.numpy().tobytes() for name, one in codes.items()}
@@ -219,7 +219,7 @@ def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
             assert all(view is not None for view in kept.values())
 
         monkeypatch.setattr(type(linear), "backward", keeping)
-        assert walks(codes, input_cached=True, weight_cached=True) == want
+        assert passes(codes, input_cached=True, weight_cached=True) == want
     assert {name: one.numpy().tobytes() for name, one in codes.items()} == before
 
 

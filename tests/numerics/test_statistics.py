@@ -183,27 +183,27 @@ def quantised(x, own, along):
     """(x as it is cast, its codes, their scale_invs, element by element) of a quantizer, by ``fk.quantize``;
     for scales of lines with rules of their own, by the codec; for those that only recipes have, by the CPU
     engine's cast, whose bits its contract holds."""
-    turned = x.astype(np.float32)
+    transposed = x.astype(np.float32)
     if own.hadamard:
-        lying = turned if along else turned.T
+        lying = transposed if along else transposed.T
         lying = blocks.hadamard(lying, own.hadamard, own.signs)
-        turned = np.ascontiguousarray(lying if along else lying.T)
+        transposed = np.ascontiguousarray(lying if along else lying.T)
     if own.granularity in ("tensor", "row"):
         axes = None if own.granularity == "tensor" else along
-        amax = np.maximum(np.abs(turned).max(axes, keepdims=True), np.float32(own.epsilon))
+        amax = np.maximum(np.abs(transposed).max(axes, keepdims=True), np.float32(own.epsilon))
         scale = np.float32(own.static_scale) if own.static else np.float32(own.format.max) / amax
         if own.power_2:
             scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))).astype(np.float32)
-        codes = codec.encode(turned * scale, own.format)
-        return turned, codes, np.broadcast_to(np.float32(1) / scale, x.shape)
+        codes = codec.encode(transposed * scale, own.format)
+        return transposed, codes, np.broadcast_to(np.float32(1) / scale, x.shape)
     if own.granularity == "moss_1x32" or own.scale_rule == "gauss":
-        return (turned, *cast_by_the_engine(turned, own, along))
+        return (transposed, *cast_by_the_engine(transposed, own, along))
     q = fk.quantize(
-        turned, own.format, scaling=own.granularity, scale_rule=own.scale_rule, along=-1 if along else 0
+        transposed, own.format, scaling=own.granularity, scale_rule=own.scale_rule, along=-1 if along else 0
     )
     rows, columns = own.tile if along else own.tile[::-1]
     each = np.repeat(np.repeat(np.asarray(q.scale_inv), rows, 0), columns, 1)[: len(x), : x.shape[1]]
-    return turned, np.asarray(q.data), each
+    return transposed, np.asarray(q.data), each
 
 
 def cast_by_the_engine(x, own, along):
@@ -221,8 +221,8 @@ def cast_by_the_engine(x, own, along):
 
 def cast_oracle(x, own, along):
     """The definitions of A16's statistics, on these codes."""
-    turned, codes, inverse = quantised(x, own, along)
-    v, units = turned.astype(np.float64), codec.decode(codes, own.format)
+    transposed, codes, inverse = quantised(x, own, along)
+    v, units = transposed.astype(np.float64), codec.decode(codes, own.format)
     made = (units.astype(np.float32) * inverse).astype(np.float64)
     live = inverse != 0
     errors = ((v - made) ** 2).sum()
@@ -345,13 +345,13 @@ def test_quartet_2_is_corrected_over_what_was_rotated_together(device):
     k, rng = dispatch.kernels(CPU), arrays.as_view(np.zeros(2, np.int64))
     for name, along in zip(names, (1, 0), strict=True):
         own: Quantizer = NAMED["quartet_2"].recipe.quantization.dgrad.a
-        turned, made = (arrays.empty(x.shape, float32, CPU) for _ in range(2))
+        transposed, made = (arrays.empty(x.shape, float32, CPU) for _ in range(2))
         amax, whole = (arrays.empty((1,), float32, CPU) for _ in range(2))
         amax.numpy()[...] = 0
-        k.rotate(arrays.as_view(x), turned, amax, own.hadamard, own.signs, along, rng, 0)
+        k.rotate(arrays.as_view(x), transposed, amax, own.hadamard, own.signs, along, rng, 0)
         how = own, along, 0, rng, None, 0
         k.cast_blocks(arrays.as_view(x), None, None, None, made, amax, whole, *how)
-        errors = turned.numpy() - made.numpy().astype(np.float64) * whole.numpy()
+        errors = transposed.numpy() - made.numpy().astype(np.float64) * whole.numpy()
         assert found[name] == pytest.approx((errors**2).mean(), rel=1e-5)
         assert found[name] == pytest.approx(9.8e-3, rel=0.02)
 
@@ -436,8 +436,8 @@ def test_a_transposed_weight():
     """JAX's kernels lie as (in, out)."""
     w = wide_values(8, 64, 96)
     for name in ("mxfp8_mse", "mxfp8_mse_columnwise", "block_mse", "nvfp4_scales_columnwise"):
-        turned = request([name], Operand("weight", transposed=True))
-        got = values(turned, collect(np.ascontiguousarray(w.T), turned).numpy())
+        transposed = request([name], Operand("weight", transposed=True))
+        got = values(transposed, collect(np.ascontiguousarray(w.T), transposed).numpy())
         assert got == tensor_statistics(w, [name], tensor="weight")
 
 

@@ -6,7 +6,7 @@ import gc
 import sys
 
 from fp8kit import arrays
-from fp8kit.autocast import looks
+from fp8kit.autocast import finite_checks
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import Kernels
 
@@ -14,7 +14,7 @@ from fp8kit.backends.protocol import Kernels
 def _idle(step, monkeypatch):
     """Run a step, and let kernels do nothing from then on but put their names into the list that is
     returned."""
-    monkeypatch.setattr(looks, "ever", False)  # as in a process without tests of check_finite
+    monkeypatch.setattr(finite_checks, "ever", False)  # as in a process without tests of check_finite
     for _ in range(3):
         step()
     kernels, launched = dispatch.kernels(arrays.CPU), []

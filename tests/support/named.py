@@ -28,7 +28,7 @@ def _values_for(name: str, *gemms: str) -> recipe.DataRecipe:
 
 
 _X, _G, _ROW = Quantizer(formats.E4M3), Quantizer(formats.E5M2), Quantizer(formats.E4M3, "row")
-_TURNED = {"hadamard": 32, "signs": "random"}
+_ROTATED = {"hadamard": 32, "signs": "random"}
 
 
 def _data(name: str, *gemms: Any) -> recipe.DataRecipe:
@@ -52,9 +52,9 @@ _LEVERS = (
     _data(
         "rows, rotated and random",
         Gemm(replace(_ROW, hadamard=128), replace(_ROW, hadamard=128)),
-        *[Gemm(replace(_ROW, stochastic_bits=5, **_TURNED), replace(_ROW, **_TURNED))] * 2,
+        *[Gemm(replace(_ROW, stochastic_bits=5, **_ROTATED), replace(_ROW, **_ROTATED))] * 2,
     ),
-    _data("rows of E2M1", *[replace(_ROW, format=formats.E2M1, stochastic_bits=16, **_TURNED)] * 3),
+    _data("rows of E2M1", *[replace(_ROW, format=formats.E2M1, stochastic_bits=16, **_ROTATED)] * 3),
     _data("fixed scales", _fixed(_X, 8.0), _fixed(_X, 32.0), _fixed(_G, 3000.0)),
     _data("fixed scales, random bits", _fixed(_X, 8.0), _X, _fixed(replace(_G, stochastic_bits=32), 3e3)),
 )

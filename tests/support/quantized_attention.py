@@ -119,11 +119,11 @@ class Transcribed:
             if getattr(how, of)
         }
 
-        def turned(x: Array, of: str, back: bool = False) -> Array:
+        def rotated(x: Array, of: str, back: bool = False) -> Array:
             turn = turns.get(of)
             return x if turn is None else (x.astype(np.float64) @ (turn.T if back else turn)).astype(F)
 
-        q, k, v = turned(q, "rotation"), turned(k, "rotation"), turned(v, "rotation_v")
+        q, k, v = rotated(q, "rotation"), rotated(k, "rotation"), rotated(v, "rotation_v")
 
         def words(own: Quantizer, draw: int, shape: tuple[int, ...], padded: int) -> Array | None:
             if not own.stochastic_bits:
@@ -154,15 +154,15 @@ class Transcribed:
         e = np.exp(scores - top)
         total = e.sum(-1, keepdims=True)
         self.p = rounded(e, how.p, how.p.static_scale, 1)
-        self.o = turned((self.p @ repeated(made(v, "v", 0))) / total, "rotation_v", back=True)
+        self.o = rotated((self.p @ repeated(made(v, "v", 0))) / total, "rotation_v", back=True)
         if how.o is not None:
             self.o = rounded(self.o, how.o, current_scale(self.o, how.o), _FIRST["o"])
         if do is None:
             return
         p = np.exp(scores - (top + np.log(total)))
-        do = turned(do, "rotation_v")
+        do = rotated(do, "rotation_v")
         upstream = made(do, "do", 1)
-        delta = (upstream * turned(self.o, "rotation_v")).sum(-1, keepdims=True)
+        delta = (upstream * rotated(self.o, "rotation_v")).sum(-1, keepdims=True)
         ds = F(scale) * p * (upstream @ repeated(made(v, "v", 1)).swapaxes(2, 3) - delta)
         ds = rounded(ds, how.ds, current_scale(ds, how.ds), 3)
         weights = rounded(p, how.p, how.p.static_scale, 2)
@@ -174,5 +174,5 @@ class Transcribed:
             first = (_FIRST[name] for name in ("dq", "dk", "dv"))
             parts = zip((dq, dk, dv), by, first, strict=True)
             dq, dk, dv = (rounded(x, how.dqkv, scale, draw) for x, scale, draw in parts)
-        dq, dk = (turned(x, "rotation", back=True) for x in (dq, dk))
-        self.grads = {"q": dq, "k": dk, "v": turned(dv, "rotation_v", back=True)}
+        dq, dk = (rotated(x, "rotation", back=True) for x in (dq, dk))
+        self.grads = {"q": dq, "k": dk, "v": rotated(dv, "rotation_v", back=True)}

@@ -72,8 +72,8 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """The codes of the transposed matrix, uint8 (K, N) of (N, K); ``out``: where they are written."""
-    turned = input.reshape(-1, input.shape[-1]).t().contiguous()
-    return turned if out is None else out.copy_(turned)
+    transposed = input.reshape(-1, input.shape[-1]).t().contiguous()
+    return transposed if out is None else out.copy_(transposed)
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -186,11 +186,11 @@ def _rows_copied(op: str, source: Tensor, to: Tensor, have: Sequence[int], want:
         got = f"{len(source)} and {len(to)} rows"
         raise ShapeError(op, "input, output", got, f"{sum(have)} and {sum(want)}")
     start = at = 0
-    for own, room in zip(have, want, strict=True):
-        count = min(own, room)
+    for own, length in zip(have, want, strict=True):
+        count = min(own, length)
         to[at : at + count] = source[start : start + count]
-        to[at + count : at + room] = 0
-        start, at = start + own, at + room
+        to[at + count : at + length] = 0
+        start, at = start + own, at + length
 
 
 @torch.no_grad()

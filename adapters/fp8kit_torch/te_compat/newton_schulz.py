@@ -152,14 +152,14 @@ def newton_schulz_tp(
 @torch.no_grad()
 def _iterate(x: Tensor, ranks: Collectives | None, steps: Sequence[CoeffT]) -> None:
     """The steps in place; ``ranks``: that have parts of the columns."""
-    turned = ranks is None and x.shape[0] > x.shape[1]  # the same polynomial of the smaller X^T X
-    work = x.mT.contiguous() if turned else x
+    transposed = ranks is None and x.shape[0] > x.shape[1]  # the same polynomial of the smaller X^T X
+    work = x.mT.contiguous() if transposed else x
     for a, b, c in steps:
         gram = work @ work.mT
         if ranks is not None:
             gram = AllReduce(ranks)(gram)
         work = torch.addmm(work, torch.addmm(gram, gram, gram, beta=b, alpha=c), work, beta=a)
-    x.copy_(work.mT if turned else work)
+    x.copy_(work.mT if transposed else work)
 
 
 def _steps(num_iterations: int, coefficients: Sequence[CoeffT] | None) -> Sequence[CoeffT]:

@@ -265,8 +265,8 @@ def _rope(g: Graph, spec: Any) -> dict[str, Any]:
             angles = op.Transpose(angles, perm=[1, 0, 2])
         angles = op.Unsqueeze(angles, g.ints(2))  # (s, b, 1, r) or (b, s, 1, r)
         part = piece if apart else op.Reshape(piece, g.ints(0, 0, heads, dim))
-        turned = _rotated(g, part, angles, int(size), dim, spec.interleaved)
-        made.append(turned if apart else op.Reshape(turned, g.ints(0, 0, heads * dim)))
+        rotated = _rotated(g, part, angles, int(size), dim, spec.interleaved)
+        made.append(rotated if apart else op.Reshape(rotated, g.ints(0, 0, heads * dim)))
     return {"y": g.like(made[0] if len(made) == 1 else op.Concat(*made, axis=-1))}
 
 

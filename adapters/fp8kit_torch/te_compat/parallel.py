@@ -194,14 +194,14 @@ def is_graph_safe_rng_state(state: Any) -> bool:
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this runs within a checkpointed function, in its first or a later pass, with FP8 on."""
+    """Whether this runs within a checkpointed function, in its first or a recompute pass, with FP8 on."""
     state = current()
     return state is not None and state.enabled and not recompute.idle()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether this runs in a later pass of a checkpointed function."""
-    return recompute.later()
+    """Whether this runs in a recompute pass of a checkpointed function."""
+    return recompute.recomputing()
 
 
 def use_reentrant_activation_recompute() -> bool:

@@ -17,7 +17,7 @@ class activation_recompute_forward(ContextDecorator):
     * ``recompute_phase``: False around the first pass, in which layers record amaxes although gradients are
       disabled, and keep their scales and cached weights; True around the later one, which takes each layer's
       in the order of its calls, and records no amaxes. AutogradError where a layer has none left. Leave no
-      later pass out, or the next takes what was kept for it: ``FP8GlobalStateManager.reset`` drops that.
+      recompute pass out, or the next takes what was kept for it: ``FP8GlobalStateManager.reset`` drops that.
 
     ``checkpoint``, torch's and ours, needs none of this. Source: Transformer Engine.
     """
@@ -41,7 +41,7 @@ class activation_recompute_forward(ContextDecorator):
 
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a first and of a later pass, for ``torch.utils.checkpoint.checkpoint(...,
+    """The contexts of a first and of a recompute pass, for ``torch.utils.checkpoint.checkpoint(...,
     use_reentrant=False, context_fn=get_activation_recompute_contexts)``."""
     return recompute.checkpoint_contexts()
 

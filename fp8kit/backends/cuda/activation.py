@@ -218,8 +218,8 @@ def _spans(dy: ArrayView, rows: int, cast: Cast | None) -> list[tuple[int, int, 
     found: list[tuple[int, int, Cast | None]] = []
     for start, stop in ((first, rows), (0, first)):
         codes = q.slice(0, start, stop - start)
-        turned = None if q_t is None else q_t.slice(1, start, stop - start)
-        own = Cast(cast.format, codes, turned, cast.scale, cast.scale_inv, cast.amax, cast.rule)
+        transposed = None if q_t is None else q_t.slice(1, start, stop - start)
+        own = Cast(cast.format, codes, transposed, cast.scale, cast.scale_inv, cast.amax, cast.rule)
         found.append((start, stop, own))
     return found
 

@@ -86,10 +86,10 @@ def _plan(
     epilogue: str,
     act: str,
     halves: int,
-    wants_product: bool,
+    writes_product: bool,
 ) -> Planned:
-    """``n``: columns of the product; ``halves``: in which a tile has some of each; ``wants_product``: whether
-    it is written too."""
+    """``n``: columns of the product; ``halves``: in which a tile has some of each; ``writes_product``:
+    whether it is written too."""
     want_hopper(index, a_stride, b_stride, k)
     left, right, out = types
     wanted = {"ACT": act, "EPILOGUE": epilogue, "LEFT": left, "PROMOTE": str(promote), "RIGHT": right}
@@ -108,7 +108,7 @@ def _plan(
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
         lines,
         NONE[1],
-        result_map((m, n), out_stride, out, scales, "none", at, True) if wants_product else NONE[1],
+        result_map((m, n), out_stride, out, scales, "none", at, True) if writes_product else NONE[1],
     )
     kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
     turns = in_turn(promote, "none", at, epilogue)

@@ -133,12 +133,12 @@ def brief_statistics(
 ) -> None:
     """See ``backends.protocol``. BackendError for a missing workspace."""
     space, grid = _space("brief_statistics", workspace), _grid(x.size)
-    wants = _DEEP * deep + _MOMENTS * (counts is not None) + _CODES * (codes is not None)
+    flags = _DEEP * deep + _MOMENTS * (counts is not None) + _CODES * (codes is not None)
     epsilon, power_2 = (0.0, 0) if rule is None else (rule.epsilon, int(rule.power_2))
     ends = (0.0, 0.0, 0.0) if format is None else (format.max, *codec.code_ends(format))
     source = address(scale), address(amax if rule is not None else None)
-    arguments = (x.ptr, space, *source, *_flat(x), wants, power_2, epsilon, *ends)
+    arguments = (x.ptr, space, *source, *_flat(x), flags, power_2, epsilon, *ends)
     launch.launch(kernel("statistics_brief.cu", "brief_parts", x), grid, _THREADS, arguments, stream)
     made = address(counts), address(moments), address(codes), address(scale_inv)
     total = kernel("statistics_brief.cu", "brief_total", x)
-    launch.launch(total, 1, 32 * _KINDS, (space, *made, grid, x.size, wants), stream)
+    launch.launch(total, 1, 32 * _KINDS, (space, *made, grid, x.size, flags), stream)

@@ -81,7 +81,7 @@ _COPY = {
     **product("{dtype.name}-5d", _same(*HIGH_PRECISION, uint8), shape=(2, 3, 4, 5, 6), axes=(3, 0, 2, 1, 4)),
     # bytes that change places, in whole words and not: tiles of 64 x 64, and what is left over
     **product(
-        "uint8-{size}-turned",
+        "uint8-{size}-transposed",
         {
             "dtype": (uint8,),
             "to": (uint8,),

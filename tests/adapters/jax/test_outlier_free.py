@@ -61,9 +61,9 @@ def test_the_function_is_the_native_layer(recipe, kind, device):
 def test_kernels_the_other_way_round(recipe):
     """By channel s multiplies the rows of a kernel (F, H): the same values, sums in another order."""
     x, kernels = draw(0, (32, K)), (draw(1, (K, 2, F), scale=0.2), draw(2, (F, K), scale=0.2))
-    turned = np.ascontiguousarray(kernels[0].transpose(1, 2, 0)), np.ascontiguousarray(kernels[1].T)
+    transposed = np.ascontiguousarray(kernels[0].transpose(1, 2, 0)), np.ascontiguousarray(kernels[1].T)
     found = []
-    for given, layout in ((kernels, "io"), (turned, "oi")):
+    for given, layout in ((kernels, "io"), (transposed, "oi")):
         sets = (fj.create_set(RECIPES[recipe]) if RECIPES[recipe] else fj.noop_quantizer_set,) * 2
 
         def total(given, layout=layout, sets=sets):
@@ -80,10 +80,10 @@ def test_kernels_the_other_way_round(recipe):
             return (y**2).sum()
 
         found.append(jax.jit(jax.value_and_grad(total))(given))
-    (value, grads), (want, turned_grads) = found
+    (value, grads), (want, transposed_grads) = found
     assert relative_error(np.asarray(value), np.asarray(want)) < 1e-5
-    assert relative_error(np.asarray(grads[0]).transpose(1, 2, 0), np.asarray(turned_grads[0])) < 1e-5
-    assert relative_error(np.asarray(grads[1]).T, np.asarray(turned_grads[1])) < 1e-5
+    assert relative_error(np.asarray(grads[0]).transpose(1, 2, 0), np.asarray(transposed_grads[0])) < 1e-5
+    assert relative_error(np.asarray(grads[1]).T, np.asarray(transposed_grads[1])) < 1e-5
 
 
 @combinations(

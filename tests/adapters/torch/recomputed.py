@@ -52,9 +52,9 @@ class Net(torch.nn.Module):
         return once if first is not None else self.how(self.block, once.tanh(), first)
 
 
-def steps(place, recipe, where, how, micro=False, walks=1, count=3):
+def steps(place, recipe, where, how, micro=False, passes=1, count=3):
     """What ``count`` steps give: outputs, gradients, FP8 state. ``micro``: two micro-batches a step, with
-    cached weights; ``walks``: how often backward goes through each graph."""
+    cached weights; ``passes``: how often backward goes through each graph."""
     torch.manual_seed(0)
     net = Net(place, RECIPES[recipe], where, how)
     out = []
@@ -65,8 +65,8 @@ def steps(place, recipe, where, how, micro=False, walks=1, count=3):
             with autocast(enabled=where in ("around", "mixed") and recipe != "plain", recipe=RECIPES[recipe]):
                 y = net(x, first)
             loss = y.square().sum()
-            for walk in range(walks):
-                loss.backward(retain_graph=walk + 1 < walks)
+            for done in range(passes):
+                loss.backward(retain_graph=done + 1 < passes)
             out += [y, x.grad.clone()]
         out += [p.grad.clone() for p in net.parameters()]
         out += [

@@ -140,10 +140,10 @@ def test_what_others_hold_is_not_overwritten(device, kind, monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda tensor: tensor):
             return layer(x)
 
-    want = steps(layer_of(kind, device), "current", device, walks=(False,))
+    want = steps(layer_of(kind, device), "current", device, passes=(False,))
     assert any(lent)
     lent.clear()
-    found = steps(layer_of(kind, device), "current", device, walks=(True,))
+    found = steps(layer_of(kind, device), "current", device, passes=(True,))
     assert found == want
     assert not any(lent)
     held.tensors.clear()
@@ -166,9 +166,9 @@ def layer_of(kind, device, **options):
     return getattr(ft, kind)(device=device, **(KINDS[kind] | options))
 
 
-def steps(layer, recipe, device, call=None, walks=(True, False)):
-    """Bits of the output and of all gradients, a list for each walk of two steps; ``walks``: whether each one
-    keeps the graph."""
+def steps(layer, recipe, device, call=None, passes=(True, False)):
+    """Bits of the output and of all gradients, a list for each backward pass of two steps; ``passes``:
+    whether each one keeps the graph."""
     found = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -176,7 +176,7 @@ def steps(layer, recipe, device, call=None, walks=(True, False)):
         with scope(ft, RECIPES[recipe]):
             y = layer(x) if call is None else call(layer, x)
         dy = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
-        for keep in walks:
+        for keep in passes:
             x.grad = None
             layer.zero_grad()
             y.backward(dy, retain_graph=keep)
@@ -202,7 +202,7 @@ def test_streamed_buffers_change_no_bit(device, recipe, case, stream):
     stream()
     found = steps(layer_of(kind, device, **options), recipe, device)
     assert found == want
-    if recipe != "delayed":  # its scales of gradients have been updated between the walks
+    if recipe != "delayed":  # its scales of gradients have been updated between the passes
         assert found[0] == found[1]
         assert found[2] == found[3]
 

@@ -247,7 +247,7 @@ def test_elements_that_share_memory_are_refused(device):
 
 
 def test_adam_in_any_memory_layout(device):
-    """Turned parameters, moments and gradients are updated where they lie."""
+    """Transposed parameters, moments and gradients are updated where they lie."""
     plain = [some(device, seed=i) for i in range(4)]
     for squares in plain[3]:
         squares.abs_()

@@ -39,7 +39,7 @@ def test_same_bits(place, recipe, where, how):
 
 @combinations({"how": [other, nested], "recipe": list(RECIPES)})
 def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
-    same_all(steps(place, recipe, "around", how, walks=2), steps(place, recipe, "around", None, walks=2))
+    same_all(steps(place, recipe, "around", how, passes=2), steps(place, recipe, "around", None, passes=2))
 
 
 @pytest.mark.parametrize("how", [reentrant, other])

@@ -116,9 +116,9 @@ def test_nvfp4_lies_in_memory_as_transformer_engine_has_it(host):
 
 def test_weights_of_nvfp4_have_the_same_values_in_both_orientations(w):
     held = te.NVFP4Quantizer(with_2d_quantization=True)(w)
-    turned = held.detach()
-    turned.update_usage(rowwise_usage=False)
-    assert torch.equal(turned.dequantize(), held.dequantize())
+    columnwise = held.detach()
+    columnwise.update_usage(rowwise_usage=False)
+    assert torch.equal(columnwise.dequantize(), held.dequantize())
 
 
 def test_rotated_columns_decode_to_the_values(w):

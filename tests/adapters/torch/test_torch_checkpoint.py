@@ -204,8 +204,8 @@ def test_a_selective_one(place, where):
 @pytest.mark.parametrize("how", ["other", "contexts", "other-in-other"])
 def test_a_retained_graph_is_recomputed_each_time(place, how):
     same_all(
-        steps(place, "delayed", "inside", HOWS[how], walks=2),
-        plainly(place, "delayed", "inside", None, walks=2),
+        steps(place, "delayed", "inside", HOWS[how], passes=2),
+        plainly(place, "delayed", "inside", None, passes=2),
     )
 
 
