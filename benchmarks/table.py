@@ -19,7 +19,7 @@ from fp8kit.models.plots import figure
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/results/h200"
 # newest first: each part is the first one's
-RESULTS = ("host.json", "own.json", "layer.json", "inspect.json")
+RESULTS = ("host.json", "own.json", "layer.json", "shapes.json")
 RANKS = ROOT / "benchmarks/results/h100x2/ranks.json"  # of two GPUs, another machine's
 PICTURE = ROOT / "docs/img/layers.png"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
@@ -65,7 +65,6 @@ LONG = (
     "skeleton",
 )
 COLOURS = {"PyTorch": "#8c8c8c", "Transformer": "#3c8d5a", "fp8kit": "#3b6ea8"}
-OTHERS = ("shapes", "attention", "model")  # parts whose targets README shows
 MEMORY = (
     EAGER,
     "fp8kit native bf16",
@@ -107,19 +106,9 @@ def by_size(report: Report, names: Mapping[str, str], what: str, key: str = "gpu
     return _table([what, *(size.replace("layer", "hidden") for size in sizes)], rows)
 
 
-def others(report: Report) -> str:
-    """README's rows of other work than a layer of one size, where the run has figures of it."""
-    rows = [
-        [row["what"], targets.shown(row["value"], row["unit"])]
-        for row in targets.evaluate(report)
-        if row["part"] in OTHERS and "value" in row
-    ]
-    return f"\n{_table(['other work, in the same run', 'measured'], rows)}" if rows else ""
-
-
 def short(report: Report) -> str:
-    """README's tables."""
-    return by_size(report, SHORT, "forward + backward, ms") + others(report)
+    """README's table."""
+    return by_size(report, SHORT, "forward + backward, ms")
 
 
 def long(report: Report) -> str:

@@ -372,11 +372,6 @@ def test_the_tables_show_the_run():
     assert "| first step, warm kernel cache | 2.00 s | 3 | 1.5 | must |" in made
     readme = table.short(run).splitlines()
     assert "| fp8kit.nn FP8, CUDA graph |  |  | 0.90 |  |" in readme
-    assert "| Hugging Face Llama, whole step, converted / bf16 eager | 0.620 |" in readme
-    assert len(readme) - readme.index("| other work, in the same run | measured |") == 2 + 5
-    for part in table.OTHERS:
-        del run.parts[part]
-    assert "other work" not in table.short(run)
 
 
 def test_a_row_for_each_contender_that_was_measured():
@@ -393,7 +388,7 @@ def test_a_row_for_each_contender_that_was_measured():
     assert "| Transformer Engine FP8 |  | 2.00 |  |  |" in made
     assert "| fp8kit_torch FP8, CUDA graph | wrong |  |  |  |" in made
     assert "| fp8kit_jax FP8, jax.jit | 9.00 |  |  |  |" in made
-    assert made.index("") - 2 <= 8
+    assert len(made) - 2 <= 8
     shown = table.bars(run)
     assert shown["layer 2048"]["Transformer Engine FP8"] == 2.0
     assert "fp8kit_torch FP8, CUDA graph" not in shown["layer 4096"]
