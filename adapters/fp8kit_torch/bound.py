@@ -298,7 +298,20 @@ _INSTEAD = {
     "torch.func.grad": "y.backward(), or torch.autograd.grad",
     "torch.func.jvp": "reverse mode: y.backward(), or torch.autograd.grad",
     "torch.autograd.forward_ad": "reverse mode: y.backward(), or torch.autograd.grad",
+    "torch.func": "a call outside of it",
 }
+
+
+def _instead(transform: str) -> str:
+    return next(text for start, text in _INSTEAD.items() if transform.startswith(start))
+
+
+def want_no_running_transform(layer: str) -> None:
+    """UnsupportedError within a transform of torch.func: what a layer makes there and keeps, such as the
+    state of delayed scaling, would be the transform's."""
+    transform = torch_compat.running_transform()
+    if transform:
+        raise UnsupportedError(layer, "inp", f"a call within {transform}", _instead(transform))
 
 
 def want_no_transform(
@@ -309,7 +322,7 @@ def want_no_transform(
     for name, tensor in zip(names, tensors, strict=False):
         transform = "" if tensor is None else torch_compat.transform_of(tensor)
         if transform:
-            wanted = instead or next(text for start, text in _INSTEAD.items() if transform.startswith(start))
+            wanted = instead or _instead(transform)
             argument = operation.argument(name, names)
             raise UnsupportedError(operation.name, argument, f"a tensor of {transform}", wanted)
 

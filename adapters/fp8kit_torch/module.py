@@ -30,7 +30,7 @@ from fp8kit.scaling import FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit_torch import recompute, torch_checkpoint, torch_compat
 from fp8kit_torch.arguments import autocast_dtype, has_foreign_code, is_there, not_compiled, want_parameters
 from fp8kit_torch.autocast import history_text, keeps_weights, needs_rng, recipe_key, touch_traced
-from fp8kit_torch.bound import TensorMeta, validate
+from fp8kit_torch.bound import TensorMeta, validate, want_no_running_transform
 from fp8kit_torch.calibration import row_of
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
@@ -410,7 +410,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
     def bind_state(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> StateBinding:
         """The operation's binding to the state of delayed scaling. A pass that records amaxes marks the state
         for its update. A recomputed pass does not: it reads the scales of the first one (``kept``), and its
-        amaxes go nowhere."""
+        amaxes go nowhere. UnsupportedError within a transform of torch.func."""
+        if torch_compat.transforming():
+            want_no_running_transform(type(self).__name__)
         known, states = self._binding, self.fp8_meta
         if (
             known is None

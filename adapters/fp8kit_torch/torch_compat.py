@@ -87,6 +87,18 @@ unwrap: Callable[[torch.Tensor], torch.Tensor] = getattr(
 _functorch: Any = getattr(torch._C, "_functorch", None)
 _REVERSE = "torch.func.grad, vjp or jacrev"
 _FORWARD = "torch.func.jvp or jacfwd"
+_TRANSFORMS = {
+    "Vmap": "torch.vmap",
+    "Functionalize": "torch.func.functionalize",
+    "Grad": _REVERSE,
+    "Jvp": _FORWARD,
+}
+
+
+def running_transform() -> str:
+    """What the innermost transform of torch.func is called that runs on this thread; "" where none does."""
+    top = _functorch.peek_interpreter_stack() if transforming() else None
+    return "" if top is None else _TRANSFORMS.get(top.key().name, "torch.func")
 
 
 def transform_of(tensor: torch.Tensor) -> str:
@@ -101,8 +113,7 @@ def transform_of(tensor: torch.Tensor) -> str:
     if is_a("functionaltensor"):
         return "torch.func.functionalize"
     if is_a("gradtrackingtensor"):
-        top = getattr(_functorch, "peek_interpreter_stack", lambda: None)()
-        return _FORWARD if top is not None and top.key().name == "Jvp" else _REVERSE
+        return running_transform() or _REVERSE
     return "torch.autograd.forward_ad" if forward_ad.unpack_dual(tensor).tangent is not None else ""
 
 

@@ -235,16 +235,14 @@ class FP8Layer(Layer):
     def check_options(self, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
         """ArgumentError for options of ``forward`` that are no flags, UnsupportedError for what this frontend
         does not have."""
-        if is_first_microbatch is None and fp8_output is fp8_grad is False and not self.splits_weights:
+        if is_first_microbatch is None and fp8_output is fp8_grad is False:
             return  # as in most calls
         want_plain(self.layer_name, is_first_microbatch, fp8_output, fp8_grad)
-        if self.splits_weights:
-            self.check_split(fp8_output, fp8_grad)
         if fp8_output or fp8_grad:
             self.check_supported({"fp8_output": fp8_output, "fp8_grad": fp8_grad})
 
     def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
-        """UnsupportedError if a layer whose weights ranks share cannot make this call."""
+        """ArgumentError or UnsupportedError if a layer whose weights ranks share cannot make this call."""
         raise NotImplementedError
 
     def run(
@@ -259,6 +257,8 @@ class FP8Layer(Layer):
         """Run the layer's operation on ``inputs`` (x and parameters), as the autocast says, and return its
         outputs by name. ``bias``: of the last product; ``fp8_output``, ``fp8_grad``: y, and the gradient of
         x, in FP8 where FP8 is on (see ``Linear``); ``options``: further fields of the spec."""
+        if self.splits_weights:
+            self.check_split(fp8_output, fp8_grad)
         first = is_first_microbatch
         if first is not None and not isinstance(first, bool):
             raise ArgumentError(
@@ -311,6 +311,8 @@ class FP8Layer(Layer):
     def check_run(self, inputs: dict[str, Any], bias: str, **options: Any) -> None:
         """Raise what ``run`` would raise for ``inputs``, of which some may be ``stand_in``, and run nothing:
         what a layer of several asks of the later ones before the first one runs."""
+        if self.splits_weights:
+            self.check_split(False, False)
         state, fp8, delayed = current(), None, False
         if state is not None and state.recipe.by_layer:
             state = self.own_state(state)

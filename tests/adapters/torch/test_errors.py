@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from itertools import product
 
 import fp8kit_torch as ft
 import pytest
@@ -237,6 +238,40 @@ def test_transforms_of_functions_are_named(name, what):
         transform(run, torch.randn(4, 16))
 
 
+DELAYED = {
+    "Linear": lambda: ft.Linear(16, 16, device="cpu"),
+    "LayerNormMLP": lambda: ft.LayerNormMLP(16, 32, device="cpu"),
+    "TransformerLayer": lambda: ft.TransformerLayer(
+        16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+    ),
+    "converted": lambda: ft.convert(torch.nn.Sequential(torch.nn.Linear(16, 16))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*product(["Linear"], TRANSFORMS), *product([*DELAYED][1:], ["grad", "functionalize"])]
+)
+def test_a_transform_leaves_the_state_of_delayed_scaling_alone(name, kind, used):
+    """Made within one it would be the transform's, of no use afterwards."""
+    layer, x = DELAYED[kind](), torch.randn(4, 16) if kind != "TransformerLayer" else torch.randn(4, 2, 16)
+    transform, called, helps = TRANSFORMS[name]
+
+    def run(x):
+        with ft.autocast(recipe=ft.recipe.DelayedScaling()):
+            return layer(x)
+
+    if used:
+        run(x).sum().backward()
+    with pytest.raises(UnsupportedError, match=f"(within|a tensor of) torch.*{called}, expected .*{helps}"):
+        transform(run, x)
+    y = run(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
 def test_several_gradients_at_once_are_refused():
     x = torch.randn(4, 16, requires_grad=True)
     y = ft.Linear(16, 16, device="cpu")(x)
@@ -446,3 +481,26 @@ def test_a_packed_batch_without_tokens_has_0_for_its_longest_sequence():
     assert y.shape == (0, H * D)
     with pytest.raises(ArgumentError, match=r"cu_seqlens_q: got \[0, 5\], expected sequences of at most 1"):
         call([0, 5])
+
+
+SPLIT = {
+    "TransformerLayer": lambda kind: kind.TransformerLayer(
+        16, 32, 2, set_parallel_mode=True, tp_size=2, device="cpu"
+    ),
+    "MultiheadAttention": lambda kind: kind.MultiheadAttention(
+        16, 2, set_parallel_mode=True, tp_size=2, device="cpu"
+    ),
+    "LayerNormMLP": lambda kind: kind.LayerNormMLP(16, 32, set_parallel_mode=True, tp_size=2, device="cpu"),
+    "Linear": lambda kind: kind.Linear(16, 16, parallel_mode="column", tp_size=2, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["high", "fp8"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_layer_of_ranks_wants_their_group(name, enabled):
+    """Without it would compute its own rank's part alone."""
+    x = torch.randn(4, 2, 16)
+    for kind, given, autocast in ((ft, x, ft.autocast), (fk.nn, fk.tensor(x.numpy()), fk.autocast)):
+        layer = SPLIT[name](kind)
+        with autocast(enabled=enabled), pytest.raises(ArgumentError, match="tp_group: missing.*of 2 ranks"):
+            layer(given)
