@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp8kit.errors import UnsupportedError
+from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.execution.codec import decode
 from fp8kit.layers.fp8_layer import FP8Layer
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
@@ -133,8 +133,7 @@ class StatefulModule(FP8Layer, ParameterModule):
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).
         CheckpointError where it does not fit, with nothing changed."""
-        parts = any_extra_state(state, len(self.gemms))
-        checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
+        parts, checked = self._checked_state(state)
         device = next(iter(self.weight_inputs().values())).device
         device = torch.device("cpu") if device.type == "meta" else device
         states = {
@@ -143,6 +142,10 @@ class StatefulModule(FP8Layer, ParameterModule):
         }
         self.fp8_meta = Meta(states, self.fp8_meta.beside)
         self._forget()
+
+    def _checked_state(self, state: Tensor) -> tuple[dict[str, Tensor], Any]:
+        parts = any_extra_state(state, len(self.gemms))
+        return parts, check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
 
     def _load_from_state_dict(
         self,
@@ -154,11 +157,17 @@ class StatefulModule(FP8Layer, ParameterModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        key = f"{prefix}_extra_state"
+        if key in state_dict:  # before a weight is changed
+            try:
+                self._checked_state(state_dict[key])
+            except CheckpointError as error:
+                raise error.renamed("load_state_dict", key) from None
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if f"{prefix}_extra_state" in missing_keys:  # weights of a model that was never in FP8
-            missing_keys.remove(f"{prefix}_extra_state")
+        if key in missing_keys:  # weights of a model that was never in FP8
+            missing_keys.remove(key)
         self._weights = None
 
 

@@ -502,5 +502,5 @@ def test_a_layer_of_ranks_wants_their_group(name, enabled):
     x = torch.randn(4, 2, 16)
     for kind, given, autocast in ((ft, x, ft.autocast), (fk.nn, fk.tensor(x.numpy()), fk.autocast)):
         layer = SPLIT[name](kind)
-        with autocast(enabled=enabled), pytest.raises(ArgumentError, match="tp_group: missing.*of 2 ranks"):
+        with autocast(enabled=enabled), pytest.raises(ArgumentError, match=r"tp_group: missing.*of 2 ranks"):
             layer(given)

@@ -401,3 +401,18 @@ def test_a_state_may_start_in_inference_mode(device):
     with ft.autocast(recipe=DelayedScaling(amax_history_len=7)):
         ours(torch.ones(4, WIDTH, device=device))
     assert ours.fp8_meta["scaling_fwd"].amax_history.shape == (7, 6)
+
+
+@pytest.mark.parametrize("wrong", ["another layer's", "garbage"])
+def test_a_state_that_does_not_fit_is_named_by_its_key_and_changes_nothing(wrong):
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(ft.Linear(16, 16, device="cpu")), ft.LayerNormMLP(16, 32, device="cpu")
+    )
+    with ft.autocast(recipe=DelayedScaling()):
+        model(torch.randn(16, 16)).sum().backward()
+    saved, before = model.state_dict(), model[0][0].weight.detach().clone()
+    state = saved["1._extra_state"] if wrong == "another layer's" else torch.zeros(9, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"^load_state_dict: 0\.0\._extra_state: "):
+        model.load_state_dict(saved | {"0.0._extra_state": state, "0.0.weight": before + 1})
+    assert torch.equal(model[0][0].weight, before)
+    model.load_state_dict(saved)
