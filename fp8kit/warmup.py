@@ -88,6 +88,7 @@ def warmup(
     """
     from fp8kit import arrays, formats, nn, scaled_products
     from fp8kit.arguments import choice, integer
+    from fp8kit.autocast import WANTED
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ALL
     from fp8kit.errors import FormatError, RecipeError, ShapeError
@@ -109,7 +110,7 @@ def warmup(
     choice("warmup", "activation", activation, ALL, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
-        raise RecipeError("warmup", "recipe", repr(recipe), "a Recipe or None")
+        raise RecipeError("warmup", "recipe", repr(recipe), WANTED)
     tell = say or (lambda line: None)
 
     def compiled(arch: str) -> Warmup:

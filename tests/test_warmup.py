@@ -178,7 +178,7 @@ def test_draws_no_random_number_and_leaves_no_scales():
         ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_80, "),
         ({"threads": 0}, "threads: got 0"),
         ({"dtype": "uint8"}, "dtype: got uint8"),
-        ({"recipe": "delayed"}, "expected a Recipe or None"),
+        ({"recipe": "delayed"}, "expected a Recipe, such as"),
         ({"activation": "tanh"}, "activation"),
         (
             {"hidden": 10, "heads": 3, "device": "cpu"},

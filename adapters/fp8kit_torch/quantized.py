@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import flag, named_well
+from fp8kit.autocast import WANTED
 from fp8kit.errors import RecipeError, UnsupportedError, on_behalf_of
 from fp8kit.ops.product_emulated import EmulatedProduct
 from fp8kit.ops.products import product_class
@@ -112,8 +113,7 @@ def quantized_model_init(
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        wanted = "a Recipe, such as recipe.DelayedScaling(), or None"
-        raise RecipeError("quantized_model_init", "recipe", repr(recipe), wanted)
+        raise RecipeError("quantized_model_init", "recipe", repr(recipe), WANTED)
     if enabled and recipe.by_layer:
         wanted = "a recipe that is the same for all layers"
         raise UnsupportedError("quantized_model_init", "recipe", recipe.short_name(), wanted)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.autocast import WANTED
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax import layers as functions
@@ -52,7 +53,7 @@ def make_dot_general_cls(recipe: Recipe | None = None) -> Any:
     product with a kernel is computed by ``recipe``; None is as the autocast in force says. RecipeError if it
     is not a recipe."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError("make_dot_general_cls", "recipe", repr(recipe), "a Recipe or None")
+        raise RecipeError("make_dot_general_cls", "recipe", repr(recipe), WANTED)
 
     return partial(DotGeneral, recipe)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.autocast import WANTED
 from fp8kit.errors import RecipeError, ShapeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax import functional, grouped
@@ -127,7 +128,7 @@ class Softmax(nn.Module):
 
 def _want_recipe(operation: str, recipe: Any) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(operation, "quantization_recipe", repr(recipe), "a Recipe or None")
+        raise RecipeError(operation, "quantization_recipe", repr(recipe), WANTED)
 
 
 __all__ = [
