@@ -72,7 +72,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
     many = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
-    maker = "" if spec.packed else "attention_mask, of which a layer makes it, or "
+    maker = "" if spec.packed else "a layer's attention_mask, or "
     with_mask, with_bias = f"with mask {spec.mask!r}", f"with bias {spec.bias!r}"
     padded = f"{with_mask}, qkv_format {spec.qkv_format!r}"
     sums = _Extra(spec.padded, (formats.int32,), [(batch + 1,)], padded, maker=maker)

@@ -237,7 +237,7 @@ WRONG = {
         {"mask": "padding"},
         {},
         ShapeError,
-        "cu_seqlens_q: missing, expected attention_mask, of which a layer makes it, or int32 ",
+        "cu_seqlens_q: missing, expected a layer's attention_mask, or int32 ",
     ),
     "lengths_unheard": ({}, {"cu_seqlens_q": meta(4, dtype="int32")}, ShapeError, "cu_seqlens_q"),
     "lengths_int64": (
