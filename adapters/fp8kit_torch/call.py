@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8kit.autocast import checking_finite, finite_checks
 from fp8kit.backends.dispatch import kernels
-from fp8kit.errors import on_behalf_of
+from fp8kit.errors import UnsupportedError, on_behalf_of
 from fp8kit.execution.codec import decode
 from fp8kit.execution.refusals import want_call
 from fp8kit.spec import Operation
@@ -28,7 +28,14 @@ from fp8kit_torch.library import trace
 from fp8kit_torch.main_grad import MainGrads, StackedMainGrads
 from fp8kit_torch.once import once
 from fp8kit_torch.state import NO_STATE, StateBinding, finish_backward
-from fp8kit_torch.torch_compat import alike, applier, calls_backward, held_alone
+from fp8kit_torch.torch_compat import (
+    alike,
+    applier,
+    calls_backward,
+    dispatch_modes,
+    held_alone,
+    traced_by_make_fx,
+)
 from fp8kit_torch.views import dtype_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -106,6 +113,9 @@ def run(
     if finite_checks.ever and checking_finite():
         look = Look(op.operation.name, dict(zip(op.inputs, tensors, strict=False)))
     tensors, inputs = addresses(op, tensors)
+    if dispatch_modes() and traced_by_make_fx():
+        got, wanted = "a call that make_fx traces, which sees a constant", "torch.compile, or a call outside"
+        raise UnsupportedError(op.operation.name, next(iter(op.inputs)), got, wanted)
     outputs, held = op.call(inputs, state)
     results: Any = outputs
     if op.needs:

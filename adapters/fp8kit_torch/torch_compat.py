@@ -79,6 +79,8 @@ increment_version: Callable[[list[torch.Tensor]], None] = getattr(
 DelayedError: Callable[..., Any] = _required(torch._C._functions, "DelayedError")
 # Whether torch.func transforms run on this thread.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+# How many modes of torch's see each call below autograd: those of make_fx, of FakeTensors, of counters.
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 # A tensor that such a transform left behind: what it wraps.
 unwrap: Callable[[torch.Tensor], torch.Tensor] = getattr(
     getattr(torch._C, "_functorch", None), "unwrap_if_dead", lambda tensor: tensor
@@ -99,6 +101,13 @@ def running_transform() -> str:
     """What the innermost transform of torch.func is called that runs on this thread; "" where none does."""
     top = _functorch.peek_interpreter_stack() if transforming() else None
     return "" if top is None else _TRANSFORMS.get(top.key().name, "torch.func")
+
+
+def traced_by_make_fx() -> bool:
+    """Whether ``make_fx`` traces what runs on this thread, by torch's operations alone."""
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor.get_proxy_mode() is not None
 
 
 def transform_of(tensor: torch.Tensor) -> str:

@@ -14,6 +14,7 @@ from fp8kit_torch.bound import TorchOp
 from fp8kit_torch.parameters import default_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8kit as fk
 from fp8kit.arrays import Device
@@ -504,3 +505,17 @@ def test_a_layer_of_ranks_wants_their_group(name, enabled):
         layer = SPLIT[name](kind)
         with autocast(enabled=enabled), pytest.raises(ArgumentError, match=r"tp_group: missing.*of 2 ranks"):
             layer(given)
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
+def test_make_fx_is_refused(recipe):
+    """It sees torch's own operations alone: its graph would hold this call's result as a constant."""
+    layer = ft.Linear(16, 16, device="cpu")
+
+    def run(x):
+        with ft.autocast(enabled=recipe is not None, recipe=recipe):
+            return layer(x)
+
+    with pytest.raises(UnsupportedError, match=r"x: got a call that make_fx traces.*expected torch\.compile"):
+        make_fx(run)(torch.randn(4, 16))
+    assert run(torch.randn(4, 16)).isfinite().all()
