@@ -179,7 +179,7 @@ def note() -> None:
 def first() -> bool:
     """Whether this call is a training step although gradients are disabled, as they are in the first pass of
     the reentrant variant."""
-    return any(checkpoint.reentrant for checkpoint in _firsts())
+    return any(noted.reentrant for noted in _firsts())
 
 
 def recomputing() -> bool:
@@ -193,8 +193,8 @@ def recall(owner: object) -> Kept | None:
     if running is None:
         return None
     kept: Kept = running.next(owner)
-    for checkpoint in _firsts():  # of a checkpoint within that one
-        checkpoint.calls.append(kept)
+    for noted in _firsts():  # of a checkpoint within that one
+        noted.calls.append(kept)
     return kept
 
 
@@ -204,8 +204,8 @@ def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     if firsts:
         with unseen():  # in recompute passes there is no such call
             kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
-        for checkpoint in firsts:
-            checkpoint.calls.append(kept)
+        for noted in firsts:
+            noted.calls.append(kept)
 
 
 def backward_pass() -> int | None:

@@ -99,7 +99,7 @@ _TRANSFORMS = {
 
 def running_transform() -> str:
     """What the innermost transform of torch.func is called that runs on this thread; "" where none does."""
-    top = _functorch.peek_interpreter_stack() if transforming() else None
+    top = getattr(_functorch, "peek_interpreter_stack", lambda: None)() if transforming() else None
     return "" if top is None else _TRANSFORMS.get(top.key().name, "torch.func")
 
 
