@@ -87,6 +87,10 @@ def prepare(
     before, which is mostly what it gives again. Raises what ``apply`` raises; ``run`` then refuses nothing
     more."""
     names, tensors = tuple(inputs), [*inputs.values()]
+    if dispatch_modes() and traced_by_make_fx():
+        want_no_transform(operation, names, tensors)
+        got, wanted = "a call that make_fx traces, which sees a constant", "torch.compile, or a call outside"
+        raise UnsupportedError(operation.name, operation.argument(names[0], names), got, wanted)
     asked = torch.is_grad_enabled(), names, scales
     same = last is not None and last.spec is spec and last.asked == asked
     if last is not None and same and last.fits(*tensors) and last.kernels is kernels(last.device):
@@ -113,9 +117,6 @@ def run(
     if finite_checks.ever and checking_finite():
         look = Look(op.operation.name, dict(zip(op.inputs, tensors, strict=False)))
     tensors, inputs = addresses(op, tensors)
-    if dispatch_modes() and traced_by_make_fx():
-        got, wanted = "a call that make_fx traces, which sees a constant", "torch.compile, or a call outside"
-        raise UnsupportedError(op.operation.name, next(iter(op.inputs)), got, wanted)
     outputs, held = op.call(inputs, state)
     results: Any = outputs
     if op.needs:

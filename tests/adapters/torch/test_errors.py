@@ -516,6 +516,8 @@ def test_make_fx_is_refused(recipe):
         with ft.autocast(enabled=recipe is not None, recipe=recipe):
             return layer(x)
 
-    with pytest.raises(UnsupportedError, match=r"x: got a call that make_fx traces.*expected torch\.compile"):
+    before, wanted = layer.get_extra_state(), r"^Linear: inp: got a call that make_fx.*expected torch\.compile"
+    with pytest.raises(UnsupportedError, match=wanted):
         make_fx(run)(torch.randn(4, 16))
+    assert torch.equal(layer.get_extra_state(), before)
     assert run(torch.randn(4, 16)).isfinite().all()
