@@ -516,7 +516,8 @@ def test_make_fx_is_refused(recipe):
         with ft.autocast(enabled=recipe is not None, recipe=recipe):
             return layer(x)
 
-    before, wanted = layer.get_extra_state(), r"^Linear: inp: got a call that make_fx.*expected torch\.compile"
+    before = layer.get_extra_state()
+    wanted = r"^Linear: inp: got a call that make_fx.*expected torch\.compile"
     with pytest.raises(UnsupportedError, match=wanted):
         make_fx(run)(torch.randn(4, 16))
     assert torch.equal(layer.get_extra_state(), before)
