@@ -168,7 +168,8 @@ class Problem:
         (a, a_inv), (b, b_inv) = self.operands
         how = E4M3, E4M3, a_inv, b_inv, *self.mode.tiles, self.mode.fast
         sizes, along, stream = self.device_sizes, self.mode.along, arrays.current_stream(self.device)
-        return lambda: kernels.grouped_fp8_gemm(a, b, self.out, sizes, along, 0, None, *how, stream)
+        space = workspace(int(kernels.grouped_gemm_workspace(sizes.size)), self.device)
+        return lambda: kernels.grouped_fp8_gemm(a, b, self.out, sizes, along, 0, None, *how, space, stream)
 
     def singles(self, kernels: Any) -> Callable[[int], None]:
         """A product of its own for each group, with operands that are copied apart where a group is a part of

@@ -21,7 +21,7 @@ from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.ops.product_quantized import pad
 from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Gemm, Quantization, Quantizer
-from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet
+from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet, workspace
 
 # what functions that have arguments of their own call those of the operation, for ``errors.on_behalf_of``
 EXPERT_ARGUMENTS = {"weight": "kernel", "inp": "x", "m_splits": "group_sizes"}
@@ -384,8 +384,9 @@ class ExpertLinear(Operation):
         signature, x = self.infer(spec, metas, needs), want(self.name, "x", metas)
         m = row_count(x)
         casts = _casts(spec, m, signature.grads)
-        forward = _scratch(casts.of(True, not spec.weight_cached), x.dtype, signature.saved)
-        backward = _scratch(casts.of(False), x.dtype)
+        space = workspace(kernels.grouped_gemm_workspace(spec.experts))
+        forward = space | _scratch(casts.of(True, not spec.weight_cached), x.dtype, signature.saved)
+        backward = space | _scratch(casts.of(False), x.dtype)
         if "bias" in signature.grads:
             numbers = Meta((m,), float32)
             backward |= {"zeros": numbers, "ones": numbers, "inverse": numbers}
@@ -425,15 +426,16 @@ class ExpertLinear(Operation):
     ) -> None:
         """The GEMM ``name``; ``a`` and ``b`` are read in high precision only, and may be None in FP8."""
         (gemms, operands), slots, sizes = plan.extra, plan.spec.slots, ws.inputs["group_sizes"]
+        space = ws.scratch["workspace"]
         if name not in gemms:
-            ws.kernels.grouped_gemm(a, b, out, sizes, layout, slots, bias, ws.stream)
+            ws.kernels.grouped_gemm(a, b, out, sizes, layout, slots, bias, space, ws.stream)
             return
         left, right, fast = gemms[name]
         p, q = operands[left[0]], operands[right[0]]
         (a, a_inv), (b, b_inv) = p.side(ws, left[1]), q.side(ws, right[1])
         casts = p.rule.format, q.rule.format, a_inv, b_inv, p.rule.tile, q.rule.tile
         along = "terms" if name == "wgrad" else "rows"
-        ws.kernels.grouped_fp8_gemm(a, b, out, sizes, along, slots, bias, *casts, fast, ws.stream)
+        ws.kernels.grouped_fp8_gemm(a, b, out, sizes, along, slots, bias, *casts, fast, space, ws.stream)
 
     def _bias_gradient(self, plan: Plan, ws: WorkingSet, g: ArrayView, out: ArrayView) -> None:
         """The sums of each group's rows: a column of ones, transposed, times the rows. Ones are the scales of
@@ -444,7 +446,8 @@ class ExpertLinear(Operation):
         k.copy(s["ones"].reshape(g.shape[0], 1), s["column"], ws.stream)
         sums = out.reshape(experts, 1, plan.spec.out_features)
         sizes = ws.inputs["group_sizes"]
-        k.grouped_gemm(s["column"], g, sums, sizes, "tn", plan.spec.slots, None, ws.stream)
+        slots, space = plan.spec.slots, s["workspace"]
+        k.grouped_gemm(s["column"], g, sums, sizes, "tn", slots, None, space, ws.stream)
 
 
 class ExpertWeightCast(Operation):

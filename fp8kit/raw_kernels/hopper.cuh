@@ -137,6 +137,16 @@ DEVICE void copy_tile(u32 to, const TensorMap& map, i32 column, i32 row, i32 thi
       : "memory");
 }
 
+// A tile of ROWS rows of 128 bytes from (row, term) on, of a group's matrix; DOWN: terms run down the map's
+// rows, of which a copy brings 64 elements across.
+template <bool DOWN, int ROWS, typename... More>
+DEVICE void copy_operand(u32 to, const TensorMap& map, i32 term, i32 row, More... more) {
+  if constexpr (!DOWN) copy_tile(to, map, term, row, more...);
+#pragma unroll 1
+  for (int box = 0; DOWN && box < ROWS / 64; ++box)
+    copy_tile(to + box * 64 * 128, map, row + 64 * box, term, more...);
+}
+
 // One thread copies a tile of three dimensions, which writes_before_products() made known, from shared
 // memory; what lies beyond the array is not written.
 DEVICE void copy_tile_out(const TensorMap& map, u32 from, i32 column, i32 row, i32 third) {

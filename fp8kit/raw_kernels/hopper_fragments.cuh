@@ -98,6 +98,18 @@ template <typename X> DEVICE void put_columns(u32 boxes, int k, const float (&va
                         values[i / 4][i % 4 * 2 + 1]);
   }
 }
+// Of 16 rows by COLUMNS in boxes, which are rows `row` and following of `to`, those from `first` to before
+// `last` to there.
+template <int COLUMNS, typename X>
+DEVICE void store_rows(u32 boxes, X* to, i64 stride, i32 row, i32 first, i32 last) {
+#pragma unroll 1
+  for (u32 i = lane(); i < COLUMNS * sizeof(X); i += 32) {  // of 16 bytes; eight are a box's row
+    const i32 down = i / 8 % 16, column = (i / 128 * 8 + i % 8) * (16 / sizeof(X));
+    u32 words[4];
+    load_words_shared(boxes + i / 128 * BOX_BYTES + 128 * down + 16 * ((i ^ down) % 8), words);
+    if (row + down >= first && row + down < last) store_words(to + (row + down) * stride + column, words);
+  }
+}
 // Of what `put_columns` has put there: eight columns of row lane() % 8 + 8 h, from 8 (lane() / 8) on.
 template <typename X> DEVICE Eight<X> get_eight(u32 boxes, int k, int h) {
   constexpr int QUADS = sizeof(X) / 2;  // of 16 bytes

@@ -2,7 +2,7 @@
 //
 // functions: hopper_gemm (fp8_gemm, block_gemm, grouped_fp8_gemm, fp8_gemm_act, fp8_gemm_act_bwd,
 //   fp8_gemm_cast, fp8_gemm_lines, grouped_gemm)
-// spills: 16 bytes on sm_90a
+// spills: 20 bytes on sm_90a
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=bare;
 //   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,64 32 0 whole,
 //   256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,
@@ -46,7 +46,8 @@
 //
 // GROUPS rows: the rows of a are groups, each times a b of its own. GROUPS terms: the terms of the
 // contraction are groups, each makes a result of its own. `sizes` says on the device how large groups are:
-// every role walks past them tile by tile (`Walk`), and nobody else need know.
+// every role walks past them tile by tile (`Walk`), and nobody else need know. Tiles of rows cost what rows
+// they have: a loader takes the next one when it is ready for it, and notes its number for the multipliers.
 // EPILOGUE, with ACT: what is done to the result before it is written (hopper_epilogue.cuh).
 #include "fp8.cuh"
 #include "hopper_epilogue.cuh"
@@ -55,12 +56,14 @@
 // a_step and b_step apart down. tall, wide: tiles, or clusters; band: rows of tiles that are made together,
 // for the L2 cache. Of groups: how many, the rows of each (`slots`, or 0), how far a group's scales of b lie
 // apart, `terms` of all (without groups: CLUSTER). m: rows of all groups, with GROUPS terms of one result.
+// counter: of tiles of GROUPS rows that blocks have taken beside each one's first, 0 at the begin.
 struct alignas(64) Job {
   TensorMap a, b, a_lines, b_lines, parts;  // the last: of the result, where it is written by parts
   const float *a_scale, *b_scale;
   const T *bias, *addend;
   T* out;
   const i32* sizes;
+  i32* counter;
   i64 m, n, out_stride, depths, a_step, b_step, tall, wide, band, groups, slots, b_group, terms;
   Further<EPILOGUE> further;
 };
@@ -71,8 +74,7 @@ extern "C" __global__ void hopper_gemm(const __grid_constant__ Job job) { __trap
 constexpr int DEPTH = 128, STEPS = DEPTH / 32;  // bytes of a tile's row, as the swizzle's; wgmma's along it
 constexpr int WIDTH = sizeof(LEFT), TERMS = DEPTH / WIDTH;  // bytes of a term, terms of a tile
 constexpr int MULTIPLIERS = 256;  // threads
-enum Groups { none, rows, terms };
-enum Layout { nt, nn, tn };
+enum Groups { none, rows, terms }; enum Layout { nt, nn, tn };
 // a scale for a tensor or for each row; for lines of 1 x 128 codes, squares of 128 x 128
 enum Scales { whole, lines_squares, squares_lines, lines_lines };
 constexpr bool A_LINES = SCALES == lines_squares || SCALES == lines_lines;
@@ -90,20 +92,17 @@ constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED), `blocks_together` and
 // `rows_map`, whose copies bring 64 rows of a where rows are groups.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
-// copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
-// blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
-// the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while
-// the other multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and
-// either copies half of a's to both. BM 64: a few rows, the first multiplier's; no more are copied than there
-// are.
-constexpr bool STAGED =
-    FUSED || (sizeof(T) == 2 && !BY_ROWS && (BY_TERMS || (SCALES != whole && BN > 32) || BN == 256));
-constexpr int PART = BN < 128 ? BN : SCALES != whole && BM == 256 && !FUSED ? 64 : 128;
-constexpr int PART_BYTES = 16 * PART * sizeof(T);
+// copies bring them to `out` while the next tile is multiplied, and epilogues read them. Parts of half a tile
+// of 256 rows leave room for a fourth stage. LATE: columns from PART on wait in registers for the next tile.
+// SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while the other
+// multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and either
+// copies half of a's to both. BM 64: the first multiplier's few rows; no more are copied than exist.
+constexpr bool IN_PARTS = BY_TERMS || BN == 256 || (!BY_ROWS && (BM == 256 || (SCALES != whole && BN > 32)));
+constexpr bool STAGED = FUSED || (sizeof(T) == 2 && IN_PARTS);
+constexpr int PART = BN < 128 ? BN : BM == 256 && !FUSED && !(BY_TERMS && SCALES == whole) ? 64 : 128;
+constexpr int PART_BYTES = 16 * PART * sizeof(T), PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
 static_assert(!COLUMNS || PART_BYTES == PIECE_BYTES, "a warp's part is a piece of 128 columns");
-constexpr int PARTS_BYTES = STAGED ? MULTIPLIERS / 32 * PART_BYTES : 0;
-constexpr bool LATE = STAGED && BN == 256;
-constexpr bool SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
+constexpr bool LATE = STAGED && BN == 256, SKEWED = PROMOTE == DEPTH && WAVES == 2 && !BY_ROWS && !FUSED;
 #define IS_none 1
 #define IS_terms 2
 #define IS_backward 3
@@ -120,8 +119,7 @@ constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
 static_assert(!FINISHERS || BM == 128, "finishers: a part of shared memory for each 16 rows");
-constexpr int THREADS = FINISHERS ? 512 : 384;
-// registers of a thread; all threads together have 64 Ki
+constexpr int THREADS = FINISHERS ? 512 : 384;  // all together have 64 Ki registers, each one:
 constexpr int OF_LOADER = TIGHT ? 24 : 40, OF_FINISHER = 136;
 constexpr int OF_MULTIPLIER = FINISHERS ? 176 : TIGHT ? 240 : 232;
 static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "no registers: with PROMOTE at most 256 x 128");
@@ -230,25 +228,24 @@ struct Memory {
   // Of a multiplier, 0 or 1: its warps' parts are filled, and have been read.
   METHOD u32 made(u32 multiplier) const { return full(3 * STAGES + multiplier); }
   METHOD u32 taken(u32 multiplier) const { return full(3 * STAGES + 2 + multiplier); }
-  METHOD u32 note(u32 mixed) const { return full(32 + 2 * mixed); }
+  METHOD u32 note(u32 place) const { return full(32 + 2 * place); }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
-
-// A tile of ROWS rows from (row, term) on, of a group's matrix.
-template <bool DOWN, int ROWS, typename... More>
-DEVICE void copy_operand(u32 to, const TensorMap& map, i32 term, i32 row, More... more) {
-  if constexpr (!DOWN) copy_tile(to, map, term, row, more...);
-#pragma unroll 1
-  for (int box = 0; DOWN && box < ROWS / 64; ++box)
-    copy_tile(to + box * 64 * DEPTH, map, row + 64 * box, term, more...);
-}
 
 DEVICE void load(const Job& job, const Memory& memory) {
   Place place, mixed;
   Walk walk;
   Tile at;
-  for (i32 tile = blockIdx.x / CLUSTER; walk.at(job, tile, at); tile += gridDim.x / CLUSTER) {
+  const i32 step = gridDim.x / CLUSTER;
+  for (i32 tile = blockIdx.x / CLUSTER;; tile = BY_ROWS ? step + atomicAdd(job.counter, 1) : tile + step) {
+    const bool found = walk.at(job, tile, at);
+    if constexpr (BY_ROWS) {  // in the tile's first place; one without terms, or that is none, has it alone
+      barrier_wait(memory.empty(place.stage), place.parity ^ 1);
+      store_shared(memory.note(place.stage), __int_as_float(tile));
+      if (!found || at.depths == 0) barrier_arrive(memory.full(place.stage)), place.next();
+    }
+    if (!found) break;
 #pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage;
@@ -265,9 +262,9 @@ DEVICE void load(const Job& job, const Memory& memory) {
       const i32 rows = min(there, BM), half = BM / 2 * (blockIdx.x % CLUSTER);
       barrier_expect(full, STAGE_BYTES - (BM - rows) * DEPTH);
       if constexpr (BY_ROWS) {
-#pragma unroll 1
-        for (i32 i = 0; i < rows; i += 64)
-          copy_tile(memory.a(stage) + i * DEPTH, job.a, term, at.row + i, full);
+#pragma unroll
+        for (i32 i = 0; i < BM; i += 64)
+          if (i < rows) copy_tile(memory.a(stage) + i * DEPTH, job.a, term, at.row + i, full);
         copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, at.group, full);  // its matrix
       } else {
         CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
@@ -328,6 +325,13 @@ DEVICE void release(const Memory& memory, u32 stage) {
     CLUSTER == 2 ? barrier_arrive_at(memory.empty(stage), lane()) : barrier_arrive(memory.empty(stage));
 }
 
+// The number of the tile that is next: with GROUPS rows what the loader noted.
+DEVICE i32 tile_of(const Memory& memory, const Place& place, i32 tile) {
+  if constexpr (!BY_ROWS) return tile;
+  barrier_wait(memory.full(place.stage), place.parity);
+  return __float_as_int(load_shared(memory.note(place.stage)));
+}
+
 // total += part, which is the sum of the products of 128 codes (or of PROMOTE), with their scales: `rows`, of
 // this thread's two rows (and of b's square), and where b has lines those of its columns.
 DEVICE void promote(float (&total)[BN / 2], const float (&part)[BN / 2], const float (&rows)[2],
@@ -354,10 +358,10 @@ DEVICE i32 column_of(const Job& job, i32 column) {
 // What a warp's 16 rows have yet to write. `part`: the warp's part of shared memory. With COLUMNS the
 // barriers of its multiplier's parts; `parity`: of the phase of `taken` that the next fill waits for, and
 // behind `wait` of that of `made`. LATE: columns from PART on of the last tile wait in registers, from (row,
-// column) of a matrix on; row is -1 where there are none.
+// column) of a matrix on; row is -1 where there are none. GROUPS rows: `top` and `cover` are the tile's.
 struct Outgoing {
   u32 part, made, taken, parity = 1, words[LATE ? (BN - PART) / 32 : 1][2][4];
-  i32 row = -1, column, matrix;
+  i32 row = -1, column, matrix, top, cover;
 
   // Until the part may be filled.
   METHOD void wait() {
@@ -370,6 +374,8 @@ struct Outgoing {
     constexpr int WIDE = 128 / sizeof(T);  // a box's columns
     writes_before_products();
     __syncwarp();
+    if (BY_ROWS && (row < top || row + 16 > cover))  // a copy would write other groups' rows
+      return store_rows<PART>(part, job.out + column, job.out_stride, row, top, cover);
     if (lane()) return;
     if constexpr (COLUMNS) barrier_arrive(made);
     if (FUSED && job.out == nullptr) return;
@@ -601,14 +607,12 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
       rows_aligned<2 * sizeof(T)>(job.bias, !GROUPED ? 0 : job.n) &&
       at.column + BN / HALVES <= (i32)job.n / HALVES && (!FUSED || first_row + 64 <= (i32)job.m);
   const i32 row = (i32)top - lane() / 4, matrix = BY_TERMS ? at.group : 0;
-  if (!inside)
-    write_rows<EDGE>(job, to, total, row, at.column, matrix, outgoing);
-  else if (by_row || job.addend != nullptr)
-    write_rows<ANY>(job, to, total, row, at.column, matrix, outgoing);
-  else if (to.bias != nullptr)
-    write_rows<BIASED>(job, to, total, row, at.column, matrix, outgoing);
-  else
-    write_rows<SCALED>(job, to, total, row, at.column, matrix, outgoing);
+  if constexpr (BY_ROWS) outgoing.send_late(job), outgoing.top = at.top, outgoing.cover = at.cover;
+#define WRITE_ROWS(HOW) write_rows<HOW>(job, to, total, row, at.column, matrix, outgoing)
+  if (!inside) WRITE_ROWS(EDGE);
+  else if (by_row || job.addend != nullptr) WRITE_ROWS(ANY);
+  else if (to.bias != nullptr) WRITE_ROWS(BIASED);
+  else WRITE_ROWS(SCALED);
   if constexpr (EPILOGUE == lines) finish_line(job.further, outgoing.part, job.m, row, at.column);
   if constexpr (EPILOGUE == forward)
     finish(job, memory, own, multiplier, outgoing.parity, first_row, at.column);
@@ -664,8 +668,10 @@ hopper_gemm(const __grid_constant__ Job job) {
     const i32 step = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER, tiles = (i32)(job.tall * job.wide);
     const i32 turn = TURNS ? group * step : 0;
     if (turn) place.skip((i32)job.depths);
-    for (i32 tile = start + turn; first_lane(walk.at(job, tile, at)); tile += TURNS ? 2 * step : step) {
+    for (i32 tile = tile_of(memory, place, start + turn); first_lane(walk.at(job, tile, at));
+         tile = tile_of(memory, place, tile + (TURNS ? 2 * step : step))) {
       at.make_uniform();
+      if (BY_ROWS && at.depths == 0) release(memory, place.stage), place.next();
       const i32 first = at.row + (TURNS ? 0 : 64 * WAVES * group);
       const i32 left = BY_ROWS ? at.end - first : BM > 64 || group == 0 ? BM : 0;
       if (TURNS && tile != start) wait_for_threads<MULTIPLIERS>(5 + group);

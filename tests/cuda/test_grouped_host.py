@@ -14,7 +14,7 @@ import pytest
 from fp8kit import codec
 from fp8kit.arrays import CPU, ArrayView
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch, recorded
 from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import E4M3, float32, int32, uint8
 from fp8kit.testing.compare import assert_close
@@ -37,17 +37,18 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     """``hopper_gemm.cu`` with groups, tile by tile."""
     how = dict(kernel.defines)
     high, wide, by_rows, kind = int(how["BM"]), int(how["BN"]), how["GROUPS"] == "rows", how["SCALES"]
-    fields = struct.unpack("=" + "Q120s" * 5 + "6Q13q40x", job)
-    maps, out_map, pointers, numbers = fields[:8], fields[8:10], fields[10:16], fields[16:]
+    fields = struct.unpack("=" + "Q120s" * 5 + "7Q13q32x", job)
+    maps, out_map, pointers, numbers = fields[:8], fields[8:10], fields[10:17], fields[17:]
     (a, a_map, b, b_map, a_lines, a_lines_map, b_lines, b_lines_map) = maps
-    a_scale, b_scale, bias, addend, out_at, sizes_at = pointers
+    a_scale, b_scale, bias, addend, out_at, sizes_at, counter = pointers
     m, n, stride, depths, a_step, b_step, _, _, _, groups, slots, b_group, terms = numbers
     assert not addend
-    staged = not by_rows and how["T"] != "f32" and stride % 8 == 0
+    assert bool(counter) == by_rows
+    staged = (not by_rows or wide == 256) and how["T"] != "f32" and stride % 8 == 0
     assert any(out_map[1]) == staged
     if staged:
         name = TYPES[how["T"]].__name__
-        whole = name, (n, m, groups), (stride, m * stride), (64, 16, 1)
+        whole = name, (n, m, 1 if by_rows else groups), (stride, m * stride), (64, 16, 1)
         assert (out_map[0], described(out_map[1])) == (out_at, whole)
     out = memory(out_at, (m if by_rows else groups * m) * stride, TYPES[how["T"]]).reshape(-1, stride)
     layout, plain = how["LAYOUT"], how["LEFT"] not in FORMATS
@@ -108,6 +109,11 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
                     if bias and not zero:
                         values = values + memory(bias, groups * n, TYPES[how["T"]])[e * n + columns]
                     out[i if by_rows else e * m + i, columns] = np.where(zero, 0, values)
+
+
+def counter_of(job: bytes) -> int:
+    """Where blocks count tiles of rows: a pointer behind five maps and six others."""
+    return int(struct.unpack_from("=Q", job, 5 * 128 + 6 * 8)[0])
 
 
 def plain(kernel: launch.Kernel, sizes_at: int, bias: int, out_at: int, problem: bytes) -> None:
@@ -194,14 +200,18 @@ def test_hoppers_kernel_is_told_where_things_are(
         monkeypatch.setattr(module, "tensor_map", map_of)
     for name in ("_plan", "_plan_high"):
         monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
+    cleared = list[int]()
+    monkeypatch.setattr(recorded, "clear", lambda index, stream, at, nbytes: cleared.append(at))
     launched = list[str]()
 
     def carried_out(kernel: launch.Kernel, *arguments: Any) -> None:
         launched.append(kernel.source)
+        assert dict(kernel.defines).get("GROUPS") != "rows" or counter_of(arguments[0]) == cleared.pop()
         (hopper if kernel.source == "hopper_gemm.cu" else plain)(kernel, *arguments)
 
     sources = dict.fromkeys(("hopper_gemm.cu", "grouped.cu"), carried_out)
     kernels = Emulated("hopper_gemm.cu", NAMES, sources)
+    vars(kernels)["grouped_gemm_workspace"] = implementation("grouped_gemm_workspace")
     try:
         case.run(kernels, CPU)  # type: ignore[arg-type]
         if case.kernel == "grouped_gemm" and launched:  # float32, and rows that no copy reads, go elsewhere
@@ -235,5 +245,5 @@ def test_hopper_refuses_scales_of_rows_that_lie_badly(
     sizes = ArrayView(1 << 30, (2,), int32, GPU)
     with pytest.raises(CannotTake, match=r"b_scale_inv.*multiples of 8"):
         hopper_grouped.grouped_fp8_gemm(
-            a, b, out, sizes, along, 0, None, E4M3, E4M3, *scales, (1, 0), (1, 0), False, 0
+            a, b, out, sizes, along, 0, None, E4M3, E4M3, *scales, (1, 0), (1, 0), False, None, 0
         )

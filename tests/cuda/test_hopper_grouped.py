@@ -14,12 +14,14 @@ from fp8kit.accumulation import ACCUMULATIONS
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import hopper_grouped, launch, register
+from fp8kit.backends.cuda.grouped import COUNTER
 from fp8kit.backends.cuda.hopper_gemm import Tiling
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import SPECS, block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.bench.random import codes as drawn
-from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32
+from fp8kit.errors import BackendError
+from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32, uint8
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
@@ -116,6 +118,7 @@ def compare(
         b_inv,
         *tiles,
         fast,
+        arrays.empty((COUNTER,), uint8, GPU),
         0,
     )
     hopper_grouped.grouped_fp8_gemm(*given)
@@ -158,6 +161,19 @@ def test_large_tiles_of_groups_of_terms(
     compare("terms", KINDS["terms"][kind], (E4M3, E4M3), dtype, fast, sizes, n, k)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "fast"), [("tensor", True), ("tensor", False), ("block", False)])
+def test_blocks_take_tiles_as_they_come(
+    kind: str, fast: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands, which are full, half empty or of rows of no group, each is made once."""
+    tiling = Tiling(128, 256) if fast else Tiling(256, 128)
+    monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: tiling)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
+    sizes = [int(size) for size in np.random.default_rng(5).integers(0, 700, 40)]
+    compare("rows", KINDS["rows"][kind], (E4M3, E4M3), bfloat16, fast, [*sizes, 0, 1], 4096, 384)
+
+
 def call(
     a: ArrayView,
     b: ArrayView,
@@ -166,10 +182,11 @@ def call(
     along: Any,
     tiles: Any,
     inverses: Any,
+    space: ArrayView | None,
     stream: int,
 ) -> None:
     """A product of E4M3 codes."""
-    how = None, E4M3, E4M3, *inverses, *tiles, False, stream
+    how = None, E4M3, E4M3, *inverses, *tiles, False, space, stream
     hopper_grouped.grouped_fp8_gemm(a, b, out, sizes, along, 0, *how)
 
 
@@ -184,7 +201,7 @@ def test_nothing_of_other_groups_is_in_a_sum(kind: str, hopper: None) -> None:
         if marred:
             a[:, 100:137], b[:, 99] = 0x7F, 0xFF
         out = arrays.empty((5, 256, 384), float32, GPU)
-        call(put(a, GPU), put(b, GPU), out, put(sizes, GPU), "terms", tiles, inverses, 0)
+        call(put(a, GPU), put(b, GPU), out, put(sizes, GPU), "terms", tiles, inverses, None, 0)
         found.append(get(out))
     for e in (1, 3, 4):
         assert_same_bits(f"group {e}", found[1][e], found[0][e])
@@ -199,18 +216,19 @@ def test_a_captured_call_follows_the_sizes(hopper: None) -> None:
     codes, inverses = [put(x, GPU) for x in (a, b)], [put(x, GPU) for x in (a_inv, b_inv)]
     sizes = put(np.array([1, 2, 3, 4], np.int32), GPU)
     out, want = (arrays.empty((1024, 512), bfloat16, GPU) for _ in range(2))
-    call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, 0)
+    space = arrays.empty((COUNTER,), uint8, GPU)
+    call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, space, 0)
     arrays.synchronize(GPU)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
-        call(*codes, out, sizes, "rows", (TENSOR, TENSOR), inverses, stream.ptr)
+        call(*codes, out, sizes, "rows", (TENSOR, TENSOR), inverses, space, stream.ptr)
         graph = stream.end_capture()
         for other in ([256] * 4, [0, 1000, 24, 0], [1, 0, 0, 0]):
             arrays.copy(sizes, put(np.array(other, np.int32), GPU))
             arrays.synchronize(GPU)
             graph.launch(stream)
             stream.synchronize()
-            call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, stream.ptr)
+            call(*codes, want, sizes, "rows", (TENSOR, TENSOR), inverses, space, stream.ptr)
             assert_same_bits(str(other), get(out), get(want))
 
 
@@ -284,11 +302,14 @@ def test_what_it_cannot_take_is_said(planned: Any, monkeypatch: pytest.MonkeyPat
     out, sizes = arrays.as_view(np.zeros((16, 16), np.float32)), arrays.as_view(np.ones(1, np.int32))
     given = a, a.reshape(1, 16, 128), out, sizes, "rows", 0, None
     with pytest.raises(CannotTake, match="not E5M2 twice"):
-        hopper_grouped.grouped_fp8_gemm(*given, E5M2, E5M2, one, one, TENSOR, TENSOR, True, 0)
+        hopper_grouped.grouped_fp8_gemm(*given, E5M2, E5M2, one, one, TENSOR, TENSOR, True, None, 0)
     with pytest.raises(CannotTake, match="an empty one"):
         hopper_grouped.grouped_fp8_gemm(
-            a.slice(0, 0, 0), *given[1:], E4M3, E4M3, one, one, TENSOR, TENSOR, True, 0
+            a.slice(0, 0, 0), *given[1:], E4M3, E4M3, one, one, TENSOR, TENSOR, True, None, 0
         )
+    monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
+    with pytest.raises(BackendError, match="workspace: missing, expected 16 bytes"):
+        hopper_grouped.grouped_fp8_gemm(*given, E4M3, E4M3, one, one, TENSOR, TENSOR, True, None, 0)
 
 
 def test_it_is_chosen_on_hopper_alone() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch, recorded
 from fp8kit.backends.cuda.hopper_gemm import Tiling
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.formats import E4M3, DType, bfloat16, float16, float32
@@ -45,10 +45,7 @@ def written(call: Any, sums: Any, tiling: Tiling, folder: Path) -> None:
     """Carries out a call with ``sums`` (groups, M, N) for its product, all tiles by one block."""
 
     def run(kernel: launch.Kernel, grid: Any, block: Any, args: Any, *rest: Any) -> None:
-        made, job = host_compiled.library(kernel.defines, folder), bytes(args[0])
-        memory = ctypes.create_string_buffer(len(job) + 64)
-        place = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
-        ctypes.memmove(place, job, len(job))
+        made = host_compiled.library(kernel.defines, folder)
         groups, m, n = sums.shape
         down, across = -(-m // tiling.rows), -(-n // tiling.columns)
         padded = np.zeros((groups, down * tiling.rows, across * tiling.columns), np.float32)
@@ -59,7 +56,8 @@ def written(call: Any, sums: Any, tiling: Tiling, folder: Path) -> None:
             tiles.append(padded[group, row : row + tiling.rows, column : column + tiling.columns])
             places += [row, column, group, DEPTHS[i % len(DEPTHS)]]
         every = np.ascontiguousarray(np.stack(tiles))
-        made.run_tiles(ctypes.c_void_p(place), ctypes.c_void_p(every.ctypes.data), len(tiles), *places)
+        with host_compiled.placed(args[0]) as job:
+            made.run_tiles(job, ctypes.c_void_p(every.ctypes.data), len(tiles), *places)
 
     with launch.launching_by(run):
         call()
@@ -135,8 +133,50 @@ def test_groups_of_terms_have_a_result_each(
     fast = tiling.columns == 256
 
     def call() -> None:
-        how = None, E4M3, E4M3, one, one, (0, 0), (0, 0), fast, 0
+        how = None, E4M3, E4M3, one, one, (0, 0), (0, 0), fast, None, 0
         hopper_grouped.grouped_fp8_gemm(a, b, given(out), sizes, "terms", 0, *how)
 
     written(call, sums, tiling, tmp_path)
     np.testing.assert_array_equal(out, sums.astype(np.float16))
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(host_compiled.COMPILER is None, reason="there is no g++ here")
+@pytest.mark.parametrize("slots", [0, 192])
+@pytest.mark.parametrize("stride", [N, N + 8, N + 1], ids=["whole", "strided", "odd"])
+def test_groups_of_rows_do_not_write_each_others(
+    stride: int, slots: int, tmp_path: Path, on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 128 x 256, half of whose columns wait for the next one, begin and end within 16 rows that a
+    copy writes: with the group's bias, 0 in rows of none, and nothing behind a row."""
+    monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: Tiling(128, 256))
+    monkeypatch.setattr(recorded, "clear", lambda *arguments: None)
+    sizes, rng = np.array([7, 0, 130, 16, 100], np.int32), np.random.default_rng(9)
+    rows = slots * len(sizes) if slots else int(sizes.sum()) + 21
+    tall, wide = rows + 128, -(-N // 256) * 256
+    sums = np.zeros((tall, wide), np.float32)
+    sums[:rows, :N] = rng.integers(-500, 500, (rows, N))
+    whole, bias = np.full((rows, stride), 7, np.float16), rng.integers(-9, 9, (len(sizes), N))
+    out = given(whole).slice(1, 0, N)
+
+    def run(kernel: launch.Kernel, grid: Any, block: Any, args: Any, *rest: Any) -> None:
+        covers = [slots or int(size) for size in sizes]
+        tiles = sum(-(-cover // 128) for cover in [*covers, rows - sum(covers)]) * wide // 256
+        places = [DEPTHS[i // 4 % len(DEPTHS)] if i % 4 == 3 else 0 for i in range(4 * tiles)]
+        made = host_compiled.library(kernel.defines, tmp_path)
+        with host_compiled.placed(args[0]) as job:
+            made.run_tiles(job, ctypes.c_void_p(sums.ctypes.data), tiles, *places)
+
+    a, b = given(np.zeros((rows, K), np.uint8)), given(np.zeros((len(sizes), N, K), np.uint8))
+    one, space = given(np.ones(1, np.float32)), given(np.zeros(16, np.uint8))
+    scales = one, given(np.full(len(sizes), 0.5, np.float32))
+    how = given(bias.astype(np.float16)), E4M3, E4M3, *scales, (0, 0), (0, 0), True, space, 0
+    with launch.launching_by(run):
+        hopper_grouped.grouped_fp8_gemm(a, b, out, given(sizes), "rows", slots, *how)
+    want, start = np.zeros((rows, N), np.float16), 0
+    for e, size in enumerate(sizes.tolist()):
+        own = slice(start, start + size)
+        want[own] = sums[own, :N] * np.float32(0.5) + bias[e]
+        start += slots or size
+    np.testing.assert_array_equal(whole[:, :N], want)
+    np.testing.assert_array_equal(whole[:, N:], 7)

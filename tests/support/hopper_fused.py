@@ -148,7 +148,7 @@ def together(how: dict[str, str]) -> int:
 def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[Array, list[int]]:
     """The sums of a tile, in float64, before scales of tensors or rows; the first columns of its halves."""
     a, a_map, b, b_map, a_lines, a_lines_map, *_ = fields[:8]
-    (n, _, depths), b_step, squares = fields[17:20], fields[21], fields[11]
+    (n, _, depths), b_step, squares = fields[18:21], fields[22], fields[11]
     high, wide = int(how["BM"]), int(how["BN"])
     halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
     firsts, total = [column + half * (n // 2) for half in range(halves)], np.zeros((high, wide))
@@ -166,7 +166,7 @@ def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[
     return total, firsts
 
 
-JOB = "=" + "Q120s" * 5 + "6Q13q" + "5Q7qQdq" + "4Qq3d48x"
+JOB = "=" + "Q120s" * 5 + "7Q13q" + "5Q7qQdq" + "4Qq3d40x"
 
 
 def hopper(kernel: launch.Kernel, job: bytes) -> None:
@@ -176,12 +176,12 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     assert len(job) % 64 == 0
     high, wide, epilogue, act = int(how["BM"]), int(how["BN"]), how["EPILOGUE"], how["ACT"]
     fields = struct.unpack(JOB, job)
-    a_scale, b_scale, bias_at, addend, out, sizes_at = fields[10:16]
-    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[16:29]
-    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[29:44]), fields[44:]
+    a_scale, b_scale, bias_at, addend, out, sizes_at, counter = fields[10:17]
+    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[17:30]
+    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[30:45]), fields[45:]
     across *= together(how)
     assert not out or described(fields[9])[1:3] == ((n, m, 1), (stride, m * stride))
-    assert not sizes_at
+    assert (sizes_at, counter) == (0, 0)
     assert groups == [0, 0, 0, together(how)]
     assert 1 <= band <= tall
     dtype = np.dtype(TYPES[how["T"]])

@@ -3,10 +3,12 @@ that they call, by a thread for each thread of a block. What is said in PTX is s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ _BODIES = {
 }
 # two codes as two float16, as chips without FP8 instructions compute them; and the multipliers' part of the
 # kernel for `count` tiles, which `places` gives four numbers each: row, column, group, depths. `sums`: their
-# products, BM x BN each
+# products, BM x BN each; of groups of rows, whose tiles the job says, one matrix, all tiles' columns wide
 _RUN = """
 extern "C" u32 decoded(int is_e5m2, int codes) {
   return is_e5m2 ? e5m2::halves((u16)codes) : e4m3::halves((u16)codes);
@@ -106,19 +108,24 @@ extern "C" void run_tiles(const Job* job, const float* sums, int count, ...) {
     const int group = t / 128 - 1;
     Running own{scale, SCALES == whole && WIDTH == 1 ? job->a_scale[0] * job->b_scale[0] : 1.0f};
     Outgoing outgoing{memory.part(t / 32 - 4), memory.made(group), memory.taken(group)};
+    Walk walk;
     for (int tile = 0; tile < count; ++tile) {
       Tile at{};
-      at.row = places[4 * tile], at.column = places[4 * tile + 1];
-      at.group = places[4 * tile + 2], at.depths = places[4 * tile + 3];
+      if (!BY_ROWS || !walk.at(*job, tile, at))
+        at.row = places[4 * tile], at.column = places[4 * tile + 1], at.group = places[4 * tile + 2];
+      if (!BY_ROWS || at.depths) at.depths = places[4 * tile + 3];
       if constexpr (LATE)
         if (at.depths > 2) outgoing.send_late(*job);  // as `multiply` does
       if (TURNS ? tile % 2 != group : BM == 64 && group) continue;
+      const i64 wide = BY_ROWS ? job->wide * BN : BN;
+      const float* own_sums = sums + (BY_ROWS ? at.row * wide + at.column : (i64)tile * BM * BN);
       for (int w = 0; w < WAVES; ++w) {
         float total[BN / 2];
         const int first = 64 * ((TURNS ? 0 : WAVES * group) + w);
+        if (BY_ROWS && at.row + first >= at.cover) continue;
         const int own_row = first + t / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < BN / 2; ++i)
-          total[i] = sums[(tile * BM + own_row + i / 2 % 2 * 8) * BN + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
+          total[i] = own_sums[(own_row + i / 2 % 2 * 8) * wide + i / 4 * 8 + 2 * (lane() % 4) + i % 2];
         write(*job, memory, total, at, at.row + first, group, own, outgoing);
       }
     }
@@ -189,3 +196,12 @@ def library(defines: manifest.Defines, folder: Path) -> Any:
     made = source.with_suffix(".so")
     subprocess.run([*command, str(source.with_suffix(".cpp")), "-o", str(made)], check=True)
     return ctypes.CDLL(str(made))
+
+
+@contextlib.contextmanager
+def placed(job: bytes) -> Iterator[ctypes.c_void_p]:
+    """A kernel's structure where its alignment wants it."""
+    memory = ctypes.create_string_buffer(len(job) + 64)
+    place = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+    ctypes.memmove(place, bytes(job), len(job))
+    yield ctypes.c_void_p(place)

@@ -95,11 +95,17 @@ static inline unsigned __funnelshift_r(unsigned a, unsigned b, unsigned s) {
 }
 static inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-static std::atomic_flag amax_lock = ATOMIC_FLAG_INIT;
-static inline int atomicMax(int* to, int x) {
-  while (amax_lock.test_and_set()) std::this_thread::yield();
+static std::atomic_flag number_lock = ATOMIC_FLAG_INIT;
+template <typename F> static int exchanged(int* to, F made) {
+  while (number_lock.test_and_set()) std::this_thread::yield();
   const int before = *to;
-  *to = max(before, x);
-  amax_lock.clear();
+  *to = made(before);
+  number_lock.clear();
   return before;
+}
+static inline int atomicMax(int* to, int x) {
+  return exchanged(to, [x](int before) { return max(before, x); });
+}
+static inline int atomicAdd(int* to, int x) {
+  return exchanged(to, [x](int before) { return before + x; });
 }

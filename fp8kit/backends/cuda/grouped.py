@@ -15,6 +15,7 @@ from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 
+COUNTER = 16  # bytes of workspace, of which ``hopper_grouped`` counts tiles in the first four
 _TILE = 64  # rows and columns of a block's part of the result: raw_kernels/grouped.cu
 _GROUPED = Packer("2P8q2P8q6q")  # struct Grouped there
 
@@ -64,6 +65,11 @@ def _run(
     launch.launch(function, grid, 128, (sizes.ptr, address(bias), out.ptr, problem), stream)
 
 
+def grouped_gemm_workspace(groups: int) -> int:
+    """See ``backends.protocol``."""
+    return COUNTER
+
+
 def grouped_gemm(
     a: ArrayView,
     b: ArrayView,
@@ -72,6 +78,7 @@ def grouped_gemm(
     layout: GroupedLayout,
     slots: int,
     bias: ArrayView | None,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``."""
@@ -95,6 +102,7 @@ def grouped_fp8_gemm(
     a_tile: Tile,
     b_tile: Tile,
     fast_accumulate: bool,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``; sums are float32's, whatever ``fast_accumulate`` says. BackendError for

@@ -47,7 +47,7 @@ from fp8kit.raw_kernels import manifest
 
 __all__ = ["ARCHS", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
 
-_FURTHER = Packer("4Pq3d48x")  # struct Further behind its cast
+_FURTHER = Packer("4Pq3d40x")  # struct Further behind its cast
 _NO_PARAMS = (0.0, 0.0, 0.0)
 _HALF = 128  # a gated activation's halves are multiples of so many columns, so that tiles end where they do
 _SCALES = {((0, 0), (0, 0)): "whole", **SCALES}

@@ -24,8 +24,8 @@ CAPABILITY, ARCHS = (9, 0), (90, 90)
 SOURCE, SHARED = "hopper_gemm.cu", 227 * 1024
 THREADS, FINISHERS = 384, 128  # of a block, and with the epilogue backward so many more
 DEPTH = 128  # codes of a row in a tile
-_JOB = Packer(5 * CODES + "6P13q")  # struct Job without an epilogue's part
-_NO_EPILOGUE = bytes(40)  # up to a multiple of 64
+_JOB = Packer(5 * CODES + "7P13q")  # struct Job without an epilogue's part
+_NO_EPILOGUE = bytes(32)  # up to a multiple of 64
 KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -106,9 +106,10 @@ def result_map(
     of ``NONE`` where the kernel writes from registers: others, and those whose rows do not begin at multiples
     of 16 bytes."""
     matrices, m, n = (1, *shape)[-3:]
-    plain = groups == "none" and (at.columns == 256 or (scales != "whole" and at.columns > 32))
+    large = at.columns == 256 or (groups == "none" and at.rows == 256)
+    blocks = groups == "none" and scales != "whole" and at.columns > 32
     itemsize = 4 if out == "f32" else 2
-    if not fused and (itemsize == 4 or not (groups == "terms" or plain)):
+    if not fused and (itemsize == 4 or not (groups == "terms" or large or blocks)):
         return NONE[1]
     if stride * itemsize % 16:
         return NONE[1]
@@ -222,13 +223,14 @@ def packed(
     bias: ArrayView | None = None,
     addend: ArrayView | None = None,
     sizes: ArrayView | None = None,
+    counter: ArrayView | None = None,
     further: bytes = _NO_EPILOGUE,
 ) -> bytes:
     """Struct Job, with an epilogue's part. A map that describes nothing has no address."""
     described: list[Any] = []
     for view, one in zip((a, b, *scale_invs, out), plan.maps, strict=True):
         described += [address(view) if one != NONE[1] else 0, one]
-    pointers = (address(view) for view in (*scale_invs, bias, addend, out, sizes))
+    pointers = (address(view) for view in (*scale_invs, bias, addend, out, sizes, counter))
     return _JOB.pack(*described, *pointers, *plan.sizes) + further
 
 

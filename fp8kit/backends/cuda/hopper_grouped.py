@@ -11,8 +11,9 @@ from typing import Any
 
 from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView, Shape, Tile
-from fp8kit.backends.cuda import grouped, launch
+from fp8kit.backends.cuda import grouped, launch, recorded
 from fp8kit.backends.cuda._rows import ceil_div
+from fp8kit.backends.cuda.grouped import COUNTER
 from fp8kit.backends.cuda.hopper_gemm import (
     ARCHS,
     CAPABILITY,
@@ -36,6 +37,7 @@ from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.backends.registry import CannotTake
+from fp8kit.errors import BackendError
 from fp8kit.formats import Format
 from fp8kit.lru import memoized
 
@@ -157,6 +159,29 @@ def _plan_high(
     return Planned(kernel, blocks, maps, (*numbers, band_of(blocks, *at), groups, slots, 0, terms))
 
 
+def _launch(
+    plan: Planned,
+    a: ArrayView,
+    b: ArrayView,
+    scale_invs: tuple[ArrayView | None, ArrayView | None],
+    out: ArrayView,
+    sizes: ArrayView,
+    bias: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+) -> None:
+    """BackendError for groups of rows without a workspace: blocks count there which tiles they took."""
+    by_rows = len(out.shape) == 2
+    if by_rows:
+        if workspace is None or workspace.nbytes < COUNTER:
+            got = None if workspace is None else f"{workspace.nbytes} bytes"
+            raise BackendError("hopper_grouped", "workspace", got, f"{COUNTER} bytes")
+        recorded.clear(out.device.index, stream, workspace.ptr, COUNTER)
+    counter = workspace if by_rows else None
+    job = packed(plan, a, b, scale_invs, out, bias, sizes=sizes, counter=counter)
+    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+
+
 def grouped_gemm(
     a: ArrayView,
     b: ArrayView,
@@ -165,6 +190,7 @@ def grouped_gemm(
     layout: GroupedLayout,
     slots: int,
     bias: ArrayView | None,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``. Other devices than those of compute capability 9.0, float32, and rows or
@@ -173,11 +199,10 @@ def grouped_gemm(
     wide = a.shape[-1] | b.shape[-1] | out.shape[-1]
     ours = launch.capability(index) == CAPABILITY and name != "f32" and a.size and b.size and sizes.size
     if not ours or wide % 8 or (a.ptr | b.ptr | out.ptr) % 16:
-        grouped.grouped_gemm(a, b, out, sizes, layout, slots, bias, stream)
+        grouped.grouped_gemm(a, b, out, sizes, layout, slots, bias, None, stream)
         return
     plan = _plan_high(index, layout, out.shape, a.shape, b.shape, sizes.size, slots, name)
-    job = packed(plan, a, b, (None, None), out, bias, sizes=sizes)
-    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+    _launch(plan, a, b, (None, None), out, sizes, bias, workspace, stream)
 
 
 def grouped_fp8_gemm(
@@ -195,6 +220,7 @@ def grouped_fp8_gemm(
     a_tile: Tile,
     b_tile: Tile,
     fast_accumulate: bool,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0, for scales
@@ -229,8 +255,7 @@ def grouped_fp8_gemm(
         raise CannotTake("hopper_grouped", "a, b, scales", "addresses", "multiples of 16")
     if b_tile == (1, 0) and (b_scale_inv.ptr | apart) % 8:  # those of two columns are read at once
         raise CannotTake("hopper_grouped", "b_scale_inv", "addresses of groups", "multiples of 8")
-    job = packed(plan, a, b, scale_invs, out, bias, sizes=sizes)
-    launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
+    _launch(plan, a, b, scale_invs, out, sizes, bias, workspace, stream)
 
 
 def sums(call: Any) -> Accumulation | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 from fp8kit.arrays import ArrayView, Tile
-from fp8kit.backends.protocol.spec import kernel
+from fp8kit.backends.protocol.spec import kernel, workspace_of
 from fp8kit.formats import Format
 
 GroupedLayout = Literal["nt", "nn", "tn"]
@@ -17,6 +17,11 @@ def _flops(a: Any) -> float:
     """A multiplication and an addition for each term, every row in one group."""
     out, inner = (a.b.shape[1], a.a.shape[1]) if a.layout == "tn" else (a.out.shape[1], a.a.shape[1])
     return float(2 * a.a.shape[0] * out * inner)
+
+
+def _workspace(kernels: Any, a: Any) -> int:
+    """Bytes of a grouped product's workspace."""
+    return int(kernels.grouped_gemm_workspace(a.sizes.size))
 
 
 def _fp8_flops(a: Any) -> float:
@@ -30,7 +35,7 @@ class GroupedProducts(Protocol):
     nothing may write them while the product runs. What they claim beyond the rows, or the slots, that there
     are does not count, a negative size is 0."""
 
-    @kernel(writes="out", ordered=True, flops=_flops)
+    @kernel(writes="out", ordered=True, workspace=_workspace, flops=_flops)
     def grouped_gemm(
         self,
         a: ArrayView,
@@ -40,6 +45,7 @@ class GroupedProducts(Protocol):
         layout: GroupedLayout,
         slots: int,
         bias: ArrayView | None,
+        workspace: ArrayView | None,
         stream: int,
     ) -> None:
         """In high precision: a, b, out: h, all the same. Groups as this class says.
@@ -48,9 +54,14 @@ class GroupedProducts(Protocol):
           group become 0. "nn": likewise with b (E, K, N).
         * "tn": out[e] = a[rows]^T b[rows] over the rows of group e: a (M, K), b (M, N), out (E, K, N).
 
-        bias: h (E, N) or None, added to the rows of a group; not with "tn". Sums are made in float32."""
+        bias: h (E, N) or None, added to the rows of a group; not with "tn". Sums are made in float32.
+        Workspace: uint8, ``grouped_gemm_workspace``."""
 
-    @kernel(writes="out", ordered=True, flops=_fp8_flops)
+    @workspace_of("grouped_gemm", "grouped_fp8_gemm")
+    def grouped_gemm_workspace(self, groups: int) -> int:
+        """Bytes of workspace that ``grouped_gemm`` and ``grouped_fp8_gemm`` want for so many groups."""
+
+    @kernel(writes="out", ordered=True, workspace=_workspace, flops=_fp8_flops)
     def grouped_fp8_gemm(
         self,
         a: ArrayView,
@@ -67,6 +78,7 @@ class GroupedProducts(Protocol):
         a_tile: Tile,
         b_tile: Tile,
         fast_accumulate: bool,
+        workspace: ArrayView | None,
         stream: int,
     ) -> None:
         """Of codes, each product as ``fp8_gemm`` or ``block_gemm`` makes it: rows of both operands run along
@@ -82,7 +94,7 @@ class GroupedProducts(Protocol):
         for each of its rows, padding included, (1, 128) and (128, 128) as ``block_quantize`` writes them.
         Blocks along the terms of groups are counted from the first term of all, and may hold terms of two.
         bias: out's dtype (E, N) or None, added to the rows of a group; not along "terms". fast_accumulate: as
-        in ``fp8_gemm``; without effect on scales of blocks."""
+        in ``fp8_gemm``; without effect on scales of blocks. Workspace: uint8, ``grouped_gemm_workspace``."""
 
     @kernel(updates="amax", exact=True)
     def group_amax(

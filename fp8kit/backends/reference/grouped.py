@@ -45,6 +45,7 @@ def grouped_gemm(
     layout: GroupedLayout,
     slots: int,
     bias: ArrayView | None,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.grouped_gemm``."""
@@ -77,6 +78,7 @@ def grouped_fp8_gemm(
     a_tile: Tile,
     b_tile: Tile,
     fast_accumulate: bool,
+    workspace: ArrayView | None,
     stream: int,
 ) -> None:
     """See ``protocol.Kernels.grouped_fp8_gemm``; ``fast_accumulate`` changes nothing."""
