@@ -92,11 +92,11 @@ constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it
 // Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED), `blocks_together` and
 // `rows_map`, whose copies bring 64 rows of a where rows are groups.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
-// copies bring them to `out` while the next tile is multiplied, and epilogues read them. Parts of half a tile
-// of 256 rows leave room for a fourth stage. LATE: columns from PART on wait in registers for the next tile.
-// SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while the other
-// multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and either
-// copies half of a's to both. BM 64: the first multiplier's few rows; no more are copied than exist.
+// copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
+// blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
+// the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while
+// the other multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and
+// either copies half of a's to both. BM 64: the first multiplier's few rows; no more are copied than exist.
 constexpr bool IN_PARTS = BY_TERMS || BN == 256 || (!BY_ROWS && (BM == 256 || (SCALES != whole && BN > 32)));
 constexpr bool STAGED = FUSED || (sizeof(T) == 2 && IN_PARTS);
 constexpr int PART = BN < 128 ? BN : BM == 256 && !FUSED && !(BY_TERMS && SCALES == whole) ? 64 : 128;

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8kit import codec
+from fp8kit import arrays, codec
 from fp8kit.arrays import CPU, ArrayView
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch, recorded
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, implementation, launch
+from fp8kit.backends.cuda.grouped import COUNTER
 from fp8kit.backends.registry import CannotTake
 from fp8kit.formats import E4M3, float32, int32, uint8
 from fp8kit.testing.compare import assert_close
@@ -200,13 +201,15 @@ def test_hoppers_kernel_is_told_where_things_are(
         monkeypatch.setattr(module, "tensor_map", map_of)
     for name in ("_plan", "_plan_high"):
         monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
-    cleared = list[int]()
-    monkeypatch.setattr(recorded, "clear", lambda index, stream, at, nbytes: cleared.append(at))
+    cleared = list[ArrayView]()
+    monkeypatch.setattr(arrays, "fill_zero", lambda view, stream: cleared.append(view))
     launched = list[str]()
 
     def carried_out(kernel: launch.Kernel, *arguments: Any) -> None:
         launched.append(kernel.source)
-        assert dict(kernel.defines).get("GROUPS") != "rows" or counter_of(arguments[0]) == cleared.pop()
+        if dict(kernel.defines).get("GROUPS") == "rows":
+            view = cleared.pop()
+            assert (view.ptr, view.nbytes, view.device) == (counter_of(arguments[0]), COUNTER, GPU)
         (hopper if kernel.source == "hopper_gemm.cu" else plain)(kernel, *arguments)
 
     sources = dict.fromkeys(("hopper_gemm.cu", "grouped.cu"), carried_out)

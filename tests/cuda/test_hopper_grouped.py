@@ -174,6 +174,30 @@ def test_blocks_take_tiles_as_they_come(
     compare("rows", KINDS["rows"][kind], (E4M3, E4M3), bfloat16, fast, [*sizes, 0, 1], 4096, 384)
 
 
+def large_cases() -> list[Any]:
+    """Groups of rows with a bias, in slots, in high precision and in FP8, whose tiles are 128 x 256."""
+    whole = [case for name in ("grouped_gemm", "grouped_fp8_gemm") for case in cases(name)]
+    return [
+        case for case in whole if case.options.get("layout") != "tn" and case.options.get("along") != "terms"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", large_cases(), ids=str)
+def test_large_tiles_of_rows_keep_the_contract(
+    case: Case, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kinds of operands, both layouts, biases, slots, odd sizes, by the largest tiles that there are."""
+
+    def largest(along: Any, m: int, n: int, k: int, groups: int, promote: int, *more: int) -> Tiling:
+        return Tiling(256, 128) if promote else Tiling(128, 256)
+
+    monkeypatch.setattr(hopper_grouped, "tiling", largest)
+    for name in ("_plan", "_plan_high"):
+        monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
+    case.run(dispatch.kernels(GPU), GPU)
+
+
 def call(
     a: ArrayView,
     b: ArrayView,

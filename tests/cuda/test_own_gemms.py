@@ -359,7 +359,8 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
         ("whole", 0, "bf16", 4096, True),
         ("whole", 0, "f32", 4096, False),
         ("whole", 0, "f16", 4100, False),
-        ("whole", 128, "bf16", 4096, False),
+        ("whole", 128, "bf16", 4096, True),
+        ("whole", 128, "f32", 4096, False),
         ("lines_squares", 128, "f16", 4096, True),
         ("lines_lines", 128, "bf16", 4104, True),
     ],
@@ -367,7 +368,7 @@ def test_every_tile_has_a_block_and_every_variant_is_compiled(
 def test_which_results_are_written_by_copies(
     scales: str, promote: int, out: str, stride: int, by_copies: bool, planned: Any
 ) -> None:
-    """Of 16 bits, in rows of whole chunks of 16 bytes, by scales of blocks or without promotion."""
+    """Of 16 bits, in rows of whole chunks of 16 bytes, by the largest tiles."""
     k = 8192  # so many that the largest tile is chosen
     a_map, b_map, *_, out_map = planned(
         0, 4096, 4096, k, k, k, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote

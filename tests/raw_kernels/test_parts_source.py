@@ -13,7 +13,7 @@ import pytest
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch, recorded
+from fp8kit.backends.cuda import hopper_gemm, hopper_grouped, launch
 from fp8kit.backends.cuda.hopper_gemm import Tiling
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.formats import E4M3, DType, bfloat16, float16, float32
@@ -150,7 +150,7 @@ def test_groups_of_rows_do_not_write_each_others(
     """Tiles of 128 x 256, half of whose columns wait for the next one, begin and end within 16 rows that a
     copy writes: with the group's bias, 0 in rows of none, and nothing behind a row."""
     monkeypatch.setattr(hopper_grouped, "tiling", lambda *arguments: Tiling(128, 256))
-    monkeypatch.setattr(recorded, "clear", lambda *arguments: None)
+    monkeypatch.setattr(arrays, "fill_zero", lambda view, stream: None)
     sizes, rng = np.array([7, 0, 130, 16, 100], np.int32), np.random.default_rng(9)
     rows = slots * len(sizes) if slots else int(sizes.sum()) + 21
     tall, wide = rows + 128, -(-N // 256) * 256

@@ -1,5 +1,5 @@
 """FP8 products of groups on Hopper, whose sizes the device alone knows: the kernel of ``hopper_gemm``, one
-launch for all groups.
+launch for all groups, and where these are rows a memset of the counter of tiles before it.
 
 Each group's product has the bits of a product of its own: a result's row depends on no other row, and an
 element is what ``fk.Accumulation``'s "hopper_fast" or "hopper_split" says.
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8kit import arrays
 from fp8kit.accumulation import Accumulation, on_chip
 from fp8kit.arrays import ArrayView, Shape, Tile
-from fp8kit.backends.cuda import grouped, launch, recorded
+from fp8kit.backends.cuda import grouped, launch
 from fp8kit.backends.cuda._rows import ceil_div
 from fp8kit.backends.cuda.grouped import COUNTER
 from fp8kit.backends.cuda.hopper_gemm import (
@@ -38,7 +39,7 @@ from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
 from fp8kit.backends.protocol.grouped import GroupedAlong, GroupedLayout
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
-from fp8kit.formats import Format
+from fp8kit.formats import Format, uint8
 from fp8kit.lru import memoized
 
 __all__ = ["ARCHS", "grouped_fp8_gemm", "tiling"]
@@ -176,7 +177,7 @@ def _launch(
         if workspace is None or workspace.nbytes < COUNTER:
             got = None if workspace is None else f"{workspace.nbytes} bytes"
             raise BackendError("hopper_grouped", "workspace", got, f"{COUNTER} bytes")
-        recorded.clear(out.device.index, stream, workspace.ptr, COUNTER)
+        arrays.fill_zero(ArrayView(workspace.ptr, (COUNTER,), uint8, out.device), stream)
     counter = workspace if by_rows else None
     job = packed(plan, a, b, scale_invs, out, bias, sizes=sizes, counter=counter)
     launch.launch(plan.kernel, plan.blocks, THREADS, (job,), stream, SHARED)
