@@ -171,7 +171,8 @@ def _launch(
     workspace: ArrayView | None,
     stream: int,
 ) -> None:
-    """BackendError for groups of rows without a workspace: blocks count there which tiles they took."""
+    """Launch the kernel. Where groups are rows, blocks count in the workspace which tiles they took:
+    BackendError without one."""
     by_rows = len(out.shape) == 2
     if by_rows:
         if workspace is None or workspace.nbytes < COUNTER:
