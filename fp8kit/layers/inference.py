@@ -186,9 +186,9 @@ class InferenceParams(NamedWell):
         """Announce a step: ``step_dict`` maps the id of each sequence of the batch, in the batch's order, to
         its number of new tokens.
 
-        Ids that are new begin; those of former steps that are not there are finished, and their room is free.
+        Ids that are new begin; former ones that are not there are finished, and what they held is free.
         Returns id -> length with the new tokens. Raises ShapeError, with nothing changed, for more sequences,
-        tokens or pages than there is room for.
+        tokens or pages than fit.
         """
         if not isinstance(step_dict, Mapping) or not 0 < len(step_dict) <= self.max_batch_size:
             got = (
@@ -516,11 +516,11 @@ class InferenceParams(NamedWell):
         return found
 
     def __repr__(self) -> str:
-        room = (
+        capacity = (
             f"{self.total_num_pages} {'pages' if self.is_paged else 'sequences'} of {self.page_size} tokens"
         )
         return (
-            f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, "
+            f"InferenceParams({capacity}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, "
             f"{self.sequences})"
         )
 

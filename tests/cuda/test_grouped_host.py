@@ -21,7 +21,18 @@ from fp8kit.formats import E4M3, float32, int32, uint8
 from fp8kit.testing.compare import assert_close
 from fp8kit.testing.contract import Case, SampleCall, cases
 from tests.support.contract import params
-from tests.support.hopper import FORMATS, GPU, TYPES, Emulated, box, described, map_of, memory
+from tests.support.hopper import (
+    FORMATS,
+    GPU,
+    TYPES,
+    Emulated,
+    box,
+    described,
+    keep_no_plans,
+    map_of,
+    memory,
+    use_largest_tiles,
+)
 
 
 def groups_of(sizes: Any, total: int, slots: int) -> list[tuple[int, int, int]]:
@@ -189,18 +200,11 @@ def test_hoppers_kernel_is_told_where_things_are(
     case: Case, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the tiles that are chosen for so small products, and by the largest."""
-
-    def largest(along: Any, m: int, n: int, k: int, groups: int, promote: int, *more: int) -> Any:
-        return hopper_gemm.Tiling(256, 128) if promote else hopper_gemm.Tiling(128, 256)
-
-    if large:
-        monkeypatch.setattr(hopper_grouped, "tiling", largest)
+    use_largest_tiles(monkeypatch) if large else keep_no_plans(monkeypatch)
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     for module in (hopper_gemm, hopper_grouped):
         monkeypatch.setattr(module, "tensor_map", map_of)
-    for name in ("_plan", "_plan_high"):
-        monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
     cleared = list[ArrayView]()
     monkeypatch.setattr(arrays, "fill_zero", lambda view, stream: cleared.append(view))
     launched = list[str]()

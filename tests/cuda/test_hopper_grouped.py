@@ -188,13 +188,7 @@ def test_large_tiles_of_rows_keep_the_contract(
     case: Case, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two kinds of operands, both layouts, biases, slots, odd sizes, by the largest tiles that there are."""
-
-    def largest(along: Any, m: int, n: int, k: int, groups: int, promote: int, *more: int) -> Tiling:
-        return Tiling(256, 128) if promote else Tiling(128, 256)
-
-    monkeypatch.setattr(hopper_grouped, "tiling", largest)
-    for name in ("_plan", "_plan_high"):
-        monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
+    support.use_largest_tiles(monkeypatch)
     case.run(dispatch.kernels(GPU), GPU)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import fused_gemm, hopper_gemm, implementation, launch
+from fp8kit.backends.cuda import fused_gemm, hopper_gemm, hopper_grouped, implementation, launch
 from fp8kit.backends.protocol import SPECS, map_arrays
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.raw_kernels import manifest
@@ -34,6 +34,22 @@ def planned(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     for own in {module, hopper_gemm}:  # `hopper_gemm` makes the result's map for others
         monkeypatch.setattr(own, "tensor_map", lambda *arguments: repr(arguments).encode())
     return module._plan.__wrapped__
+
+
+def use_largest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are made by the largest tiles that there are, whatever their sizes; no plan is kept."""
+
+    def largest(along: Any, m: int, n: int, k: int, groups: int, promote: int, *more: int) -> Any:
+        return hopper_gemm.Tiling(256, 128) if promote else hopper_gemm.Tiling(128, 256)
+
+    monkeypatch.setattr(hopper_grouped, "tiling", largest)
+    keep_no_plans(monkeypatch)
+
+
+def keep_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of groups are planned anew at each call."""
+    for name in ("_plan", "_plan_high"):
+        monkeypatch.setattr(hopper_grouped, name, getattr(hopper_grouped, name).__wrapped__)
 
 
 # --- kernels carried out in NumPy on what the host tells them -----------------------------------------------

@@ -86,8 +86,8 @@ def _close_all() -> None:
     of its last calls are invalid: the process ends with an error, if it does not do so already."""
     for group in reversed(_OPEN):
         group.close()
-    untold = any(group.failed is not None and not group.told.is_set() for group in _OPEN)
-    if untold and _exception() is None:
+    unreported = any(group.failed is not None and not group.reported.is_set() for group in _OPEN)
+    if unreported and _exception() is None:
         sys.stdout.flush()
         os._exit(1)
 
@@ -128,7 +128,7 @@ class NcclCollectives(Collectives):
         self._splits = 0
         self._side: Any = None  # the stream of calls that run beside kernels
         self.failed: str | None = None  # what all ranks were doing
-        self.told = threading.Event()  # whether a call has raised that
+        self.reported = threading.Event()  # whether a call has raised that
         self._made: deque[_LoggedCall] = deque(maxlen=_REMEMBERED)
         self._shown = 0  # the last call of which the others know
         # calls that are not known to be done, in order; when the first of them became that; events for others
@@ -174,7 +174,7 @@ class NcclCollectives(Collectives):
 
     def _want_alive(self) -> None:
         if self.failed is not None:
-            self.told.set()
+            self.reported.set()
             raise call_failed(self.failed)
 
     # --- who watches ----------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class NcclCollectives(Collectives):
 
     def _leave(self) -> None:
         """End a process that its error does not reach."""
-        if not self.told.wait(_LEFT):
+        if not self.reported.wait(_LEFT):
             os._exit(1)
 
     def close(self) -> None:
