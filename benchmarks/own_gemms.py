@@ -1,6 +1,6 @@
 """Our FP8 product for Hopper beside cuBLASLt's, each with the algorithm that is the fastest under load: the
-layer's twelve products with scales per tensor and with scales of blocks, one product over numbers of rows,
-and with epilogues the products of the feed-forward layer, beside cuBLASLt's and a pass of our own.
+layer's twelve products with scales per tensor and with scales of blocks, its forward products over numbers of
+rows, and with epilogues the products of the feed-forward layer, beside cuBLASLt's and a pass of our own.
 
     python -m benchmarks own --out DIR
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ from fp8kit.testing.contract.sampler import Sampler
 OURS, LIBRARY = "fp8kit", "cuBLASLt"
 FUSED = "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"
 TENSORS, BLOCKS, FEW, EPILOGUES = "tensors", "blocks", "few rows", "epilogues"
-ROWS = 16, 32, 64, 256, 1024, 4096, 16384
+ROWS = 16, 32, 64, 256, 1024, 4096, 16384  # of hidden x hidden; of the others a few rows alone
+FEW_ROWS = 16, 64
 REPEATS = 20  # of a product of few rows in a graph
 _SCALE = 2.0**-6
 _LINE, _SQUARE = (1, 128), (128, 128)
@@ -58,11 +60,13 @@ class Case(NamedTuple):
 
 
 def cases(full: bool, layer: Any) -> Iterator[Case]:
-    """The twelve products in both ways, then one over numbers of rows."""
+    """The twelve products in both ways, then the forward ones over numbers of rows."""
     for scales in (TENSORS, BLOCKS):
         yield from (Case(product, scales) for product in gemms.products(layer))
-    for rows in ROWS if full else ROWS[:1]:
-        yield Case(gemms.Product("forward", rows, layer.hidden, layer.hidden, E4M3, True), FEW)
+    for product in gemms.products(layer) if full else gemms.products(layer)[:1]:
+        if product.name.endswith("forward"):
+            square = product.n == product.k
+            yield from (Case(replace(product, m=rows), FEW) for rows in (ROWS if square else FEW_ROWS))
 
 
 class Epilogue(NamedTuple):

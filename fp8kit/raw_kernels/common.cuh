@@ -183,19 +183,21 @@ DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 // as soon as all blocks of that one have called let_next_start() or ended: its own blocks then stand ready
 // (programmatic dependent launch, CUDA Programming Guide). Behind start_early() it sees all that was written
 // before it; nothing that another kernel writes is to be read above it, nor through a __restrict__ pointer to
-// const, which the compiler may do. Before compute capability 9.0 both do nothing.
+// const, which the compiler may do. One that begins with let_next_start() sets up what touches no memory of
+// others, and then calls wait_for_former(). Before compute capability 9.0 all three do nothing.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-DEVICE void start_early() {
-  let_next_start();
+DEVICE void wait_for_former() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+DEVICE void start_early() { let_next_start(), wait_for_former(); }
 
 DEVICE int lane() { return threadIdx.x % 32; }
 

@@ -92,6 +92,17 @@ template <u32 STAGES> struct RingPlace {
   }
 };
 
+// --- one thread --------------------------------------------------------------------------------------------
+
+// True in one lane of the warp, the same each time. Unlike `lane() == 0` it tells the compiler that it is
+// one, so that a copy is one instruction, and no loop over lanes.
+DEVICE bool elected() {
+  u32 chosen;
+  asm volatile("{.reg .pred one; .reg .b32 lane; elect.sync lane|one, 0xffffffff; selp.u32 %0, 1, 0, one;}"
+               : "=r"(chosen));
+  return chosen;
+}
+
 // --- copies ------------------------------------------------------------------------------------------------
 
 // Where a matrix lies, and how large the tiles are that are copied of it. The driver makes it
@@ -303,12 +314,18 @@ template <int N> DEVICE void multiply_tiles(float (&d)[N / 2], u64 a, u64 b, i32
     WGMMA(32, FIRST_TEN "%10,%11,%12,%13,%14,%15", 16, 17, 18, R16(0));
   else if constexpr (N == 64)
     WGMMA(64, FIRST_TEN TEN(1) TEN(2) "%30,%31", 32, 33, 34, R32(0));
+  else if constexpr (N == 96)
+    WGMMA(96, FIRST_TEN TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, R32(0), R16(32));
   else if constexpr (N == 128)
     WGMMA(128, FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66, R64(0));
   else if constexpr (N == 192)
     WGMMA(192,
           FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95",
           96, 97, 98, R64(0), R32(64));
+  else if constexpr (N == 224)
+    WGMMA(224,
+          FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) "%110,%111",
+          112, 113, 114, R64(0), R32(64), R16(96));
   else
     WGMMA(256,
           FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10)

@@ -4,10 +4,11 @@
 //   fp8_gemm_cast, fp8_gemm_lines, grouped_gemm)
 // spills: 20 bytes on sm_90a
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=bare;
-//   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 128 0 whole,128 64 0 whole,64 32 0 whole,
-//   256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,256 128 128 lines_lines,
-//   128 128 128 whole,128 128 128 lines_squares,128 64 128 whole,128 64 128 lines_squares,64 32 128 whole,
-//   64 32 128 lines_squares
+//   ACT=identity; BM BN=128 128,128 64,128 32,64 64,64 32; PROMOTE SCALES=0 whole,128 whole,128 lines_squares
+// variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; GROUPS=none; EPILOGUE=bare;
+//   ACT=identity; BM BN PROMOTE SCALES=128 256 0 whole,128 96 0 whole,128 96 128 whole,64 224 0 whole,
+//   64 96 0 whole,64 96 128 whole,256 128 128 whole,256 128 128 lines_squares,256 128 128 squares_lines,
+//   256 128 128 lines_lines
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; EPILOGUE=bare; ACT=identity;
 //   GROUPS SCALES=rows whole,terms whole; BM BN PROMOTE=128 256 0,128 128 0,256 128 128,128 128 128
 // variants: LEFT RIGHT=e4m3 e4m3,e4m3 e5m2,e5m2 e4m3; T=f32,bf16,f16; LAYOUT=nt; EPILOGUE=bare; ACT=identity;
@@ -32,8 +33,7 @@
 //   warps 4 to 7 and 8 to 11, the multipliers: each warpgroup waits at a place's `full` barrier, multiplies
 //   its half of the tile's rows with all columns by wgmma, 64 rows at a time, arrives at `empty`, and in the
 //   end each warp writes its rows: from registers or by shared memory (`write_rows`).
-//   The loader gives its registers to them, whose sums fill them. TURNS: each makes whole tiles, in turn, so
-//   that one writes while the other multiplies.
+//   The loader gives them its registers. TURNS: each makes whole tiles; one writes, the other multiplies.
 //   warps 12 to 15, the finishers, with EPILOGUE backward alone: they carry it out (`finish`), on what the
 //   multipliers have written to shared memory, while these multiply the next tile.
 //
@@ -58,7 +58,7 @@
 // apart, `terms` of all (without groups: CLUSTER). m: rows of all groups, with GROUPS terms of one result.
 // counter: of tiles of GROUPS rows that blocks have taken beside each one's first, 0 at the begin.
 struct alignas(64) Job {
-  TensorMap a, b, a_lines, b_lines, parts;  // the last: of the result, where it is written by parts
+  TensorMap a, b, a_lines, b_lines, parts, a_last;  // parts: the result's; a_last: of a tile with fewer rows
   const float *a_scale, *b_scale;
   const T *bias, *addend;
   T* out;
@@ -96,7 +96,7 @@ constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it
 // blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
 // the next tile. SKEWED: the second multiplier begins a tile one partial sum later, so that one adds while
 // the other multiplies. FINISHERS: a fourth warpgroup. CLUSTER: two blocks make tiles beside each other, and
-// either copies half of a's to both. BM 64: the first multiplier's few rows; no more are copied than exist.
+// either copies half of a's to both. BM 64: the first multiplier's few rows.
 constexpr bool IN_PARTS = BY_TERMS || BN == 256 || (!BY_ROWS && (BM == 256 || (SCALES != whole && BN > 32)));
 constexpr bool STAGED = FUSED || (sizeof(T) == 2 && IN_PARTS);
 constexpr int PART = BN < 128 ? BN : BM == 256 && !FUSED && !(BY_TERMS && SCALES == whole) ? 64 : 128;
@@ -114,8 +114,8 @@ constexpr bool LATE = STAGED && BN == 256, SKEWED = PROMOTE == DEPTH && WAVES ==
 #endif
 constexpr int CLUSTER = TURNS || FINISHERS || (BY_TERMS && WAVES == 2) ? 2 : 1;
 constexpr bool TIGHT = LATE || FUSED || (B_LINES && WAVES == 2 && CLUSTER == 1);  // of registers
-constexpr int MOST = BM == 64 ? 16 : 8, FITTING = (SHARED - PARTS_BYTES) / (STAGE_BYTES + B_SCALE_BYTES);
-constexpr int STAGES = FITTING < MOST ? FITTING : MOST;
+constexpr int FITTING = (SHARED - PARTS_BYTES) / (STAGE_BYTES + B_SCALE_BYTES);
+constexpr int STAGES = FITTING < 16 ? FITTING : 16;
 static_assert(BM % 64 == 0 && (STAGED ? BN % 64 : BN % 32) == 0, "64 rows, 32 columns, or 64 by parts");
 static_assert(!FUSED || (BN == 128 && !GROUPED), "epilogues have tiles of 128 columns");
 static_assert(!FINISHERS || BM == 128, "finishers: a part of shared memory for each 16 rows");
@@ -126,7 +126,7 @@ static_assert(BN / 2 * (WAVES + (PROMOTE > 0)) <= 192, "no registers: with PROMO
 static_assert(PROMOTE <= DEPTH || WAVES == 1, "PROMOTE beyond 128: BM at most 128");
 static_assert(WIDTH == 1 ? LAYOUT == nt : !PROMOTE && GROUPED && SCALES == whole, "16 bits: groups alone");
 static_assert(PROMOTE % 32 == 0 && (PROMOTE % DEPTH == 0 || DEPTH % PROMOTE == 0), "PROMOTE: 32, 64, 128 n");
-static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && BN <= 128), "a scale for every 128 codes");
+static_assert(SCALES == whole || (PROMOTE && PROMOTE <= DEPTH && 128 % BN == 0), "a scale for 128 codes");
 typedef RingPlace<STAGES> Place;
 
 // What the warp's first lane has.
@@ -228,7 +228,7 @@ struct Memory {
   // Of a multiplier, 0 or 1: its warps' parts are filled, and have been read.
   METHOD u32 made(u32 multiplier) const { return full(3 * STAGES + multiplier); }
   METHOD u32 taken(u32 multiplier) const { return full(3 * STAGES + 2 + multiplier); }
-  METHOD u32 note(u32 place) const { return full(32 + 2 * place); }
+  METHOD u32 note(u32 place) const { return full(64 + 2 * place); }
 };
 
 // --- the loader --------------------------------------------------------------------------------------------
@@ -246,6 +246,10 @@ DEVICE void load(const Job& job, const Memory& memory) {
       if (!found || at.depths == 0) barrier_arrive(memory.full(place.stage)), place.next();
     }
     if (!found) break;
+    // Rows that there are, by eights for each block, as others take longer; of a group's by 64.
+    const i32 by = BY_ROWS ? 64 : 8 * CLUSTER, all = (BY_ROWS ? at.end : (i32)job.m) - at.row;
+    const i32 rows = BY_TERMS ? BM : min((all + by - 1) / by * by, BM), own = blockIdx.x % CLUSTER * rows / 2;
+    const TensorMap& a_map = !GROUPED && rows < BM ? job.a_last : job.a;
 #pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {
       const u32 stage = place.stage;
@@ -257,9 +261,6 @@ DEVICE void load(const Job& job, const Memory& memory) {
         store_words_shared(memory.note(mixed.stage), {stage, (u32)begin, (u32)stop, 0});
         full = memory.landed(mixed.stage), mixed.next();
       }
-      // Of a few rows those that there are, by eights; of a group's those that are multiplied, 64 at a time.
-      const i32 there = BY_ROWS ? (at.end - at.row + 63) / 64 * 64 : BM == 64 ? (i32)(job.m + 7) / 8 * 8 : BM;
-      const i32 rows = min(there, BM), half = BM / 2 * (blockIdx.x % CLUSTER);
       barrier_expect(full, STAGE_BYTES - (BM - rows) * DEPTH);
       if constexpr (BY_ROWS) {
 #pragma unroll
@@ -267,8 +268,8 @@ DEVICE void load(const Job& job, const Memory& memory) {
           if (i < rows) copy_tile(memory.a(stage) + i * DEPTH, job.a, term, at.row + i, full);
         copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, at.group, full);  // its matrix
       } else {
-        CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + half * DEPTH, job.a, term, at.row + half, full)
-                     : copy_operand<A_DOWN, BM>(memory.a(stage), job.a, term, at.row, full);
+        CLUSTER == 2 ? copy_tile_to_both(memory.a(stage) + own * DEPTH, a_map, term, at.row + own, full)
+                     : copy_operand<A_DOWN, BM>(memory.a(stage), a_map, term, at.row, full);
         copy_operand<B_DOWN, BN>(memory.b(stage), job.b, term, at.column, full);
       }
       if constexpr (HALVES == 2)  // the second half of the tile's columns, behind the first
@@ -329,7 +330,7 @@ DEVICE void release(const Memory& memory, u32 stage) {
 DEVICE i32 tile_of(const Memory& memory, const Place& place, i32 tile) {
   if constexpr (!BY_ROWS) return tile;
   barrier_wait(memory.full(place.stage), place.parity);
-  return __float_as_int(load_shared(memory.note(place.stage)));
+  return __shfl_sync(~0u, lane() ? 0 : __float_as_int(load_shared(memory.note(place.stage))), 0);
 }
 
 // total += part, which is the sum of the products of 128 codes (or of PROMOTE), with their scales: `rows`, of
@@ -376,7 +377,7 @@ struct Outgoing {
     __syncwarp();
     if (BY_ROWS && (row < top || row + 16 > cover))  // a copy would write other groups' rows
       return store_rows<PART>(part, job.out + column, job.out_stride, row, top, cover);
-    if (lane()) return;
+    if (!elected()) return;
     if constexpr (COLUMNS) barrier_arrive(made);
     if (FUSED && job.out == nullptr) return;
 #pragma unroll
@@ -622,13 +623,13 @@ DEVICE void write(const Job& job, const Memory& memory, float (&total)[BN / 2], 
 
 extern "C" __global__ void __in_clusters__() __launch_bounds__(THREADS, 1)
 hopper_gemm(const __grid_constant__ Job job) {
-  start_early();
+  let_next_start();
   if (!GROUPED && job.terms != CLUSTER) __trap();  // a host that planned another form
   extern __shared__ u8 dynamic[];
   const u32 base = ((u32)__cvta_generic_to_shared(dynamic) + 1023) & ~1023u;
   const Memory memory{PROMOTE ? opaque(base) : base};
   if (threadIdx.x == 0) {
-    prefetch_map(job.a), prefetch_map(job.b);
+    prefetch_map(!GROUPED && job.m < BM ? job.a_last : job.a), prefetch_map(job.b);
     for (u32 stage = 0; stage < STAGES; ++stage) {
       barrier_init(memory.full(stage), 1);
       barrier_init(memory.empty(stage), CLUSTER * (TURNS ? 4 : 8));  // of every warp that multiplies it
@@ -639,11 +640,12 @@ hopper_gemm(const __grid_constant__ Job job) {
     barriers_are_set();
   }
   CLUSTER == 2 ? wait_for_cluster() : __syncthreads();
+  wait_for_former();
   const float scale = scale_of_results(job.further);
 
   if (threadIdx.x < 128) {
     registers_down<OF_LOADER>();
-    if (threadIdx.x == 0) load(job, memory);
+    if (threadIdx.x < 32 && elected()) load(job, memory);
     if (BY_TERMS && threadIdx.x >= 32) clear(memory);
   } else if (FINISHERS && threadIdx.x >= 384) {
     registers_up<OF_FINISHER>();

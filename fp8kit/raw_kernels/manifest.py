@@ -41,7 +41,8 @@ FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
 _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s+)*(\w+)\s*\(([^)]*)\)', re.S)
-_EARLY = re.compile(r"\s*\{\s*start_early\(\);")
+_LATER = r"let_next_start\(\);(?:(?!\n\}).)*?\bwait_for_former\(\);"
+_EARLY = re.compile(rf"\s*\{{\s*(start_early\(\);|{_LATER})", re.S)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
 _DEFINE = re.compile(r"[A-Za-z_]\w*=[^=:,]+(:[^=:,]+)?")
@@ -58,9 +59,9 @@ class Source:
     * ``parameters``: per function a code for each, "q" a pointer or 64-bit integer, "d" a double, "s" a
       structure by value. ``pointers``: per function and parameter the type that it points to ("T", "u8",
       "float"), "" where it is no pointer.
-    * ``early``: the functions that may be launched before the kernel in front of them has ended, since
-      ``start_early();`` (common.cuh), their first statement, waits for it, and none of their pointers is
-      ``__restrict__``.
+    * ``early``: the functions that may be launched before the kernel in front of them has ended, since they
+      wait for it (common.cuh): ``start_early();`` is their first statement, or ``let_next_start();``, with
+      ``wait_for_former();`` further on; and none of their pointers is ``__restrict__``.
     * ``spills``: bytes of registers that a thread may spill, each with the architectures where it may, none
       for all of them.
     """

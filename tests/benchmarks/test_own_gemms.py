@@ -45,7 +45,9 @@ def test_both_are_checked_and_timed(name, a, scales):
 
 def test_the_twelve_products_and_numbers_of_rows():
     found = list(cases(True, FULL.large))
-    assert [case.scales for case in found] == [TENSORS] * 12 + [BLOCKS] * 12 + [FEW] * len(own_gemms.ROWS)
+    few = len(own_gemms.ROWS) + 3 * len(own_gemms.FEW_ROWS)
+    assert [case.scales for case in found] == [TENSORS] * 12 + [BLOCKS] * 12 + [FEW] * few
+    assert len({str(case) for case in found}) == len(found)
     with pytest.raises(Unavailable, match=r"capability 9\.0"):
         own_gemms.own_part(setting_for(CPU))
 

@@ -49,8 +49,8 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     """``hopper_gemm.cu`` with groups, tile by tile."""
     how = dict(kernel.defines)
     high, wide, by_rows, kind = int(how["BM"]), int(how["BN"]), how["GROUPS"] == "rows", how["SCALES"]
-    fields = struct.unpack("=" + "Q120s" * 5 + "7Q13q32x", job)
-    maps, out_map, pointers, numbers = fields[:8], fields[8:10], fields[10:17], fields[17:]
+    fields = struct.unpack("=" + "Q120s" * 6 + "7Q13q32x", job)
+    maps, out_map, pointers, numbers = fields[:8], fields[8:10], fields[12:19], fields[19:]
     (a, a_map, b, b_map, a_lines, a_lines_map, b_lines, b_lines_map) = maps
     a_scale, b_scale, bias, addend, out_at, sizes_at, counter = pointers
     m, n, stride, depths, a_step, b_step, _, _, _, groups, slots, b_group, terms = numbers
@@ -124,8 +124,8 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
 
 
 def counter_of(job: bytes) -> int:
-    """Where blocks count tiles of rows: a pointer behind five maps and six others."""
-    return int(struct.unpack_from("=Q", job, 5 * 128 + 6 * 8)[0])
+    """Where blocks count tiles of rows: a pointer behind six maps and six others."""
+    return int(struct.unpack_from("=Q", job, 6 * 128 + 6 * 8)[0])
 
 
 def plain(kernel: launch.Kernel, sizes_at: int, bias: int, out_at: int, problem: bytes) -> None:

@@ -202,6 +202,52 @@ def test_results_that_are_written_during_the_next_tile(
     assert_same_bits("out", get(whole), want)
 
 
+_SCALED: dict[str, Any] = {
+    "whole": None,
+    "lines_squares": (LINE, SQUARE),
+    "squares_lines": (SQUARE, LINE),
+    "lines_lines": (LINE, LINE),
+}
+FORMS = sorted(
+    {
+        (int(how["BM"]), int(how["BN"]), int(how["PROMOTE"]), how["SCALES"])
+        for how in map(dict, manifest.source("hopper_gemm.cu").variants)
+        if (how["GROUPS"], how["EPILOGUE"], how["LEFT"]) == ("none", "bare", "e4m3")
+    }
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 24, 64, 72, 127, 200, 260])
+@pytest.mark.parametrize("form", FORMS, ids=["-".join(map(str, form)) for form in FORMS])
+def test_fewer_rows_than_a_tiles(form: Any, m: int, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every tiling, behind a product of NaN alone: shared memory still has them where no row is copied."""
+    (rows, columns, promote, kind), n, k = form, 520, 1040
+    monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(rows, columns))
+    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    tiles = _SCALED[kind]
+    (a, a_inv), (b, b_inv) = (operand(r, k, E4M3, i, tiles and tiles[i]) for i, r in enumerate((m, n)))
+    shape = block_shapes(4096, k, tiles[0])[0] if tiles else (4096, k)
+    many, of_many = operand(4096, k, E4M3, 2, tiles and tiles[0])
+    codes = put(np.full(shape, 0x7F, np.uint8), GPU)
+    assert codes.shape == many.shape
+    for x, x_inv, height in ((codes, of_many, 4096), (a, a_inv, m)):
+        out = arrays.empty((height, n), float32, GPU)
+        if tiles is None:
+            kernels.fp8_gemm(x, b, out, E4M3, E4M3, x_inv, b_inv, None, None, not promote, None, 0)
+        else:
+            kernels.block_gemm(x, b, out, E4M3, E4M3, x_inv, b_inv, *tiles, None, None, None, 0)
+    want = arrays.empty((m, n), float32, GPU)
+    scales = [
+        model_scales(*which)
+        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
+    ]
+    how = ACCUMULATIONS["hopper_split" if promote else "hopper_fast"]
+    own = a.slice(0, 0, m), b.slice(0, 0, n)
+    kernels.model_gemm(*own, want, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
+    assert_same_bits("out", get(out), get(want))
+
+
 INVARIANT = pytest.mark.parametrize(
     ("tiles", "fast"),
     [(None, True), (None, False), ((LINE, SQUARE), False), ((LINE, LINE), False)],
@@ -370,7 +416,7 @@ def test_which_results_are_written_by_copies(
 ) -> None:
     """Of 16 bits, in rows of whole chunks of 16 bytes, by the largest tiles."""
     k = 8192  # so many that the largest tile is chosen
-    a_map, b_map, *_, out_map = planned(
+    a_map, b_map, *_, out_map, _ = planned(
         0, 4096, 4096, k, k, k, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
     ).maps
     rows, columns = (128, 256) if not promote else (256, 128)
@@ -381,14 +427,30 @@ def test_which_results_are_written_by_copies(
 
 
 def test_small_tiles_without_promotion_write_from_registers(planned: Any) -> None:
-    assert not any(plan(planned, 64, 128, 512).maps[-1])
+    assert not any(plan(planned, 64, 128, 512).maps[4])
 
 
-@pytest.mark.parametrize(("m", "rows"), [(1, 8), (17, 24), (64, 64)])
-def test_of_a_few_rows_no_more_are_copied_than_there_are(m: int, rows: int, planned: Any) -> None:
-    found = plan(planned, m, 4096, 4096)
-    assert dict(found.kernel)["BM"] == "64"
-    assert f"(128, {rows})" in found.maps[0].decode()
+@pytest.mark.parametrize(
+    ("m", "n", "rows"),
+    [(1, 4096, 8), (17, 4096, 24), (64, 4096, 0), (200, 4096, 72), (4096 + 200, 16384, 40)],
+)
+def test_of_the_last_rows_no_more_are_copied_than_there_are(m: int, n: int, rows: int, planned: Any) -> None:
+    """By each block of a cluster its share: the last case is one, of 72 rows."""
+    found = plan(planned, m, n, 4096)
+    assert (dict(found.kernel)["BM"] == "64") == (m <= 64)
+    last = found.maps[-1]
+    assert f"(128, {rows})" in last.decode() if rows else not any(last)
+
+
+@pytest.mark.parametrize("promote", [0, 128])
+@pytest.mark.parametrize("n", [4096, 12288, 16384, 28672])
+def test_a_few_rows_keep_multiprocessors_busy(n: int, promote: int, planned: Any) -> None:
+    """What comes from memory comes the faster, the more of them copy."""
+    found = plan(planned, 16, n, 4096, promote=promote)
+    at = hopper_gemm.Tiling(*(int(dict(found.kernel)[name]) for name in ("BM", "BN")))
+    tiles = -(-n // at.columns)
+    assert at.rows == 64
+    assert tiles / (132 * -(-tiles // 132)) > 0.96
 
 
 @pytest.mark.parametrize(("n", "k", "turns"), [(16384, 4096, True), (4096, 12288, False)])

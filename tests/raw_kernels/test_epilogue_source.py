@@ -44,7 +44,7 @@ def test_the_source_keeps_the_contract(name: str, tmp_path: Path, monkeypatch: p
         how, fields = dict(kernel.defines), struct.unpack(JOB, job)
         made = host_compiled.library(kernel.defines, tmp_path)
         halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
-        tall, wide = fields[23:25]
+        tall, wide = fields[25:27]
         tiles, places = [], []
         for down, across in np.ndindex(tall, wide * together(how)):
             row, column = down * int(how["BM"]), across * int(how["BN"]) // halves

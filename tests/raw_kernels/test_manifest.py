@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,11 @@ def test_contradictions_are_refused(sources: Path, text: str, said: str | None) 
 EARLY = {
     "{ start_early(); }": True,
     "\n{\n  start_early();\n  x[0] = 1;\n}": True,
+    "{ let_next_start(); __syncthreads(); wait_for_former(); }": True,
+    "\n{\n  let_next_start();\n  wait_for_former();\n}": True,
+    "{ let_next_start(); }": False,
+    "{ if (n == 0) return; let_next_start(); wait_for_former(); }": False,
+    "{\n  let_next_start();\n}\nDEVICE void g() {\n  wait_for_former();\n}": False,
     "{ const T first = x[0]; start_early(); }": False,
     "{ if (n == 0) return; start_early(); }": False,
     "{\n#if __CUDA_ARCH__ > 1000\n  start_early();\n#endif\n}": False,
@@ -135,4 +141,5 @@ def test_only_what_waits_before_all_else_starts_early(sources: Path, body: str) 
 
 def test_every_wait_of_the_sources_counts() -> None:
     for entry in manifest.sources():
-        assert len(entry.early) == manifest.text(entry.name).count("start_early();"), entry.name
+        waits = re.findall(r"\b(?:start_early|wait_for_former)\(\);", manifest.text(entry.name))
+        assert len(entry.early) == len(waits), entry.name

@@ -148,14 +148,19 @@ def together(how: dict[str, str]) -> int:
 def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[Array, list[int]]:
     """The sums of a tile, in float64, before scales of tensors or rows; the first columns of its halves."""
     a, a_map, b, b_map, a_lines, a_lines_map, *_ = fields[:8]
-    (n, _, depths), b_step, squares = fields[18:21], fields[22], fields[11]
+    (m, n, _, depths), b_step, squares = fields[19:23], fields[24], fields[13]
     high, wide = int(how["BM"]), int(how["BN"])
     halves = parts_of(how["ACT"]) if how["EPILOGUE"] == "forward" else 1
     firsts, total = [column + half * (n // 2) for half in range(halves)], np.zeros((high, wide))
+    step = 8 * together(how)
+    rows = min(high, -(-(m - row) // step) * step)
+    a_map = a_map if rows == high else fields[11]
+    share = described(a_map)[3][1]  # rows that a block of a cluster copies
+    assert share * together(how) == rows
+    rest = np.full((high - rows, 128), 0x7B, np.uint8)  # what was there: large numbers of either format
     for term in range(0, 128 * depths, 128):
-        share = described(a_map)[3][1]  # rows that a block of a cluster copies
-        boxes = [box(a, a_map, term, row + first) for first in range(0, high, share)]
-        left = codec.decode(np.concatenate(boxes), FORMATS[how["LEFT"]]).astype(np.float64)
+        boxes = [box(a, a_map, term, row + first) for first in range(0, rows, share)]
+        left = codec.decode(np.concatenate([*boxes, rest]), FORMATS[how["LEFT"]]).astype(np.float64)
         right = np.concatenate([box(b, b_map, term, first) for first in firsts])
         assert right.shape == (wide, 128)
         part = left @ codec.decode(right, FORMATS[how["RIGHT"]]).astype(np.float64).T
@@ -166,7 +171,7 @@ def tile_sums(how: dict[str, str], fields: Any, row: int, column: int) -> tuple[
     return total, firsts
 
 
-JOB = "=" + "Q120s" * 5 + "7Q13q" + "5Q7qQdq" + "4Qq3d40x"
+JOB = "=" + "Q120s" * 6 + "7Q13q" + "5Q7qQdq" + "4Qq3d40x"
 
 
 def hopper(kernel: launch.Kernel, job: bytes) -> None:
@@ -176,9 +181,9 @@ def hopper(kernel: launch.Kernel, job: bytes) -> None:
     assert len(job) % 64 == 0
     high, wide, epilogue, act = int(how["BM"]), int(how["BN"]), how["EPILOGUE"], how["ACT"]
     fields = struct.unpack(JOB, job)
-    a_scale, b_scale, bias_at, addend, out, sizes_at, counter = fields[10:17]
-    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[17:30]
-    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[30:45]), fields[45:]
+    a_scale, b_scale, bias_at, addend, out, sizes_at, counter = fields[12:19]
+    m, n, stride, _, a_step, b_step, tall, across, band, *groups = fields[19:32]
+    cast, (x_at, shift_at, y_at, sums_at, features, *_) = Cast(*fields[32:47]), fields[47:]
     across *= together(how)
     assert not out or described(fields[9])[1:3] == ((n, m, 1), (stride, m * stride))
     assert (sizes_at, counter) == (0, 0)

@@ -59,6 +59,7 @@ _BODIES = {
     "void barrier_wait(u32 barrier, u32 parity)": (
         "while (phases[barrier / 8].ended % 2 == parity) std::this_thread::yield();"
     ),
+    "bool elected()": "return lane() == 0;",
     "void round8(const float (&x)[8], Eight<bf16>& to)": _ROUND8.replace("X", "bf16"),
     "void round8(const float (&x)[8], Eight<f16>& to)": _ROUND8.replace("X", "f16"),
     "void pair_amax(u32& most, u32 x, bf16)": _PAIR_AMAX,

@@ -29,6 +29,7 @@ from fp8kit.backends.cuda.hopper_gemm import (
     cheapest,
     compiled,
     in_turn,
+    last_rows,
     packed,
     result_map,
     rows_map,
@@ -104,11 +105,12 @@ def _plan(
     if scales == "lines_squares":
         lines = tensor_map("float32", (a_rows, ceil_div(k, DEPTH)), (a_rows,), (at.rows, 1))
     maps = (
-        rows_map(m, k, a_stride, at, together),
+        rows_map(m, k, a_stride, at.rows // together),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
         lines,
         NONE[1],
         result_map((m, n), out_stride, out, scales, "none", at, True) if writes_product else NONE[1],
+        last_rows(m, k, a_stride, at, together),
     )
     kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
     turns = in_turn(promote, "none", at, epilogue)

@@ -24,7 +24,7 @@ CAPABILITY, ARCHS = (9, 0), (90, 90)
 SOURCE, SHARED = "hopper_gemm.cu", 227 * 1024
 THREADS, FINISHERS = 384, 128  # of a block, and with the epilogue backward so many more
 DEPTH = 128  # codes of a row in a tile
-_JOB = Packer(5 * CODES + "7P13q")  # struct Job without an epilogue's part
+_JOB = Packer(6 * CODES + "7P13q")  # struct Job without an epilogue's part
 _NO_EPILOGUE = bytes(32)  # up to a multiple of 64
 KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
@@ -51,11 +51,16 @@ _COSTS = {
     Tiling(128, 256): (0.9, 0.72),
     Tiling(256, 128): (0.9, 0.72),
     Tiling(128, 128): (0.5, 0.38),
+    Tiling(128, 96): (0.45, 0.35),
     Tiling(128, 64): (0.3, 0.27),
-    Tiling(64, 32): (0.3, 0.13),
+    Tiling(128, 32): (0.9, 0.16),
+    Tiling(64, 224): (0.5, 0.4),
+    Tiling(64, 96): (0.4, 0.19),
+    Tiling(64, 64): (0.4, 0.165),
+    Tiling(64, 32): (0.4, 0.125),
 }
 _COSTS_IN_TURN, _LAST_TURN = (0.1, 0.372), 0.9  # and once what the last tile costs, which hides behind none
-_SMALL = Tiling(128, 128), Tiling(128, 64), Tiling(64, 32)
+_FROM_MEMORY = 0.0041  # 128 codes of a row of b for each multiprocessor, at 4.1 TB/s
 
 
 def in_turn(promote: int, groups: str, at: Tiling, epilogue: str = "bare") -> bool:
@@ -63,26 +68,42 @@ def in_turn(promote: int, groups: str, at: Tiling, epilogue: str = "bare") -> bo
     return not promote and groups == "none" and at == Tiling(128, 128) and epilogue != "backward"
 
 
-def cost(at: Tiling, tiles: int, depths: float, promote: int, groups: str, multiprocessors: int) -> float:
-    """What so many ``tiles`` of ``depths`` times 128 terms cost, by rounds of all multiprocessors."""
+def cost(
+    at: Tiling,
+    tiles: int,
+    depths: float,
+    promote: int,
+    groups: str,
+    multiprocessors: int,
+    tall: float = math.inf,
+) -> float:
+    """What so many ``tiles`` of ``depths`` times 128 terms cost, by rounds of all multiprocessors. ``tall``:
+    how many of them are made of the same rows of b, which come from memory once."""
     turns = in_turn(promote, groups, at)
     first, each = _COSTS_IN_TURN if turns else _COSTS[at]
+    each = max(each, _FROM_MEMORY * at.columns / tall)
     return ceil_div(tiles, multiprocessors) * (first + depths * each) + (_LAST_TURN if turns else 0)
 
 
 def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling that a product of m x n elements, k terms each, is made by."""
+    """The tiling that a product of m x n elements, k terms each, is made by: one that the source lists."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
-    smaller: tuple[Tiling, ...] = _SMALL if scales in ("whole", "lines_squares") else ()
-    return cheapest((large, *smaller), m, n, k, promote, multiprocessors)
+    if scales not in ("whole", "lines_squares"):
+        return large
+    widest = 128 if promote else 224  # promoted sums take twice the registers
+    among = [at for at in _COSTS if at == large or (at.rows <= 128 and at.columns <= widest)]
+    if scales != "whole":  # a tile's columns have the scale of one square
+        among = [at for at in among if 128 % at.columns == 0]
+    among = [at for at in among if (at.rows == 64) == (m <= 64)]
+    return cheapest(among, m, n, k, promote, multiprocessors)
 
 
 def cheapest(among: Sequence[Tiling], m: int, n: int, k: int, promote: int, multiprocessors: int) -> Tiling:
     """The tiling that costs the least."""
 
     def of(one: Tiling) -> float:
-        tiles = ceil_div(m, one.rows) * ceil_div(n, one.columns)
-        return cost(one, tiles, ceil_div(k, DEPTH), promote, "none", multiprocessors)
+        tall, wide = ceil_div(m, one.rows), ceil_div(n, one.columns)
+        return cost(one, tall * wide, ceil_div(k, DEPTH), promote, "none", multiprocessors, tall)
 
     return min(among, key=of)
 
@@ -124,11 +145,16 @@ def blocks_together(promote: int, groups: str, at: Tiling, epilogue: str = "bare
     return 2 if halved or (groups == "terms" and at.rows == 256) else 1
 
 
-def rows_map(m: int, k: int, stride: int, at: Tiling, together: int, groups: str = "none") -> bytes:
-    """The map of a's codes: of a tile's rows each block of a cluster copies its share, of a group's rows 64
-    are copied at a time, and where the tile is for a few rows, no more than there are (by eights)."""
-    rows = at.rows // together if at.rows > 64 else min(64, ceil_div(m, 8) * 8)
-    return tensor_map("uint8", (k, m), (stride,), (DEPTH, 64 if groups == "rows" else rows), True)
+def rows_map(m: int, k: int, stride: int, rows: int) -> bytes:
+    """The map of a's codes, of which so many ``rows`` are copied at a time."""
+    return tensor_map("uint8", (k, m), (stride,), (DEPTH, rows), True)
+
+
+def last_rows(m: int, k: int, stride: int, at: Tiling, together: int) -> bytes:
+    """The map by which a's rows are copied where there are fewer than a tile's: each block of a cluster
+    copies its share, by eights. Rows that do not exist take longer than others (benchmarks/NOTES.md)."""
+    left = m % at.rows
+    return rows_map(m, k, stride, ceil_div(left, 8 * together) * 8) if left else NONE[1]
 
 
 def band_of(blocks: int, rows: int, columns: int, turns: bool = False) -> int:
@@ -204,10 +230,11 @@ def _plan(
             if kind == "lines":
                 lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
     maps = (
-        rows_map(m, k, a_stride, at, together),
+        rows_map(m, k, a_stride, at.rows // together),
         tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
         *lines,
         result_map((m, n), out_stride, out, scales, "none", at),
+        last_rows(m, k, a_stride, at, together),
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, "none")
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
@@ -228,7 +255,7 @@ def packed(
 ) -> bytes:
     """Struct Job, with an epilogue's part. A map that describes nothing has no address."""
     described: list[Any] = []
-    for view, one in zip((a, b, *scale_invs, out), plan.maps, strict=True):
+    for view, one in zip((a, b, *scale_invs, out, a), plan.maps, strict=True):
         described += [address(view) if one != NONE[1] else 0, one]
     pointers = (address(view) for view in (*scale_invs, bias, addend, out, sizes, counter))
     return _JOB.pack(*described, *pointers, *plan.sizes) + further

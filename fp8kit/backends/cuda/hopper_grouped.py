@@ -109,10 +109,11 @@ def _plan(
     # a group's matrix of b is a further dimension
     stack, apart, one = ((groups,), (b_shape[-2] * terms,), (1,)) if by_rows else ((), (), ())
     maps = (
-        rows_map(a_shape[0], terms, terms, at, together, along),
+        rows_map(a_shape[0], terms, terms, 64 if by_rows else at.rows // together),
         tensor_map("uint8", (terms, b_shape[-2], *stack), (terms, *apart), (DEPTH, at.columns, *one), True),
         *lines,
         result_map(out_shape, out_stride, out, scales, along, at),
+        NONE[1],
     )
     kernel = compiled(index, (left, right, out), scales, promote, at, along)
     step, b_step, b_group = int(tiles[0] == (1, 0)), 0, 0
@@ -154,6 +155,7 @@ def _plan_high(
         NONE[1],
         NONE[1],
         result_map(out_shape, n, name, "whole", along, at),
+        NONE[1],
     )
     kernel = compiled(index, (name, name, name), "whole", 0, at, along, layout=layout)
     numbers = m, n, n, ceil_div(terms, _TERMS), 0, 0, tall, wide
