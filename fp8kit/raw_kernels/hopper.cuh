@@ -94,8 +94,8 @@ template <u32 STAGES> struct RingPlace {
 
 // --- one thread --------------------------------------------------------------------------------------------
 
-// True in one lane of the warp, the same each time. Unlike `lane() == 0` it tells the compiler that it is
-// one, so that a copy is one instruction, and no loop over lanes.
+// True in one lane of the warp, the same each time; all lanes call it. After `lane() == 0` the compiler
+// cannot tell that only one lane is left, and makes a loop over lanes around each copy.
 DEVICE bool elected() {
   u32 chosen;
   asm volatile("{.reg .pred one; .reg .b32 lane; elect.sync lane|one, 0xffffffff; selp.u32 %0, 1, 0, one;}"

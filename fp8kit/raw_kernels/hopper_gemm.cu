@@ -89,8 +89,8 @@ constexpr int A_BYTES = BM * DEPTH, B_BYTES = BN * DEPTH;
 constexpr int A_SCALE_BYTES = A_LINES ? 4 * BM : 0, B_SCALE_BYTES = B_LINES ? 4 * BN : 0;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int SHARED = 227 * 1024 - 2048;  // of a block, without what aligns it and the barriers
-// Which form goes which way; hopper_gemm.py says the same by `result_map` (STAGED), `blocks_together` and
-// `rows_map`, whose copies bring 64 rows of a where rows are groups.
+// Which form goes which way; the host says the same: `result_map` (STAGED), `blocks_together`, `last_rows`
+// (a's rows where a tile has fewer), and of groups of rows the map brings 64 rows of a.
 // STAGED: results go by shared memory, where each warp has a part of 16 rows by PART columns, from which
 // copies bring them to `out` while the next tile is multiplied, and epilogues read them. With scales of
 // blocks parts of half a tile leave room for a fourth stage. LATE: columns from PART on wait in registers for
@@ -248,7 +248,7 @@ DEVICE void load(const Job& job, const Memory& memory) {
     if (!found) break;
     // Rows that there are, by eights for each block, as others take longer; of a group's by 64.
     const i32 by = BY_ROWS ? 64 : 8 * CLUSTER, all = (BY_ROWS ? at.end : (i32)job.m) - at.row;
-    const i32 rows = BY_TERMS ? BM : min((all + by - 1) / by * by, BM), own = blockIdx.x % CLUSTER * rows / 2;
+    const i32 rows = BY_TERMS ? BM : (min(all, BM) + by - 1) / by * by, own = blockIdx.x % CLUSTER * rows / 2;
     const TensorMap& a_map = !GROUPED && rows < BM ? job.a_last : job.a;
 #pragma unroll 1
     for (i32 depth = 0; depth < at.depths; ++depth, place.next()) {

@@ -41,7 +41,8 @@ FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
 _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s+)*(\w+)\s*\(([^)]*)\)', re.S)
-_LATER = r"let_next_start\(\);(?:(?!\n\}).)*?\bwait_for_former\(\);"
+# set up without preprocessing or return, then the wait where every thread comes to it: a line of the body's
+_LATER = r"let_next_start\(\);(?=\n)(?:(?!\n\}|\n\s*#|\breturn\b).)*?\n  wait_for_former\(\);"
 _EARLY = re.compile(rf"\s*\{{\s*(start_early\(\);|{_LATER})", re.S)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
@@ -61,7 +62,8 @@ class Source:
       "float"), "" where it is no pointer.
     * ``early``: the functions that may be launched before the kernel in front of them has ended, since they
       wait for it (common.cuh): ``start_early();`` is their first statement, or ``let_next_start();``, with
-      ``wait_for_former();`` further on; and none of their pointers is ``__restrict__``.
+      ``wait_for_former();`` as a line of its own further on, indented by two; and none of their pointers is
+      ``__restrict__``. That nothing between the two reads memory is the author's to see to.
     * ``spills``: bytes of registers that a thread may spill, each with the architectures where it may, none
       for all of them.
     """

@@ -12,18 +12,27 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp8kit import arrays
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import fused_gemm, hopper_gemm, hopper_grouped, implementation, launch
 from fp8kit.backends.protocol import SPECS, map_arrays
-from fp8kit.formats import E4M3, E5M2
+from fp8kit.formats import E4M3, E5M2, float32
 from fp8kit.raw_kernels import manifest
+from fp8kit.testing.contract import put
 
 
 def want_hopper() -> None:
     """Skips the test on another GPU than Hopper, which has none of these kernels and other sums."""
     if (found := launch.capability(0)) != hopper_gemm.CAPABILITY:
         pytest.skip(f"for compute capability 9.0 alone, this GPU has {'.'.join(map(str, found))}")
+
+
+def fill_shared_memory_with_nan(kernels: Any) -> None:
+    """By a product of large tiles whose codes are NaN, on every multiprocessor."""
+    codes, scale = put(np.full((4096, 1024), 0x7F, np.uint8), GPU), put(np.ones(1, np.float32), GPU)
+    out = arrays.empty((4096, 4096), float32, GPU)
+    kernels.fp8_gemm(codes, codes, out, E4M3, E4M3, scale, scale, None, None, True, None, 0)
 
 
 def planned(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
