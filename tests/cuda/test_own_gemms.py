@@ -225,6 +225,7 @@ def test_fewer_rows_than_a_tiles(
     form: Any, m: int, dtype: formats.DType, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every tiling, where shared memory has NaN for the rows that are not copied."""
+    support.fill_shared_memory_with_nan(kernels)
     (rows, columns, promote, kind), n, k = form, 520, 1040
     monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(rows, columns))
     monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
@@ -233,7 +234,6 @@ def test_fewer_rows_than_a_tiles(
     before = np.full((m + 3, n), 7, dtype.numpy)
     whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
     out = whole.slice(0, 0, m)
-    support.fill_shared_memory_with_nan(kernels)
     if tiles is None:
         kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, not promote, None, 0)
     else:
