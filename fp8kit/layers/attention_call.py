@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +21,23 @@ from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
+log = logging.getLogger("fp8kit")
+
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _OF_A_STEP = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded")  # what a step of a cache says
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
 # max_seqlen_q, max_seqlen_kv of a cached step within torch.compile: known when it runs
 TRACED_LENGTHS = (1, 1)
+
+
+@functools.cache
+def _say_unread(mask: str) -> None:
+    """Warn once that a mask which a caller gave has no effect."""
+    log.warning(
+        "attention_mask is not read with mask type %r, as in Transformer Engine: 'padding', 'padding_causal' "
+        "and 'arbitrary' read it",
+        mask,
+    )
 
 
 class AttentionCall(AttentionBase):
@@ -211,6 +225,8 @@ class AttentionCall(AttentionBase):
                 found["mask"], arguments["mask"] = padding, "attention_mask"
             elif not all(hasattr(each, "shape") for each in pair_of(op, "attention_mask", padding)):
                 raise ArgumentError(op, "attention_mask", shown(padding), f"{self.array_name} or None")
+            elif "padding" not in mask and not self.is_compiling():
+                _say_unread(mask)
         found = {
             name: self.constant(arguments.get(name, name), value, first) for name, value in found.items()
         }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, formats
+from fp8kit import arrays
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch, manager
@@ -19,19 +19,18 @@ from fp8kit.backends.manager import chain
 from fp8kit.backends.policy import SelectionPolicy, policy_context
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import CannotTake, OpRegistry
-from fp8kit.bench.random import codes as drawn
 from fp8kit.errors import BackendError
-from fp8kit.formats import E4M3, E5M2, Format, bfloat16, float32, uint8
+from fp8kit.formats import E4M3, E5M2, bfloat16, float32, uint8
 from fp8kit.lab import override
 from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
 from tests.support import hopper as support
+from tests.support.own_gemms import LINE, SQUARE, model_scales, operand
 
 GPU = Device("cuda", 0)
 NAMES = tuple(OWN["mma_gemm.cu"])
 WHICH = ("hopper", "mma")
-LINE, SQUARE = (1, 128), (128, 128)
 PRODUCTS = [case for name in NAMES for case in cases(name)]
 
 
@@ -56,29 +55,6 @@ def test_contract(case: Case, kernels: Any) -> None:
 
 
 # --- bits ---------------------------------------------------------------------------------------------------
-
-
-def operand(
-    rows: int, k: int, fmt: Format, seed: int, tile: tuple[int, int] | None
-) -> tuple[ArrayView, ArrayView]:
-    """Codes (rows, k up to what ``tile`` asks for), zeros beyond, and scales, each another one."""
-    shape, scales = ((rows + -rows % 16, k), (1,)) if tile is None else block_shapes(rows, k, tile)
-    spread = 64.0 if fmt == E4M3 else 8192.0
-    dtype = formats.dtype_of_format(fmt)
-    assert dtype is not None
-    values = drawn(shape, seed, dtype, spread).view(np.uint8).copy()
-    values[rows:], values[:, k:] = 0, 0
-    inverse = np.exp2(np.random.default_rng(seed).uniform(-7, -5, scales)).astype(np.float32)
-    return put(values, GPU), put(inverse, GPU)
-
-
-def model_scales(inverse: ArrayView, tile: tuple[int, int] | None, rows: int, k: int) -> ArrayView:
-    """Scales as ``model_gemm`` has them: one a tile, row-major."""
-    values = get(inverse)
-    if tile is None:
-        return put(values.reshape(1, 1), GPU)
-    values = values.T[:rows] if tile == LINE else values[: -(-rows // 128), : -(-k // 128)]
-    return put(np.ascontiguousarray(values), GPU)
 
 
 @pytest.mark.gpu
@@ -200,53 +176,6 @@ def test_results_that_are_written_during_the_next_tile(
         sums = sums + added.astype(np.float32) + before[:m].astype(np.float32)
     want[:m] = sums.astype(bfloat16.numpy)
     assert_same_bits("out", get(whole), want)
-
-
-_SCALED: dict[str, Any] = {
-    "whole": None,
-    "lines_squares": (LINE, SQUARE),
-    "squares_lines": (SQUARE, LINE),
-    "lines_lines": (LINE, LINE),
-}
-FORMS = sorted(
-    {
-        (int(how["BM"]), int(how["BN"]), int(how["PROMOTE"]), how["SCALES"])
-        for how in map(dict, manifest.source("hopper_gemm.cu").variants)
-        if (how["GROUPS"], how["EPILOGUE"], how["LEFT"]) == ("none", "bare", "e4m3")
-    }
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [float32, bfloat16], ids=str)
-@pytest.mark.parametrize("m", [1, 24, 64, 72, 127, 200, 260])
-@pytest.mark.parametrize("form", FORMS, ids=["-".join(map(str, form)) for form in FORMS])
-def test_fewer_rows_than_a_tiles(
-    form: Any, m: int, dtype: formats.DType, kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every tiling, where shared memory has NaN for the rows that are not copied."""
-    support.fill_shared_memory_with_nan(kernels)
-    (rows, columns, promote, kind), n, k = form, 520, 1040
-    monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(rows, columns))
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
-    tiles = _SCALED[kind]
-    (a, a_inv), (b, b_inv) = (operand(r, k, E4M3, i, tiles and tiles[i]) for i, r in enumerate((m, n)))
-    before = np.full((m + 3, n), 7, dtype.numpy)
-    whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
-    out = whole.slice(0, 0, m)
-    if tiles is None:
-        kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, not promote, None, 0)
-    else:
-        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *tiles, None, None, None, 0)
-    scales = [
-        model_scales(*which)
-        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
-    ]
-    how = ACCUMULATIONS["hopper_split" if promote else "hopper_fast"]
-    own = a.slice(0, 0, m), b.slice(0, 0, n)
-    kernels.model_gemm(*own, plain, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
-    before[:m] = get(plain).astype(dtype.numpy)
-    assert_same_bits("out", get(whole), before)
 
 
 INVARIANT = pytest.mark.parametrize(
@@ -429,29 +358,6 @@ def test_which_results_are_written_by_copies(
 
 def test_small_tiles_without_promotion_write_from_registers(planned: Any) -> None:
     assert not any(plan(planned, 64, 128, 512).maps[4])
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "rows"),
-    [(1, 4096, 8), (17, 4096, 24), (64, 4096, 0), (200, 4096, 72), (4096 + 200, 16384, 40)],
-)
-def test_of_the_last_rows_no_more_are_copied_than_there_are(m: int, n: int, rows: int, planned: Any) -> None:
-    """By each block of a cluster its share: the last case is one, of 72 rows."""
-    found = plan(planned, m, n, 4096)
-    assert (dict(found.kernel)["BM"] == "64") == (m <= 64)
-    last = found.maps[-1]
-    assert f"(128, {rows})" in last.decode() if rows else not any(last)
-
-
-@pytest.mark.parametrize("promote", [0, 128])
-@pytest.mark.parametrize("n", [4096, 12288, 16384, 28672])
-def test_a_few_rows_keep_multiprocessors_busy(n: int, promote: int, planned: Any) -> None:
-    """What comes from memory comes the faster, the more of them copy."""
-    found = plan(planned, 16, n, 4096, promote=promote)
-    at = hopper_gemm.Tiling(*(int(dict(found.kernel)[name]) for name in ("BM", "BN")))
-    tiles = -(-n // at.columns)
-    assert at.rows == 64
-    assert tiles / (132 * -(-tiles // 132)) > 0.96
 
 
 @pytest.mark.parametrize(("n", "k", "turns"), [(16384, 4096, True), (4096, 12288, False)])

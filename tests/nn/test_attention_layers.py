@@ -9,6 +9,7 @@ import fp8kit as fk
 from fp8kit import formats, nn
 from fp8kit.autograd import tensor
 from fp8kit.errors import Fp8kitError
+from fp8kit.layers import attention_call
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close
 from tests.support.layers import draw, make
@@ -357,3 +358,14 @@ def test_what_is_missing_has_the_users_name(options, argument):
         nn.DotProductAttention(4, 8, device="cpu")(x, x, x, **options)
     with pytest.raises(fk.ShapeError, match=f"MultiheadAttention: {argument}: missing, expected"):
         nn.MultiheadAttention(32, 4, device="cpu")(x.reshape(5, 2, 32), **options)
+
+
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "padding"])
+def test_a_mask_that_is_not_read_is_told_once(mask: str, caplog: pytest.LogCaptureFixture) -> None:
+    attention_call._say_unread.cache_clear()
+    layer = nn.DotProductAttention(2, 8, attn_mask_type=mask)
+    q = fk.Tensor(np.ones((4, 1, 2, 8), np.float32))
+    for _ in range(2):
+        layer(q, q, q, attention_mask=np.zeros((1, 1, 1, 4), bool))
+    told = [message for message in caplog.messages if "attention_mask is not read" in message]
+    assert len(told) == (mask != "padding")
