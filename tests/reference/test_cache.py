@@ -95,6 +95,7 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_nothing_is_kept(variable,
 
 def test_compiling_is_said_once_where_nothing_is_kept_yet(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kept, "_SAID", [])
+    monkeypatch.setattr(kept.log, "filters", [])  # of all tests
     with caplog.at_level(logging.INFO, "fp8kit"):
         kept._say_that_it_compiles(tmp_path)
         kept._say_that_it_compiles(tmp_path)
