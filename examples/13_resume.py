@@ -55,11 +55,10 @@ def main() -> None:
             again.step(index)
         found = again.bits()
     differ = [name for name in wanted if wanted[name] != found[name]]
-    print(
-        f"{len(wanted)} arrays, {sum(map(len, wanted.values()))} bytes: {len(differ)} arrays differ {differ}"
-    )
+    result = f"these differ: {', '.join(differ)}" if differ else "all the same after the stop"
+    print(f"{len(wanted)} arrays, {sum(map(len, wanted.values()))} bytes, {result}")
     for word in ("qkv.query_weight", "amax_history", "exp_avg", "random/"):
-        print("among them", next(name for name in wanted if word in name))
+        print("one of the arrays:", next(name for name in wanted if word in name))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,8 @@ def _add_trainings(commands: Any) -> None:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="continue from DIR/training.safetensors; where there is none yet, start",
+        help="continue from DIR/training.safetensors, with the same options: a training cannot be made "
+        "longer by more --steps, which the learning rate follows; where there is no such file yet, start",
     )
 
     train.add_argument(

@@ -66,10 +66,9 @@ def writable(argument: str, path: Path) -> None:
 def said(command: str, error: Exception) -> str:
     """Returns a refusal as ``command`` says it: which operation refused is left out where that is the
     command, or an option of its own is named."""
-    text = str(error)
-    if isinstance(error, Fp8kitError) and error.argument is not None:
-        own = error.operation == command or error.argument.startswith("--")
-        text = text.removeprefix(f"{error.operation}: ") if own else text
+    text = str(error).removeprefix(f"{command}: ")
+    if isinstance(error, Fp8kitError) and (error.argument or "").startswith("--"):
+        text = text.removeprefix(f"{error.operation}: ")
     return text if text.startswith(f"fp8kit {command}") else f"fp8kit {command}: {text}"
 
 

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends.cuda.compile import CompiledKernel
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import add_device, command, device_of, table
+from fp8kit.commands import add_device, command, device_of, said, table
 from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.formats import DType
 from fp8kit.lab import checks, sources, timing
@@ -34,6 +35,7 @@ WRONG = 1  # exit status: a kernel is wrong, or does not compile
 UNCHECKED = 3
 POLL = 0.25  # seconds between two looks at a watched file
 _BESIDE = {"gemm": ("fp8_gemm", "block_gemm")}  # what `bench` of a name shows, too
+_SHOWN = re.compile(r"^// \S+\.cu: .*; for .*\n")  # what `show` puts before a source
 _NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
 
 
@@ -56,7 +58,10 @@ def add(commands: Any) -> None:
         return found
 
     action(
-        "list", "every raw kernel: operations, variants, registers, shared memory, spills", _list, arch=True
+        "list",
+        "every raw kernel: the kernels that launch it, variants, registers, shared memory, spills",
+        _list,
+        arch=True,
     )
     show = action("show", "a source, or its PTX or machine code", _show, "name", arch=True)
     kinds = show.add_mutually_exclusive_group()
@@ -89,7 +94,8 @@ def add(commands: Any) -> None:
         nargs="+",
         action="append",
         metavar="N",
-        help="of the arrays: rows, columns, terms of a product; may be given several times",
+        help="of the arrays: rows and columns, these a multiple of 128; of a product rows, columns and "
+        "perhaps terms, the last of them a multiple of 16; may be given several times",
     )
     bench.add_argument(
         "--split", action="store_true", help="products with promoted sums, not by fast accumulation"
@@ -159,7 +165,7 @@ def _list(options: argparse.Namespace) -> int:
         for part, used in zip(parts, found, strict=True)
         for function in part.functions
     ]
-    head = ("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills")
+    head = ("raw kernel", "kernels", "variants", f"shown for {arch}", "registers", "shared", "spills")
     table(head, rows, fit=True)
     return 0
 
@@ -229,7 +235,7 @@ def _print_resources(found: Found, arch: str, wanted: str = "") -> None:
         for line in kernel.log.splitlines():
             if "warning" in line.lower():
                 print(line, file=sys.stderr)
-    table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
+    table((f"raw kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
 
 
 # --- check, bench -------------------------------------------------------------------------------------------
@@ -343,14 +349,14 @@ def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
     pairs = [(x, y) for x in a.parts for y in b.parts if x.like.name == y.like.name]
     if not pairs:
         wanted = f"a version of {' or '.join(part.like.name for part in a.parts)}, as {a.name} is"
-        raise ArgumentError("kernels diff", "b", repr(b.name), wanted)
+        raise ArgumentError("kernels", "b", repr(b.name), wanted)
     return pairs[0]
 
 
 def _diff(options: argparse.Namespace) -> int:
     found = [sources.find(options.a), sources.find(options.b)]
     parts, arch = _same_source(found[0], found[1]), _arch(options)
-    texts = [part.text.splitlines() for part in parts]
+    texts = [_SHOWN.sub("", part.text).splitlines() for part in parts]
     difference = difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm="")
     print("\n".join(difference) or "the sources are the same")
     used = [part.compiled(part.variant(), arch).resources for part in parts]
@@ -382,7 +388,7 @@ def _look(found: Found, device: Device, lead: str = "") -> bool:
 def _watch(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if path.suffix != ".cu" or not path.is_file():
-        raise ArgumentError("kernels watch", "file", repr(options.file), "a .cu file that is there")
+        raise ArgumentError("kernels", "file", repr(options.file), "a .cu file that is there")
     return watch(path, _arch(options), options.rounds)
 
 
@@ -410,7 +416,7 @@ def watch(
                 print(_NO_GPU)
         # a version that is half written, or wrong: the next one may be better
         except (Fp8kitError, OSError) as error:
-            _say(str(error))
+            print(said("kernels", error), file=sys.stderr)
             status = WRONG
         sys.stdout.flush()
     return status

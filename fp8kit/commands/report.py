@@ -36,7 +36,8 @@ def _report(options: argparse.Namespace) -> int:
 
     if options.folder.is_dir() and not (options.folder / "run.json").exists():
         got = f"'{options.folder}', without run.json"
-        raise ArgumentError("report", "RUN", got, "a folder that fk.numerics.run_folder.write made")
+        wanted = "a folder that fk.numerics.run_folder.write made (docs/report.md); `fp8kit train` makes none"
+        raise ArgumentError("report", "RUN", got, wanted)
     run = read(options.folder)
     out = options.output or options.folder / "report.html"
     text = report.page(report.digest(run, options.reference)).encode()

@@ -71,16 +71,16 @@ class Found:
 def find(name: str) -> Found:
     """What ``name`` means: a file, a source's name (``quantize.cu``), one of its functions
     (``quantize.cu:quantize_fp8``), an operation, a function wherever it is, or a source's stem, in this
-    order. ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for
-    no source."""
+    order. ArgumentError, with names like it, where it means nothing, and for a file that cannot be read or
+    stands for no source."""
     path = Path(name)
     if path.suffix == ".cu" and path.is_file():
-        unit = read(path)
         try:
+            unit = read(path)
             like = manifest.replaced_by(unit)
             entry = manifest.stands_for(unit, like)
-        except ValueError as error:
-            raise BackendError(f"kernels: {error}") from None
+        except (BackendError, ValueError) as error:
+            raise ArgumentError(f"kernels: {str(error).removeprefix('override: ')}") from None
         whole = [
             op
             for op, uses in launching().items()

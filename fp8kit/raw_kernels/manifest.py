@@ -33,7 +33,7 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +48,8 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _FUNCTION = re.compile(r"(\w+)\s*(?:\(([^)]*)\))?")
 _DEFINE = re.compile(r"[A-Za-z_]\w*=[^=:,]+(:[^=:,]+)?")
 _NUMBER = re.compile(r"[-+]?\d[\w.]*")  # what a define may be beyond those that a source lists
+_COMMENT = re.compile(r"//[^\n]*")
+_KINDS = {"q": "a pointer or a 64-bit integer", "d": "a double", "s": "a structure"}
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
 
@@ -181,11 +183,39 @@ def stands_for(unit: Unit, like: Source) -> Source:
                 f"which has {', '.join(like.functions)}"
             )
         if codes != like.parameters[function]:
+            wanted = _declared(text(like.name), function)
+            unlike = _misfits(_declared(unit.content, function), codes, wanted, like.parameters[function])
             raise ValueError(
-                f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are "
-                f"{like.parameters[function]!r} (q: a pointer or 64-bit integer, d: a double, s: a structure)"
+                f"{unit.name}: {function}: the parameters are not those that it has in {like.name}: "
+                f"{'; '.join(unlike)}"
             )
     return _source(unit.name, like.variants, {name: like.operations[name] for name in read}, read)
+
+
+def _declared(content: str, function: str) -> list[str]:
+    """The parameters of a kernel that a text defines, as they are written."""
+    *_, kernel = (match for match in _KERNEL.finditer(content) if match[1] == function)
+    return [" ".join(each.split()) for each in _split(_COMMENT.sub("", kernel[2]), ",")]
+
+
+def _misfits(declared: list[str], codes: str, wanted: list[str], wanted_codes: str) -> Iterator[str]:
+    """Which parameters are missing, too many or of another kind. Those with the same name and code are the
+    same; between them they go by their position, since a name is free."""
+    ours = [f"{code} {_name(each)}" for code, each in zip(codes, declared, strict=True)]
+    theirs = [f"{code} {_name(each)}" for code, each in zip(wanted_codes, wanted, strict=True)]
+    for _, i, after_i, j, after_j in difflib.SequenceMatcher(None, ours, theirs, False).get_opcodes():
+        for at, there in itertools.zip_longest(range(i, after_i), range(j, after_j)):
+            if at is None:
+                yield f"{wanted[there]!r}, parameter {there + 1} there, is missing"
+            elif there is None:
+                yield f"parameter {at + 1}, {declared[at]!r}, is one too many"
+            elif codes[at] != wanted_codes[there]:
+                kind = f"{_KINDS[codes[at]]}, expected {_KINDS[wanted_codes[there]]}"
+                yield f"parameter {at + 1}, {declared[at]!r}, is {kind} ({wanted[there]!r} there)"
+
+
+def _name(parameter: str) -> str:
+    return str(re.findall(r"\w+", parameter)[-1])
 
 
 def replaced_by(unit: Unit) -> Source:
@@ -341,7 +371,7 @@ def _source(
 
 def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str, ...]]:
     codes, pointed = "", []
-    parts = _split(re.sub(r"//[^\n]*", "", declared), ",")
+    parts = _split(_COMMENT.sub("", declared), ",")
     for position, parameter in enumerate(parts):
         words = [
             w

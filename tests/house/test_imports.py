@@ -271,6 +271,11 @@ WANTED = {
         "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); "
         "install it, in a checkout of fp8kit, with: pip install '.[cuda13]'"
     ),
+    ("cuda.bindings", "from fp8kit.backends.cuda.compile import nvrtc_version; nvrtc_version()"): (
+        "BackendError compile: NVRTC cannot be loaded (import of cuda.bindings halted; None in sys.modules); "
+        "install it, in a checkout of fp8kit, with: pip install '.[cuda13]'; to compile without a GPU this "
+        "suffices: pip install nvidia-cuda-nvrtc cuda-bindings"
+    ),
 }
 REFUSED = """
 import runpy, sys

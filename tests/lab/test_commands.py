@@ -93,8 +93,9 @@ def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[
     assert status == 0
     head, *rows = out.splitlines()
     assert head.split() == [
+        "raw",
         "kernel",
-        "operations",
+        "kernels",
         "variants",
         "shown",
         "for",
@@ -266,8 +267,12 @@ SAID = {
         "--device",
         "cpu",
     ): r"shape: got \(4, 100\), expected .* multiple of 128",
-    ("diff", "drop_path", "rope"): "b: got 'rope', expected a version of drop_path.cu, as drop_path is",
-    ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file that is there",
+    (
+        "diff",
+        "drop_path",
+        "rope",
+    ): "^fp8kit kernels: b: got 'rope', expected a version of drop_path.cu, as drop_path is",
+    ("watch", "nothing.cu"): "^fp8kit kernels: file: got 'nothing.cu', expected a .cu file that is there",
     (
         "compile",
         "rope",
@@ -444,13 +449,14 @@ def test_a_file_that_stands_for_nothing_is_refused(
     own_folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text, said in (
-        ("a.cu", "int x;", "its functions (none) are not the functions of any source"),
+        ("a.cu", "int x;", "a.cu: its functions (none) are not the functions of any source"),
         ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
-        ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are"),
+        ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "b.cu: rope: the parameters are not those that"),
+        ("d.cu", '#include "no.cuh"\n', "d.cu: header 'no.cuh' is neither"),
     ):
         (own_folders / name).write_text(text, errors="surrogateescape")
-        assert run("compile", name)[0] == 1
-        assert said in capsys.readouterr().err
+        assert run("compile", name)[0] == 2
+        assert capsys.readouterr().err.startswith(f"fp8kit kernels: {said}")
 
 
 @pytest.mark.parametrize("action", ["check", "bench"])
@@ -478,6 +484,8 @@ def test_diff_shows_source_and_resources(gpu: bool, own_folders: Path) -> None:
     assert re.search(r"^drop_path +\d+ +\d+ +0 +0 +0 +0$", out, re.MULTILINE)
     assert ("time and errors of both: they need a GPU" in out) != gpu
     assert "the sources are the same" in run("diff", "rope_fwd", "rope.cu")[1]
+    (own_folders / "copy.cu").write_text(run("show", "drop_path")[1])
+    assert "the sources are the same" in run("diff", "drop_path", "copy.cu")[1]
 
 
 @pytest.mark.combinations

@@ -4,6 +4,7 @@ compiled, what is launched."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -58,7 +59,10 @@ REFUSED = {
         "norm_bwd",
         HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}",
     ): r"expected .* norm_bwd .*; or norm_bwd_any .*; or sum_pa",
-    ("rope_fwd", HEAD + "rope(T* x, i64 n) {}"): r"rope: parameters 'qq', in rope\.cu they are '",
+    (
+        "rope_fwd",
+        HEAD + "rope(T* x, i64 n) {}",
+    ): r"rope: the parameters are not those that it has in rope\.cu: '",
     (
         "add",
         HEAD + "add(T* a, T* b, T* out, i64 n, i64 m) {}\n" + HEAD + "plus(T* x) {}",
@@ -80,6 +84,31 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_name_before_anything_runs(operation: str, text: Any) -> None:
     with pytest.raises(fk.BackendError, match="(?s)^override: .*" + REFUSED[operation, text]):
         fk.override(operation, text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("f64 factor, ", "", "'f64 factor', parameter 11 there, is missing"),
+        ("i64 inner,\n", "i64 inner, f64 more,\n", "parameter 9, 'f64 more', is one too many"),
+        (
+            "f64 factor",
+            "i64 factor",
+            "parameter 11, 'i64 factor', is a pointer or a 64-bit integer, expected a double",
+        ),
+        ("f64 factor, const i64* part", "f64 size", "'const i64* part', parameter 12 there, is missing"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(old: str, new: str, said: str) -> None:
+    """Other names are no fault, also beside one that is missing."""
+    like = manifest.source("drop_path.cu")
+    assert DROP_PATH.count(old) == 1
+    unit = manifest.foreign(DROP_PATH.replace(old, new), "mine.cu")
+    begin = "mine.cu: drop_path: the parameters are not those that it has in drop_path.cu: "
+    with pytest.raises(ValueError, match=f"^{re.escape(begin + said)}( \\('f64 factor' there\\))?$"):
+        manifest.stands_for(unit, like)
+    renamed = DROP_PATH.replace("f64 factor, const", "f64 size, const")
+    assert manifest.stands_for(manifest.foreign(renamed, "mine.cu"), like).functions == ("drop_path",)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

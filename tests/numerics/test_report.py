@@ -225,6 +225,7 @@ def test_the_command_refuses_in_one_line(
     run.mkdir()
     status, said = refused(str(run))
     assert (status, said.split(", expected")[0]) == (2, f"fp8kit report: RUN: got '{run}', without run.json")
+    assert said.endswith("run_folder.write made (docs/report.md); `fp8kit train` makes none\n")
     for name in ("run.json", "losses.jsonl", "statistics.jsonl"):
         (run / name).write_bytes((real / name).read_bytes())
     status, said = refused(str(run), "--reference", "float31")

@@ -77,7 +77,9 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise BackendError(f"compile: NVRTC cannot be loaded ({error}); {install('cuda13')}") from error
+        alone = "to compile without a GPU this suffices: pip install nvidia-cuda-nvrtc cuda-bindings"
+        cure = f"{install('cuda13')}; {alone}"
+        raise BackendError(f"compile: NVRTC cannot be loaded ({error}); {cure}") from error
     return nvrtc
 
 

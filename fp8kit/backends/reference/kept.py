@@ -13,7 +13,6 @@ import logging
 import os
 import pickle
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,12 @@ def keep(compiled: Any) -> Any:
 
 def _say_that_it_compiles(folder: Path) -> None:
     """Tell, once in a process, that compiling begins, where ``folder`` has nothing yet: it takes long enough
-    for a program to look as if it hung. A person at a terminal sees it (WARNING), others where they log
-    INFO."""
+    for a program to look as if it hung."""
     if _SAID:
         return
     _SAID.append(folder)
     if next(folder.rglob("*.nbi"), None) is None:
-        seen = sys.stderr is not None and sys.stderr.isatty()
-        log.log(
-            logging.WARNING if seen else logging.INFO,
+        log.warning(
             "first use of the CPU engine: Numba compiles its functions when they are first called, some 20 "
             "seconds in all on a free core, up to two minutes on a busy one; they are kept in %s",
             folder,
