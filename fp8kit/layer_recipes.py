@@ -148,7 +148,8 @@ class PerLayer(Recipe):
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
     Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
     ``name``. A layer without a name, which no rule fits, is warned of on the logger "fp8kit", once for each
-    recipe, and so are, when the first autocast ends, rules that fit no layer that ran. Raises RecipeError.
+    recipe, and so are rules that fit no layer that ran: when the first autocast ends, if none does, else
+    after the first one that had no other layers than those before it. Raises RecipeError.
     """
 
     default: Recipe
@@ -255,14 +256,14 @@ class PerLayer(Recipe):
 
     def ended(self) -> None:
         ran = self._ran
-        if ran.ended or not ran.names:
+        if ran.told or not ran.names:
             return
-        ran.ended, names = True, list(ran.names)
-        unfit = [rule for rule, _ in self.rules if not any(fnmatchcase(name, rule) for name in names)]
-        if unfit:
+        rules, names = [rule for rule, _ in self.rules], list(ran.names)
+        unfit = [rule for rule in rules if not any(fnmatchcase(name, rule) for name in names)]
+        ran.told, ran.known = unfit == rules or len(names) == ran.known, len(names)
+        if ran.told and unfit:
             log.warning(
-                "rules of PerLayer that fit no layer that ran in the first autocast (%s): %s; "
-                "the layers are called %s",
+                "rules of PerLayer that fit no layer that ran (%s): %s; the layers are called %s",
                 self.short_name(),
                 ", ".join(map(repr, unfit)),
                 _some(names),
@@ -295,10 +296,12 @@ class PerLayer(Recipe):
 
 @dataclass
 class _Ran:
-    """The names of the layers that ran by a recipe, and whether its first autocast has ended."""
+    """The names of the layers that ran by a recipe, how many there were when an autocast last ended, and
+    whether it was told which rules fit none."""
 
     names: dict[str, None] = field(default_factory=dict)
-    ended: bool = False
+    known: int = 0
+    told: bool = False
 
 
 # the text of a PerLayer -> what ran by equal ones: torch.compile asks another one than eager layers, and a

@@ -80,31 +80,32 @@ def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture)
         results(layer, each)
     results(layer, recipe.PerLayer(MX, tuple(rules)))  # none fits
     assert caplog.messages == [
-        f"rules of PerLayer that fit no layer that ran in the first autocast (per_layer(mxfp8(E4M3), {count} "
+        f"rules of PerLayer that fit no layer that ran (per_layer(mxfp8(E4M3), {count} "
         "rules)): 'layers.0.*', 'layers.1.*'; the layers are called 'model.layers.0.fc1'"
         for count in (3, 2)
     ]
 
 
-def test_rules_are_told_to_fit_no_layer_when_the_first_autocast_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_rules_are_told_to_fit_no_layer_once_layers_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A step may have an autocast for each layer, and one within another."""
     first, last = make("told.first"), make("told.last")
     how = recipe.PerLayer(MX, (("told.first", None), ("told.last", None)))
     with fk.autocast(recipe=how):
         with fk.autocast(recipe=how):
             first(fk.tensor(X))
         last(fk.tensor(X))
-    assert not caplog.messages
     how = recipe.PerLayer(MX, (("told.last", None), ("told.first", None)))
     with pytest.raises(KeyError), fk.autocast(recipe=how):
         first(fk.tensor(X))[{}["no such key"]]
-    assert not caplog.messages
-    for layer in (first, last, first):
-        with fk.autocast(recipe=how):
-            layer(fk.tensor(X))
+    lost = recipe.PerLayer(MX, (("told.first", None), ("told.lost", None)))
+    for again in (False, True):
+        for each in (how, lost):
+            for layer in (first, last):
+                assert len(caplog.messages) == (again and each is lost and layer is last)
+                with fk.autocast(recipe=each):
+                    layer(fk.tensor(X))
     (said,) = caplog.messages
-    assert said.endswith(": 'told.last'; the layers are called 'told.first'")
+    assert said.endswith(": 'told.lost'; the layers are called 'told.first', 'told.last'")
 
 
 def test_a_rule_for_attention_alone_is_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
