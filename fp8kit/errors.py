@@ -116,9 +116,9 @@ _ELSEWHERE = {
 
 def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
     """Returns what a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the
-    ``known``: ``; did you mean gemm?``. Nothing where none is like it, in upper or lower case, or
-    for a name that begins with two underscores, which Python or a tool asks for. ``before``: what every such
-    name begins with in print."""
+    ``known``: ``; did you mean gemm?``; but all, where at most three begin with it, or else contain it.
+    Nothing where none is like it, in upper or lower case, or for a name that begins with two underscores,
+    which Python or a tool asks for. ``before``: what every such name begins with in print."""
     if str(name).startswith("__"):
         return ""
     lower: dict[str, str] = {}
@@ -126,11 +126,14 @@ def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -
         lower.setdefault(one.lower(), one)
     wrong = str(name).lower()
     wrong = _ELSEWHERE.get(wrong, "") if _ELSEWHERE.get(wrong, "") in lower else wrong
-    near = [lower[one] for one in difflib.get_close_matches(wrong, list(lower), most)]
-    begun = [lower[one] for one in lower if one.startswith(f"{wrong}_")]
-    if 1 < len(begun) <= 3 and not any(len(one) <= len(wrong) + 1 for one in near):
-        near = begun  # all that it begins, not one of them
-    return f"; did you mean {' or '.join(before + one for one in near)}?" if near else ""
+    near = difflib.get_close_matches(wrong, list(lower), most)
+    if not any(wrong in one and len(one) <= len(wrong) + 1 for one in near):
+        begun = [one for one in lower if one.startswith(wrong)]
+        words = [one for one in begun if one.startswith(f"{wrong}_")]
+        having = [one for one in lower if wrong in one and len(wrong) > 2]
+        # all that it begins, or is a part of, before those that are like it
+        near = next((some for some in (begun, words, having) if 0 < len(some) <= 3), near)
+    return f"; did you mean {' or '.join(before + lower[one] for one in near)}?" if near else ""
 
 
 def install(extra: str) -> str:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -148,7 +148,8 @@ class PerLayer(Recipe):
     every layer of a model the name under which it is found there, and so does that of ``fp8kit_jax.nnx``. Of
     Flax's linen modules it is the path, joined by dots, of ``fp8kit_jax.dense`` and its like the argument
     ``name``. A layer without a name, which no rule fits, is warned of on the logger "fp8kit", once for each
-    recipe, and so is, when the first autocast ends, that no rule fits any layer that ran. Raises RecipeError.
+    recipe, and so are rules that fit no layer that ran: when the first autocast ends, if none does, else
+    after the first one that had no other layers than those before it. Raises RecipeError.
     """
 
     default: Recipe
@@ -159,7 +160,7 @@ class PerLayer(Recipe):
 
     def __post_init__(self) -> None:
         self._want(Recipe, "default")
-        wanted = "pairs of a pattern and a recipe or None"
+        wanted = "pairs of a pattern and a recipe, such as fp8kit.recipes.named('mxfp8'), or None"
         if not isinstance(self.rules, tuple | list):
             raise self._refuse("rules", wanted)
         for rule in self.rules:
@@ -246,21 +247,27 @@ class PerLayer(Recipe):
     def _note(self, name: str) -> None:
         """A layer of that name runs."""
         if name and self.rules:
-            self.__dict__.setdefault("asked", {}).setdefault(name)
+            self._ran.names.setdefault(name)
+
+    @cached_property
+    def _ran(self) -> _Ran:
+        key = repr(self)
+        return _RAN.get(key) or _RAN.put(key, _Ran())
 
     def ended(self) -> None:
-        asked = self.__dict__.get("asked")
-        if asked and not self.__dict__.get("looked") and not _UNFIT.get(self):
-            self.__dict__["looked"] = True
-            if not any(fnmatchcase(name, pattern) for name in asked for pattern, _ in self.rules):
-                _UNFIT.put(self, True)
-                log.warning(
-                    "no rule of PerLayer fits a layer that ran (%s): the rules are for %s, "
-                    "the layers are called %s",
-                    self.short_name(),
-                    _some([pattern for pattern, _ in self.rules]),
-                    _some(list(asked)),
-                )
+        ran = self._ran
+        if ran.told or not ran.names:
+            return
+        rules, names = [rule for rule, _ in self.rules], list(ran.names)
+        unfit = [rule for rule in rules if not any(fnmatchcase(name, rule) for name in names)]
+        ran.told, ran.known = unfit == rules or len(names) == ran.known, len(names)
+        if ran.told and unfit:
+            log.warning(
+                "rules of PerLayer that fit no layer that ran (%s): %s; the layers are called %s",
+                self.short_name(),
+                ", ".join(map(repr, unfit)),
+                _some(names),
+            )
 
     def attention_for(self, name: str) -> AttentionQuantization | None:
         found = self._found(name)
@@ -287,8 +294,19 @@ class PerLayer(Recipe):
         return f"per_layer({self.default.short_name()}, {len(self.rules)} rules)"
 
 
-# recipes whose rules were told to fit no layer
-_UNFIT: LRU[Recipe, bool] = LRU(256)
+@dataclass
+class _Ran:
+    """The names of the layers that ran by a recipe, how many there were when an autocast last ended, and
+    whether it was told which rules fit none."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    known: int = 0
+    told: bool = False
+
+
+# the text of a PerLayer -> what ran by equal ones: torch.compile asks another one than eager layers, and a
+# program may make one for each step
+_RAN: LRU[str, _Ran] = LRU(256)
 
 
 def _some(names: list[str]) -> str:

@@ -591,7 +591,8 @@ def __getattr__(name: str) -> Any:
     own = DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
     kinds = [kind.__name__ for kind in own]
     kinds += [each for each in _ELSEWHERE if each != "QuantizerRole"]
-    known = [*(each for each in globals() if not each.startswith("_")), *_ELSEWHERE]
+    public = [each for each in globals() if not (each.startswith("_") or each.isupper())]
+    known = [*public, *_ELSEWHERE]
     raise AttributeError(
         f"module {__name__!r} has no {name!r}; the recipes are {', '.join(kinds)}{meant(name, known)}",
         name=name,

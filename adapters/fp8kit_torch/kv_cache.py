@@ -90,11 +90,9 @@ def trace_cached(spec: str, inputs: Mapping[str, Tensor], handle: Tensor, layer_
     """Attention over a cache within ``torch.compile``. ``spec``: its text, with ``TRACED_LENGTHS``;
     ``inputs``: the operation's, one of the new tokens first. AutogradError where a gradient would be
     wanted."""
-    wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
-    if torch.is_grad_enabled() and wanted:
-        raise AutogradError(
-            _OP, ", ".join(wanted), "a tensor that requires a gradient", "inference: eval(), or no_grad()"
-        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.values()):
+        wanted = "inference: eval(), or no_grad()"
+        raise AutogradError(_OP, "inference_params", "a call with gradients on", wanted)
     names = [name for name in inputs if name not in _CACHES]
     text, _ = described(cached_attention.name, spec, (*names, *_CACHES), (), policy_now().text)
     longest = torch.empty(2, dtype=torch.int64, device="cpu")

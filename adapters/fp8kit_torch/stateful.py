@@ -133,7 +133,7 @@ class StatefulModule(FP8Layer, ParameterModule):
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).
         CheckpointError where it does not fit, with nothing changed."""
-        parts, checked = self._checked_state(state)
+        parts, checked = self._checked_state(state, "set_extra_state", "state")
         device = next(iter(self.weight_inputs().values())).device
         device = torch.device("cpu") if device.type == "meta" else device
         states = {
@@ -143,9 +143,13 @@ class StatefulModule(FP8Layer, ParameterModule):
         self.fp8_meta = Meta(states, self.fp8_meta.beside)
         self._forget()
 
-    def _checked_state(self, state: Tensor) -> tuple[dict[str, Tensor], Any]:
-        parts = any_extra_state(state, len(self.gemms))
-        return parts, check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
+    def _checked_state(self, state: Tensor, operation: str, argument: str) -> tuple[dict[str, Tensor], Any]:
+        gemms = len(self.gemms)
+        try:
+            parts = any_extra_state(state, gemms)
+            return parts, check_saved({name: as_view(part) for name, part in parts.items()}, gemms)
+        except CheckpointError as error:
+            raise error.renamed(operation, argument) from None
 
     def _load_from_state_dict(
         self,
@@ -159,10 +163,7 @@ class StatefulModule(FP8Layer, ParameterModule):
     ) -> None:
         key = f"{prefix}_extra_state"
         if key in state_dict:  # before a weight is changed
-            try:
-                self._checked_state(state_dict[key])
-            except CheckpointError as error:
-                raise error.renamed("load_state_dict", key) from None
+            self._checked_state(state_dict[key], "load_state_dict", key)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

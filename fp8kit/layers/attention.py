@@ -339,7 +339,7 @@ class MultiheadAttention(AttentionHeads):
             known = _PREPARED.get(key)
             if known is not None:
                 return known
-        with on_behalf_of(operation, **names):
+        with on_behalf_of(operation, layers="hidden_states", **names):
             found = self._prepared(x, source, options, rotary_pos_emb)
         assert found.core is not None
         return found if key is None or found.core.beside else _PREPARED.put(key, found)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import choice, shown
-from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, AutogradError, ShapeError, UnsupportedError
 from fp8kit.layers import context_group
 from fp8kit.layers.arguments import MASK_ALIASES
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, pair_of
 from fp8kit.ops.attention import attention
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, AttentionSpec
+from fp8kit.ops.attention_spec import ARGUMENTS, BIASES, FORMATS, MASKS, AttentionSpec
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
@@ -119,7 +119,9 @@ class AttentionCall(AttentionBase):
         step: dict[str, Any] = {}
         if cache is not None:
             mask, corner, asked = self._cached_mask(mask, bias, beside, cache), None, cached_attention
-            step, longest = self._step_of(cache, form, first)
+            step, longest = self._step_of(
+                cache, form, "layers" if stand_ins else ARGUMENTS[next(iter(layers))], first
+            )
         else:
             if form == "thd":
                 longest = (
@@ -150,19 +152,27 @@ class AttentionCall(AttentionBase):
         if group is not None:
             self._check_whole(group, spec, layers, beside, options)
         draws = draws or bool(dropout)
+        if needs and not self.is_compiling():
+            wanted = "inference: eval(), or no_grad()"
+            raise AutogradError(op, "inference_params", "a call with gradients on", wanted)
         # a draw changes the random state, a first step makes caches
         if stand_ins or draws or cache is not None:
             self.check_call(asked, spec, {**layers, **beside, **step}, needs, draws)
         return ResolvedCall(asked, spec, beside, draws)
 
-    def _step_of(self, cache: Any, form: str, first: Any) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Returns what stands for the arrays that a step on a ``cache`` gets besides, and its lengths."""
+    def _step_of(
+        self, cache: Any, form: str, name: str, first: Any
+    ) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Returns what stands for the arrays that a step on a ``cache`` gets besides, and its lengths;
+        ``name``: what errors call the ``first`` layer."""
         if self.is_compiling():
             cache.check_layer(self.layer_name, self.layer_number)
             return {}, TRACED_LENGTHS
         leading = tuple(first.shape[: 1 if form == "thd" else 2])
         own = self.num_gqa_groups, self._dims, self.kind_of(first.dtype)
-        metas, longest = cache.check_step(self.layer_name, self.layer_number, form, leading, *own)
+        metas, longest = cache.check_step(
+            self.layer_name, self.layer_number, form, leading, *own, layers=name
+        )
         where = cache.cu_seqlens_q.device
         return {
             name: self.stand_in(meta.shape, self.dtype_of(meta.dtype), where) for name, meta in metas.items()
@@ -218,6 +228,8 @@ class AttentionCall(AttentionBase):
         found = {name: options[name] for name in (*sums, "alibi_slopes") if of(name) is not None}
         arguments = {}
         padding = of("attention_mask")
+        if padding is None and "padding" in mask and not packed and of("cu_seqlens_q") is None:
+            self._want_lengths(form, mask, layers)
         if padding is not None:
             if "padding" in mask and of("cu_seqlens_q") is None:
                 found.update(self._sums_of_masks(padding, form, layers))
@@ -240,6 +252,14 @@ class AttentionCall(AttentionBase):
         if self.softmax_type == "learnable":
             found["softmax_offset"] = self.widened(self.softmax_offset)  # type: ignore[attr-defined]
         return found
+
+    def _want_lengths(self, form: str, mask: str, layers: Mapping[str, Any]) -> None:
+        """ShapeError for a padding ``mask`` without lengths."""
+        batch, length = form.index("b"), form.index("s")
+        q, kv = ((shape[batch], 1, 1, shape[length]) for shape in _leading(layers))
+        shapes = f"{q}" if q == kv else f"{q} for queries and {kv} for keys"
+        wanted = f"bool {shapes}, True at padding, or cu_seqlens_q and cu_seqlens_kv, int32 ({q[0] + 1},)"
+        raise ShapeError(self.layer_name, "attention_mask", None, f"{wanted}, with mask {mask!r}")
 
     def _cached_mask(self, mask: str, bias: str, inputs: dict[str, Any], cache: Any) -> str:
         """Returns the mask of new tokens over a cache that means what ``mask`` means over whole sequences;

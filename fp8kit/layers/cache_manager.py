@@ -92,7 +92,9 @@ class CacheManager:
         ):
             params.check_sums_of_step(_OP, own, name, params.on_host(given))
         form, numbers = qkv_format, (groups, dims, keys.dtype)
-        metas, _ = params.check_step(_OP, layer_number, form, leading, *numbers, any_format=True)
+        metas, _ = params.check_step(
+            _OP, layer_number, form, leading, *numbers, any_format=True, layers="new_k"
+        )
         for name, view in zip(("k_cache", "v_cache"), (keys, values), strict=True):
             meta, wanted = metas[name], (groups, view.shape[-1])
             if meta.shape[2:] != wanted:

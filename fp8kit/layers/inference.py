@@ -383,12 +383,14 @@ class InferenceParams(NamedWell):
         dims: tuple[int, int],
         dtype: DType,
         any_format: bool = False,
+        layers: str = "query_layer",
     ) -> tuple[dict[str, Meta], tuple[int, int]]:
         """Returns what ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q,
         max_seqlen_kv). Nothing is made.
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys
-        and values; ``any_format``: also another than ``self.qkv_format``. Raises ArgumentError for a layer
+        and values; ``any_format``: also another than ``self.qkv_format``; ``layers``: what errors call the
+        new tokens. Raises ArgumentError for a layer
         number or a format that the caches do not have, for a second step and without ``pre_step``; ShapeError
         for other sizes than those of the step and the caches, and if the layer left out an earlier step,
         which would leave a hole; FormatError for another dtype.
@@ -401,7 +403,7 @@ class InferenceParams(NamedWell):
             raise ArgumentError(
                 operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"
             )
-        self._check_leading(operation, qkv_format, leading)
+        self._check_leading(operation, layers, qkv_format, leading)
         for name, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
             if getattr(self, name) not in (None, own):
                 raise ShapeError(operation, name, own, f"{getattr(self, name)} as inference_params")
@@ -438,21 +440,21 @@ class InferenceParams(NamedWell):
                 wanted = f"the {before} tokens before this step: each layer takes each step of pre_step"
                 raise ShapeError(operation, "layer_number", got, wanted)
 
-    def _check_leading(self, operation: str, qkv_format: str, leading: Shape) -> None:
+    def _check_leading(self, operation: str, layers: str, qkv_format: str, leading: Shape) -> None:
         """ShapeError unless the leading dimensions have a place for the step's tokens."""
         tokens, longest = sum(self._new.values()), self.max_seqlen_q
         if len(leading) != len(qkv_format) - 2:
             wanted = f"{len(qkv_format) - 2} of them, {qkv_format}"
-            raise ShapeError(operation, "layers", f"leading dimensions {leading}", wanted)
+            raise ShapeError(operation, layers, f"leading dimensions {leading}", wanted)
         if qkv_format == "thd":
             if leading[0] < tokens:
                 wanted = f"at least {tokens}, the new ones of pre_step"
-                raise ShapeError(operation, "tokens", leading[0], wanted)
+                raise ShapeError(operation, layers, f"{leading[0]} tokens", wanted)
             return
         rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
         if batch != self.batch_size or rows < longest:
             wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
-            raise ShapeError(operation, "layers", f"batch {batch} and {rows} positions", wanted)
+            raise ShapeError(operation, layers, f"batch {batch} and {rows} positions", wanted)
 
     def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
         """Returns the arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""

@@ -25,7 +25,7 @@ _SEQUENCES = {
     "max_seqlen_q": "max_seqlen_kv",
 }
 # the core attention's arguments -> what the layer calls them: of its own attention, of the cross-attention
-_OWN = {"attn_mask_type": "self_attn_mask_type"}
+_OWN = {"attn_mask_type": "self_attn_mask_type", "qkv_format": "attn_input_format"}
 _CROSS = {
     "attention_mask": "enc_dec_attn_mask",
     "attn_mask_type": "enc_dec_attn_mask_type",

@@ -49,14 +49,13 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
 
 class _Extra(NamedTuple):
     """One of the further inputs: whether it must come, its dtypes and shapes, why, how an error says the
-    shapes where they are many, what makes it of other inputs, and whether it may also come unasked."""
+    shapes where they are many, and whether it may also come unasked."""
 
     must: bool
     dtypes: tuple[DType, ...]
     shapes: list[Shape]
     why: str
     many: str = ""
-    maker: str = ""
     optional: bool = False
 
     @property
@@ -72,10 +71,9 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
     many = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
-    maker = "" if spec.packed else "a layer's attention_mask, or "
     with_mask, with_bias = f"with mask {spec.mask!r}", f"with bias {spec.bias!r}"
     padded = f"{with_mask}, qkv_format {spec.qkv_format!r}"
-    sums = _Extra(spec.padded, (formats.int32,), [(batch + 1,)], padded, maker=maker)
+    sums = _Extra(spec.padded, (formats.int32,), [(batch + 1,)], padded)
     starts = sums._replace(must=False, optional=spec.packed)
     of_heads: list[Shape] = [(heads,), (batch, heads)]
     learnable, softmax = spec.softmax_type == "learnable", f"with softmax_type {spec.softmax_type!r}"
@@ -97,7 +95,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         meta = metas.get(name)
         if meta is None:
             if extra.must:
-                wanted = f"{extra.maker}{extra.dtypes[0].name} {extra.said} {extra.why}"
+                wanted = f"{extra.dtypes[0].name} {extra.said} {extra.why}"
                 raise ShapeError("attention", name, None, wanted)
             continue
         if not (extra.must or extra.optional):

@@ -193,6 +193,9 @@ def test_refusals_name_the_field(make, words):
     [
         (fk.recipe, "MXFP4BlockScaling", "recipes are DelayedScaling, .*; did you mean MXFP8BlockScaling"),
         (fk.recipe, "DelayedScalin", r"; did you mean DelayedScaling\?$"),
+        (fk.recipe, "Delayed", r"; did you mean DelayedScaling\?$"),
+        (fk.recipe, "Float8", r"; did you mean Float8CurrentScaling or Float8BlockScaling\?$"),
+        (fk.recipe, "layer", r"; did you mean PerLayer\?$"),
         (fk, "quantise", r"'fp8kit' has .* 'quantise'; did you mean quantize\?$"),
         (fk, "zzz", "no attribute 'zzz'$"),
     ],

@@ -263,6 +263,24 @@ X = np.ones((4, 2, 4, 8), np.float32)
             ),
             ["attention_mask", "before a true position"],
         ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X[:-1], X[:-1]),
+            [
+                f"attention_mask: missing, expected bool {(X.shape[1], 1, 1, len(X))} for queries and ",
+                f"{(X.shape[1], 1, 1, len(X) - 1)} for keys, True at padding, or cu_seqlens_q and ",
+                f"or cu_seqlens_q and cu_seqlens_kv, int32 ({X.shape[1] + 1},), with mask 'padding'",
+            ],
+        ),
+        (
+            lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, cu_seqlens_q=cu((1, 1))),
+            ["cu_seqlens_kv: missing, expected int32"],
+        ),
+        (
+            lambda: nn.MultiheadAttention(
+                32, 4, device="cpu", qkv_format="bshd", attn_mask_type="padding_causal"
+            )(np.ones((3, 2, 32), np.float32)),
+            ["MultiheadAttention: attention_mask: missing, expected bool (3, 1, 1, 2), True at padding"],
+        ),
         (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
         (
             lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross")(

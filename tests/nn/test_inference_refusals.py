@@ -10,7 +10,7 @@ import pytest
 from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import no_grad, tensor
-from fp8kit.errors import AutogradError, FormatError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, AutogradError, FormatError, Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits
 from tests.support.caches import GROUPS, HEADS, HIDDEN, D, layer_of, params
@@ -131,7 +131,7 @@ def test_a_step_is_taken_once_and_without_gradients():
     cache.pre_step({"a": 2})
     x = np.ones((1, 2, HEADS, D), np.float32)
     with pytest.raises(
-        AutogradError, match="DotProductAttention: query_layer: got an array that requires a gradient"
+        AutogradError, match="DotProductAttention: inference_params: got a call with gradients on"
     ):
         core(tensor(x, requires_grad=True), x, x, inference_params=cache)
     with pytest.raises(FormatError, match=r"attention: k: got float16, expected float32"):
@@ -146,6 +146,38 @@ def test_a_step_is_taken_once_and_without_gradients():
         match="1 twice in a step, expected pre_step before each step, and a number of its own for each layer",
     ):
         core(x, x, x, inference_params=cache)
+
+
+@pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
+def test_refusals_name_what_the_caller_of_the_layer_gave(kind):
+    own = "attn_input_format" if kind == "TransformerLayer" else "qkv_format"
+    tokens = "query_layer" if kind == "DotProductAttention" else "hidden_states"
+    sizes = {"DotProductAttention": (4, 8), "MultiheadAttention": (32, 4), "TransformerLayer": (32, 64, 4)}[
+        kind
+    ]
+
+    def call(form, cached, shape):
+        layer = getattr(nn, kind)(*sizes, layer_number=1, device="cpu", **{own: form})
+        x = tensor(np.ones((*shape, 32), np.float32), requires_grad=True, device="cpu")
+        cache = nn.InferenceParams(2, 8, qkv_format=cached, device="cpu")
+        cache.pre_step({"a": 3, "b": 2})
+        layers = [x.reshape(*shape, 4, 8)] * 3 if kind == "DotProductAttention" else [x]
+        layer(*layers, inference_params=cache)
+
+    told = "got a call with gradients on, expected inference: eval\\(\\), or no_grad"
+    with pytest.raises(AutogradError, match=f"^{kind}: inference_params: {told}"):
+        call("bshd", "bshd", (2, 3))
+    with no_grad():
+        with pytest.raises(
+            ShapeError, match=f"^{kind}: {tokens}: got batch 2 and 2 positions, expected batch 2"
+        ):
+            call("bshd", "bshd", (2, 2))
+        with pytest.raises(ShapeError, match=f"^{kind}: {tokens}: got 2 tokens, expected at least 5"):
+            call("thd", "thd", (2,))
+        with pytest.raises(
+            ArgumentError, match=f"^{kind}: {own}: got 'sbhd', expected 'bshd' as inference_p"
+        ):
+            call("sbhd", "bshd", (3, 2))
 
 
 def test_a_step_that_a_layer_left_out_is_no_hole():

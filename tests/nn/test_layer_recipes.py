@@ -73,16 +73,39 @@ def test_layers_without_a_name_are_warned_of_once(caplog: pytest.LogCaptureFixtu
 
 def test_rules_that_fit_no_layer_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     layer, rules = make("model.layers.0.fc1"), [("layers.0.*", None), ("layers.1.*", None)]
-    results(layer, recipe.PerLayer(MX, (*rules, ("model.*", None))))  # one fits
+    results(layer, recipe.PerLayer(MX, (("model.*", None), ("model.layers.0.*", None))))  # all fit
     assert not caplog.messages
-    how = recipe.PerLayer(MX, tuple(rules))
-    for each in (how, how, recipe.PerLayer(MX, tuple(rules))):
+    how = recipe.PerLayer(MX, (*rules, ("model.*", None)))  # one fits
+    for each in (how, how, replace(how)):
         results(layer, each)
+    results(layer, recipe.PerLayer(MX, tuple(rules)))  # none fits
+    assert caplog.messages == [
+        f"rules of PerLayer that fit no layer that ran (per_layer(mxfp8(E4M3), {count} "
+        "rules)): 'layers.0.*', 'layers.1.*'; the layers are called 'model.layers.0.fc1'"
+        for count in (3, 2)
+    ]
+
+
+def test_rules_are_told_to_fit_no_layer_once_layers_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A step may have an autocast for each layer, and one within another."""
+    first, last = make("told.first"), make("told.last")
+    how = recipe.PerLayer(MX, (("told.first", None), ("told.last", None)))
+    with fk.autocast(recipe=how):
+        with fk.autocast(recipe=how):
+            first(fk.tensor(X))
+        last(fk.tensor(X))
+    how = recipe.PerLayer(MX, (("told.last", None), ("told.first", None)))
+    with pytest.raises(KeyError), fk.autocast(recipe=how):
+        first(fk.tensor(X))[{}["no such key"]]
+    lost = recipe.PerLayer(MX, (("told.first", None), ("told.lost", None)))
+    for again in (False, True):
+        for each in (how, lost):
+            for layer in (first, last):
+                assert len(caplog.messages) == (again and each is lost and layer is last)
+                with fk.autocast(recipe=each):
+                    layer(fk.tensor(X))
     (said,) = caplog.messages
-    assert said == (
-        "no rule of PerLayer fits a layer that ran (per_layer(mxfp8(E4M3), 2 rules)): "
-        "the rules are for 'layers.0.*', 'layers.1.*', the layers are called 'model.layers.0.fc1'"
-    )
+    assert said.endswith(": 'told.lost'; the layers are called 'told.first', 'told.last'")
 
 
 def test_a_rule_for_attention_alone_is_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,6 +232,10 @@ def test_refusals() -> None:
     ):
         with pytest.raises(RecipeError):
             wrong()
+    with pytest.raises(
+        RecipeError, match=r"got \('0', 'mxfp8'\), .* such as fp8kit.recipes.named\('mxfp8'\)"
+    ):
+        recipe.PerLayer(MX, (("0", "mxfp8"),))
     with pytest.raises(AttributeError, match=r"role of CustomRecipe has no 'opernd'.*mean operand"):
         results(make("a"), recipe.CustomRecipe(lambda role: role.opernd))
     with pytest.raises(ArgumentError, match="rowwise"):

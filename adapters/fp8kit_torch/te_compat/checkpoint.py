@@ -43,7 +43,7 @@ def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) ->
         try:
             found[key] = convert_extra_state(value, len(layer.gemms))
         except CheckpointError as error:
-            raise CheckpointError(f"{key}: {error}") from error
+            raise CheckpointError(f"{key}: {str(error).removeprefix('_extra_state: ')}") from error
     return found
 
 

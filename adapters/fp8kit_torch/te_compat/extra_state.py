@@ -252,14 +252,15 @@ def convert_extra_state(value: Any, gemms: int) -> Tensor:
 
 
 def any_extra_state(value: Any, gemms: int) -> dict[str, Tensor]:
-    """The parts of an ``_extra_state``, this frontend's own or Transformer Engine's. CheckpointError for what
-    is neither."""
+    """The parts of an ``_extra_state``, this frontend's own or Transformer Engine's. CheckpointError, which
+    names no argument, for what is neither."""
     try:
         return extra_state.unpack(value)
     except CheckpointError as own:
         try:
             return extra_state.unpack(convert_extra_state(value, gemms))
         except CheckpointError as other:
+            more = str(other).removeprefix("_extra_state: ")
             raise CheckpointError(
-                f"{own}; nor is it Transformer Engine's: {str(other).removeprefix('_extra_state: ')}"
+                f"got {own.got}, expected {own.wanted}; nor is it Transformer Engine's: {more}"
             ) from None

@@ -53,6 +53,20 @@ def test_compiled_it_is_the_same(rules):
     assert not equal(step(model, how), step(model, None))
 
 
+def test_rules_that_fit_compiled_layers_and_no_others_are_told_apart(caplog):
+    model, rules = make(), (("0", None), ("1", None))
+    compiled = torch.compile(model[0], fullgraph=True, backend="eager")
+    for more in ((), (("9", None),)):
+        how = recipe.PerLayer(recipe.MXFP8BlockScaling(), (*rules, *more))
+        for _ in range(2):
+            with ft.autocast(recipe=how):
+                model[1](compiled(X))
+        told = [said for said in caplog.messages if "PerLayer" in said]
+        assert [said.split("that ran (")[1] for said in told] == [
+            "per_layer(mxfp8(E4M3), 3 rules)): '9'; the layers are called '0', '1'" for _ in more
+        ]
+
+
 def test_each_layer_has_the_bits_of_its_own_recipe():
     how, model = recipe.PerLayer(recipe.MXFP8BlockScaling(), RULES["high"]), make()
     with ft.autocast(recipe=recipe.MXFP8BlockScaling()):

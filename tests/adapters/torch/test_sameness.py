@@ -323,7 +323,7 @@ def test_a_growing_cache(device, form, paged):
     with pytest.raises(fk.errors.Fp8kitError, match="pre_step before each step"):
         ours(x, inference_params=caches[0])
     caches[0].pre_step({"c": 1})
-    with pytest.raises(fk.errors.AutogradError, match="a gradient"):
+    with pytest.raises(fk.errors.AutogradError, match="gradients on"):
         ours(x[:1, :1] if form != "thd" else x[:1], inference_params=caches[0])
 
 

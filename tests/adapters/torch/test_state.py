@@ -412,7 +412,10 @@ def test_a_state_that_does_not_fit_is_named_by_its_key_and_changes_nothing(wrong
         model(torch.randn(16, 16)).sum().backward()
     saved, before = model.state_dict(), model[0][0].weight.detach().clone()
     state = saved["1._extra_state"] if wrong == "another layer's" else torch.zeros(9, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"^load_state_dict: 0\.0\._extra_state: "):
+    got = "scaling_fwd.scale: got" if wrong == "another layer's" else "got 9 bytes"
+    with pytest.raises(CheckpointError, match=rf"^load_state_dict: 0\.0\._extra_state: {got} "):
         model.load_state_dict(saved | {"0.0._extra_state": state, "0.0.weight": before + 1})
+    with pytest.raises(CheckpointError, match=rf"^set_extra_state: state: {got} "):
+        model[0][0].set_extra_state(state)
     assert torch.equal(model[0][0].weight, before)
     model.load_state_dict(saved)
