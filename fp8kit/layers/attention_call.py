@@ -119,9 +119,8 @@ class AttentionCall(AttentionBase):
         step: dict[str, Any] = {}
         if cache is not None:
             mask, corner, asked = self._cached_mask(mask, bias, beside, cache), None, cached_attention
-            step, longest = self._step_of(
-                cache, form, "layers" if stand_ins else ARGUMENTS[next(iter(layers))], first
-            )
+            called = "layers" if stand_ins else ARGUMENTS[next(iter(layers))]
+            step, longest = self._step_of(cache, form, called, first)
         else:
             if form == "thd":
                 longest = (
@@ -152,7 +151,7 @@ class AttentionCall(AttentionBase):
         if group is not None:
             self._check_whole(group, spec, layers, beside, options)
         draws = draws or bool(dropout)
-        if needs and not self.is_compiling():
+        if cache is not None and needs and not self.is_compiling():
             wanted = "inference: eval(), or no_grad()"
             raise AutogradError(op, "inference_params", "a call with gradients on", wanted)
         # a draw changes the random state, a first step makes caches

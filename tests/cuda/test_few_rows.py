@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8kit import arrays, formats
-from fp8kit.accumulation import ACCUMULATIONS
+from fp8kit import formats
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import hopper_gemm
 from fp8kit.backends.policy import SelectionPolicy, policy_context
@@ -19,7 +18,7 @@ from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import get, put
 from tests.support import hopper as support
 from tests.support.hopper import GPU
-from tests.support.own_gemms import LINE, SQUARE, model_scales, operand
+from tests.support.own_gemms import LINE, SQUARE, by_the_model, multiply, operand
 
 
 @pytest.fixture
@@ -59,22 +58,11 @@ def test_fewer_rows_than_a_tiles(
     monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(rows, columns))
     monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
     tiles = _SCALED[kind]
-    (a, a_inv), (b, b_inv) = (operand(r, k, E4M3, i, tiles and tiles[i]) for i, r in enumerate((m, n)))
+    a, b = (operand(r, k, E4M3, i, tiles and tiles[i]) for i, r in enumerate((m, n)))
     before = np.full((m + 3, n), 7, dtype.numpy)
-    whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
-    out = whole.slice(0, 0, m)
-    if tiles is None:
-        kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, not promote, None, 0)
-    else:
-        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *tiles, None, None, None, 0)
-    scales = [
-        model_scales(*which)
-        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
-    ]
-    how = ACCUMULATIONS["hopper_split" if promote else "hopper_fast"]
-    own = a.slice(0, 0, m), b.slice(0, 0, n)
-    kernels.model_gemm(*own, plain, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
-    before[:m] = get(plain).astype(dtype.numpy)
+    whole = put(before, GPU)
+    multiply(kernels, a, b, whole.slice(0, 0, m), tiles, not promote)
+    before[:m] = by_the_model(kernels, a, b, (m, n, k), tiles, not promote).astype(dtype.numpy)
     assert_same_bits("out", get(whole), before)
 
 

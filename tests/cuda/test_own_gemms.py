@@ -26,7 +26,7 @@ from fp8kit.raw_kernels import manifest
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import Case, cases, get, put
 from tests.support import hopper as support
-from tests.support.own_gemms import LINE, SQUARE, model_scales, operand
+from tests.support.own_gemms import LINE, SQUARE, by_the_model, multiply, operand
 
 GPU = Device("cuda", 0)
 NAMES = tuple(OWN["mma_gemm.cu"])
@@ -69,23 +69,13 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
     if fast and tiles is not None:
         return  # blocks have no fast accumulation
     m, n, k = size
-    (a, a_inv), (b, b_inv) = (
+    a, b = (
         operand(rows, k, fmt, seed, tiles and tiles[seed])
         for seed, (rows, fmt) in enumerate(zip((m, n), pair, strict=True))
     )
-    out, want = (arrays.empty((m, n), float32, GPU) for _ in range(2))
-    if tiles is None:
-        kernels.fp8_gemm(a, b, out, *pair, a_inv, b_inv, None, None, fast, None, 0)
-    else:
-        kernels.block_gemm(a, b, out, *pair, a_inv, b_inv, *tiles, None, None, None, 0)
-    scales = [
-        model_scales(*which)
-        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
-    ]
-    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
-    codes = a.slice(0, 0, m), b.slice(0, 0, n)
-    kernels.model_gemm(*codes, want, *pair, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
-    assert_same_bits("out", get(out), get(want))
+    out = arrays.empty((m, n), float32, GPU)
+    multiply(kernels, a, b, out, tiles, fast, pair=pair)
+    assert_same_bits("out", get(out), by_the_model(kernels, a, b, size, tiles, fast, pair))
 
 
 @pytest.mark.gpu
@@ -94,18 +84,14 @@ def test_every_bit_is_the_models(size: Any, fast: bool, tiles: Any, pair: Any, k
 def test_another_interval_of_promotion_is_the_models(size: Any, interval: int, kernels: Any) -> None:
     """Of small and of large tiles."""
     m, n, k = size
-    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, seed, None) for seed, rows in enumerate((m, n)))
-    out, want = (arrays.empty((m, n), float32, GPU) for _ in range(2))
+    a, b = (operand(rows, k, E4M3, seed, None) for seed, rows in enumerate((m, n)))
+    out = arrays.empty((m, n), float32, GPU)
     source = manifest.text("hopper_gemm.cu")
     with override("fp8_gemm", source, defines=f"PROMOTE=128:{interval}") as used:
-        own = dispatch.kernels(GPU)
-        own.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, None, None, False, None, 0)
+        multiply(dispatch.kernels(GPU), a, b, out, None, False)
     assert used.calls == 1
-    scales = [model_scales(inverse, None, rows, k) for inverse, rows in ((a_inv, m), (b_inv, n))]
-    how, whole = Accumulation(13, 32, interval), ((0, 0), (0, 0))
-    codes = a.slice(0, 0, m), b.slice(0, 0, n)
-    kernels.model_gemm(*codes, want, E4M3, E4M3, *scales, *whole, how, None, None, 0)
-    assert_same_bits("out", get(out), get(want))
+    how = Accumulation(13, 32, interval)
+    assert_same_bits("out", get(out), by_the_model(kernels, a, b, size, None, how))
 
 
 @pytest.mark.gpu
@@ -154,24 +140,13 @@ def test_results_that_are_written_during_the_next_tile(
         hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(*((128, 256) if fast else (256, 128)))
     )
     monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
-    (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, i, tiles and tiles[i]) for i, rows in enumerate((m, n)))
+    a, b = (operand(rows, k, E4M3, i, tiles and tiles[i]) for i, rows in enumerate((m, n)))
     rng = np.random.default_rng(k)
     before, added = (rng.normal(size=shape).astype(bfloat16.numpy) for shape in ((m + 3, n), (n,)))
-    whole, plain = put(before, GPU), arrays.empty((m, n), float32, GPU)
+    whole = put(before, GPU)
     out = whole.slice(0, 0, m)
-    more = (put(added, GPU), out) if joined else (None, None)
-    if tiles is None:
-        kernels.fp8_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *more, fast, None, 0)
-    else:
-        kernels.block_gemm(a, b, out, E4M3, E4M3, a_inv, b_inv, *tiles, *more, None, 0)
-    scales = [
-        model_scales(*which)
-        for which in ((a_inv, tiles and tiles[0], m, k), (b_inv, tiles and tiles[1], n, k))
-    ]
-    how = ACCUMULATIONS["hopper_fast" if fast else "hopper_split"]
-    codes = a.slice(0, 0, m), b.slice(0, 0, n)
-    kernels.model_gemm(*codes, plain, E4M3, E4M3, *scales, *(tiles or ((0, 0), (0, 0))), how, None, None, 0)
-    want, sums = before.copy(), get(plain)
+    multiply(kernels, a, b, out, tiles, fast, (put(added, GPU), out) if joined else (None, None))
+    want, sums = before.copy(), by_the_model(kernels, a, b, (m, n, k), tiles, fast)
     if joined:
         sums = sums + added.astype(np.float32) + before[:m].astype(np.float32)
     want[:m] = sums.astype(bfloat16.numpy)

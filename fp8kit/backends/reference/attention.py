@@ -276,7 +276,7 @@ def _softmax(scores: Array, lse: Array, sinks: Array, place: Any) -> None:
     """Scores (heads * rows, columns) of a block become probabilities."""
     for r in prange(scores.shape[0]):
         lse[r], factor = exponentials(scores[r], sinks[r], r, place)
-        for j in range(scores.shape[1]):  # an assignment of arrays takes 7 s to compile: its error has a text
+        for j in range(scores.shape[1]):  # of whole rows Numba would compile a check and its error's text too
             scores[r, j] *= factor
 
 
