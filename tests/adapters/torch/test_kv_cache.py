@@ -143,7 +143,9 @@ def test_what_compiled_steps_refuse(device):
     qkv[0].requires_grad_()
     cache.pre_step({"a": 3})
     with pytest.raises(
-        Exception, match=r"'inference_params', 'a call with gradients on', 'inference: eval\(\), or no_grad"
+        # torch names the arguments of the error in other ways in each version, in this order
+        Exception,
+        match=r"'inference_params.*'a call with gradients on.*'inference: eval\(\), or no_grad",
     ):
         function(*qkv, inference_params=cache)
     assert cache.sequences not in cache._written.values()
