@@ -5,7 +5,7 @@ Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped qu
 2023; the gradients recompute the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022,
 appendix B).
 
-Sequences that lie one after the other ("thd") have kernels of their own (``fp8kit.ops.attention_packed``).
+Sequences that lie one after the other ("thd") have kernels of their own (``fp8kit.ops.attention_plain``).
 Those of quantised operands know padded batches only: sequences are unpacked before and packed after them.
 """
 
@@ -17,11 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView
 from fp8kit.ops.attention_checks import check_extras, check_inputs
 from fp8kit.ops.attention_native import quantized_call
-from fp8kit.ops.attention_packed import PackedCall
-from fp8kit.ops.attention_quantized import QuantizedCall
+from fp8kit.ops.attention_plain import PlainCall
 from fp8kit.ops.attention_spec import ARGUMENTS, FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check
 from fp8kit.ops.attention_views import (
     Dense,
@@ -157,24 +156,10 @@ class Attention(Operation):
         if spec.quantized is not None:
             return self._quantized_plan(spec, signature, dense, metas, kernels)
         lse = {} if signature.saved else {"lse": Meta(lse_shape(dense), formats.float32)}
-        if spec.packed:
-            call = PackedCall(spec, metas, dense, kind)
-            scratch = call.scratch(kernels, signature, False) | lse
-            backward = call.scratch(kernels, signature, True) if signature.saved else {}
-            return Plan(spec, signature, kernels, scratch, backward, call)
-        shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
-
-        def space(backward: bool, dbias: Shape | None = None) -> dict[str, Meta]:
-            settings = dbias, kind, dense.spec, backward, spec.deterministic, strides
-            return {"workspace": Meta((kernels.attention_workspace(*shapes, *settings),), formats.uint8)}
-
-        if not signature.saved:
-            return Plan(spec, signature, kernels, space(False) | lse, {}, dense)
-        bias = signature.grads.get("bias")
-        backward = space(True, None if bias is None else bias.shape)
-        unwanted = {name: shape for name, shape in dense.shapes.items() if name not in signature.grads}
-        backward |= {f"unwanted_d{name}": Meta(shape, kind) for name, shape in unwanted.items()}
-        return Plan(spec, signature, kernels, space(False), backward, dense)
+        call = PlainCall(spec, metas, dense, kind)
+        scratch = call.scratch(kernels, signature, False) | lse
+        backward = call.scratch(kernels, signature, True) if signature.saved else {}
+        return Plan(spec, signature, kernels, scratch, backward, call)
 
     def _quantized_plan(
         self, spec: AttentionSpec, signature: Signature, dense: Dense, metas: Metas, kernels: Any
@@ -191,6 +176,7 @@ class Attention(Operation):
             return Plan(spec, signature, kernels, scratch | lse, {}, call)
         if plain:
             high = self.plan(replace(spec, quantized=None), metas, frozenset(signature.grads), kernels)
+            call.plain = high.extra
             return Plan(spec, signature, kernels, scratch, high.backward_scratch, call)
         backward = call.scratch(kernels, True, shape, dbias) | padded
         wanted = [name for name in whole if spec.packed and name in ("o", *signature.grads)]
@@ -198,26 +184,21 @@ class Attention(Operation):
         return Plan(spec, signature, kernels, scratch, backward, call)
 
     def forward(self, plan: Plan, ws: WorkingSet) -> None:
-        spec, dense, out = plan.spec, plan.extra, ws.outputs["o"]
+        spec, call, out = plan.spec, plan.extra, ws.outputs["o"]
         check_lengths(self.name, spec, ws.inputs)
-        if dense is None:
+        if call is None:
             if out.size:  # tokens without keys: the sums of no rows are 0
                 sums = ws.scratch["nothing"], out.reshape(out.size), ws.scratch["workspace"]
                 ws.kernels.sum_rows(*sums, ws.stream)
             return
         lse = (ws.saved if plan.signature.saved else ws.scratch)["lse"]
-        if isinstance(dense, PackedCall):
-            dense.forward(ws, lse)
+        if isinstance(call, PlainCall):
+            call.forward(ws, lse)
             return
-        if isinstance(dense, QuantizedCall):
-            o, whole = ws.scratch["dense_o"] if spec.packed else out, dense.dense
-            apart, parts = heads_apart(o, whole), self._parts(spec, whole, ws)
-            dense.forward(ws, parts, apart, lse, extras_of(spec, ws.inputs))
-            pack(spec, ws, o, "o")
-            return
-        settings = extras_of(spec, ws.inputs), dense.spec, ws.scratch["workspace"]
-        layers = *parts_of(dense.parts, ws.inputs), heads_apart(out, dense), lse
-        ws.kernels.attention_fwd(*layers, *settings, ws.stream)
+        o, whole = ws.scratch["dense_o"] if spec.packed else out, call.dense
+        apart, parts = heads_apart(o, whole), self._parts(spec, whole, ws)
+        call.forward(ws, parts, apart, lse, extras_of(spec, ws.inputs))
+        pack(spec, ws, o, "o")
 
     def _parts(self, spec: AttentionSpec, dense: Dense, ws: WorkingSet) -> list[ArrayView]:
         """q, k and v as the kernels take them."""
@@ -225,23 +206,14 @@ class Attention(Operation):
 
     def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
-        spec, dense, grads = plan.spec, plan.extra, ws.outputs
-        if dense is None:
+        call = plan.extra
+        if call is None:
             return
-        if isinstance(dense, PackedCall):
-            dense.backward(ws, cotangents)
-            return
-        if isinstance(dense, QuantizedCall):
-            if not spec.plain_backward:
-                self._quantized_backward(plan, ws, cotangents)
-                return
-            dense = dense.dense
-        o, do = heads_apart(ws.inputs["o"], dense), heads_apart(cotangents["o"], dense)
-        whole = {name: ws.scratch.get(f"unwanted_d{name}") or grads[name] for name in dense.shapes}
-        gradients = *parts_of(dense.parts, whole), grads.get("bias"), grads.get("softmax_offset")
-        settings = extras_of(spec, ws.inputs), dense.spec, spec.deterministic, ws.scratch["workspace"]
-        layers = do, *parts_of(dense.parts, ws.inputs), o, ws.saved["lse"]
-        ws.kernels.attention_bwd(*layers, *gradients, *settings, ws.stream)
+        plain = call if isinstance(call, PlainCall) else call.plain
+        if plain is None:
+            self._quantized_backward(plan, ws, cotangents)
+        else:
+            plain.backward(ws, cotangents)
 
     def _quantized_backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
         spec, call, wanted = plan.spec, plan.extra, plan.signature.grads

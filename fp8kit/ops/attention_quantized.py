@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import float32, uint8
+from fp8kit.ops.attention_plain import PlainCall
 from fp8kit.ops.attention_spec import batch_of, length_of
 from fp8kit.ops.attention_views import Dense, side_of
 from fp8kit.quantization import Quantizer
@@ -77,6 +78,7 @@ class QuantizedCall:
         spec = dense.spec
         assert spec.quantized is not None
         self.dense, self.how = dense, spec.quantized
+        self.plain: PlainCall | None = None  # what goes back in high precision (``plain_backward``)
         self.spec = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True, quantized=None)
         qk, v = self.how.rotated(spec.head_dim), self.how.rotated(spec.head_dim_v, "rotation_v")
         # matrix -> neighbours of its features that are rotated together, where they are

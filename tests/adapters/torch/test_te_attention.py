@@ -183,7 +183,7 @@ def test_backward_in_high_precision_behind_a_quantised_forward(form):
     x.view(-1, 3, H, D)[0] = 7.0
     x.requires_grad_()
     q, k, v = x.unbind(-3)
-    more = {} if form == "sbhd" else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), sums(S, S))
+    more = {} if form == "sbhd" else dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), sums(5, S))
     more |= {} if form == "sbhd" else {"max_seqlen_q": S, "max_seqlen_kv": S}
     g = torch.randn(*FORMS[form], H * D)
 

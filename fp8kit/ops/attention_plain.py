@@ -1,4 +1,5 @@
-"""Attention over sequences that lie one after the other, which the kernels take as they lie."""
+"""A call of attention in high precision: of a padded batch, or of sequences that lie one after the other,
+which the kernels take as they lie."""
 
 from __future__ import annotations
 
@@ -12,23 +13,27 @@ from fp8kit.ops.attention_views import Dense, extras_of, lse_shape, meta_of, par
 from fp8kit.spec import Meta, Metas, Signature, Views, WorkingSet
 
 
-class PackedCall:
-    """A call of ``Attention``. ``dense``: its padded form, for the sizes."""
+class PlainCall:
+    """A call of ``Attention`` in high precision. ``dense``: its padded form, which the kernels take where
+    sequences do not lie one after the other."""
 
     def __init__(self, spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> None:
-        leading = {name: meta_of(metas, name).shape[:1] for name in LAYOUTS[spec.layout]}
-        self.shapes, self.parts = parts_within(spec, leading)
         self.spec, self.kind, self.rules = spec, kind, dense.spec
-        self.sizes = lse_shape(dense)[0], spec.max_seqlen_q, spec.max_seqlen_kv
+        self.shapes, self.parts = dense.shapes, dense.parts
+        self.sizes: tuple[Any, ...] = ()
+        if spec.packed:
+            leading = {name: meta_of(metas, name).shape[:1] for name in LAYOUTS[spec.layout]}
+            self.shapes, self.parts = parts_within(spec, leading)
+            self.sizes = ((lse_shape(dense)[0], spec.max_seqlen_q, spec.max_seqlen_kv),)
 
-    def scratch(self, kernels: Any, signature: Signature, backward: bool) -> dict[str, Meta]:
+    def scratch(self, k: Any, signature: Signature, backward: bool) -> dict[str, Meta]:
         """Returns the temporaries of forward or backward: its workspace, and unneeded gradients."""
         shapes, strides = zip(*((part.shape, part.strides) for part in self.parts.values()), strict=True)
         bias = signature.grads.get("bias") if backward else None
         dbias = None if bias is None else bias.shape
         rules = dbias, self.kind, self.rules, backward, self.spec.deterministic, strides
-        nbytes = int(kernels.packed_attention_workspace(*shapes, self.sizes, *rules))
-        made = {"workspace": Meta((nbytes,), uint8)}
+        measure = k.packed_attention_workspace if self.spec.packed else k.attention_workspace
+        made = {"workspace": Meta((int(measure(*shapes, *self.sizes, *rules)),), uint8)}
         if backward:
             unwanted = {name: shape for name, shape in self.shapes.items() if name not in signature.grads}
             made |= {f"unwanted_d{name}": Meta(shape, self.kind) for name, shape in unwanted.items()}
@@ -36,25 +41,31 @@ class PackedCall:
 
     def forward(self, ws: WorkingSet, lse: ArrayView) -> None:
         """Fill o and lse."""
+        k = ws.kernels
+        run = k.packed_attention_fwd if self.spec.packed else k.attention_fwd
         arrays = *parts_of(self.parts, ws.inputs), self._heads_apart(ws.outputs["o"]), lse
-        ws.kernels.packed_attention_fwd(*arrays, *self._about(ws), ws.scratch["workspace"], ws.stream)
+        run(*arrays, *self._about(ws), ws.scratch["workspace"], ws.stream)
 
     def backward(self, ws: WorkingSet, cotangents: Views) -> None:
         """Fill the gradients that are wanted."""
+        k = ws.kernels
+        run = k.packed_attention_bwd if self.spec.packed else k.attention_bwd
         o, do = self._heads_apart(ws.inputs["o"]), self._heads_apart(cotangents["o"])
         whole = {name: ws.outputs.get(name) or ws.scratch[f"unwanted_d{name}"] for name in self.shapes}
         further = ws.outputs.get("bias"), ws.outputs.get("softmax_offset")
         given, grads = parts_of(self.parts, ws.inputs), parts_of(self.parts, whole)
         arrays = do, *given, o, ws.saved["lse"], *grads, *further
         settings = self.spec.deterministic, ws.scratch["workspace"], ws.stream
-        ws.kernels.packed_attention_bwd(*arrays, *self._about(ws), *settings)
+        run(*arrays, *self._about(ws), *settings)
 
     def _heads_apart(self, o: ArrayView) -> ArrayView:
-        return o.reshape(o.shape[0], self.spec.num_heads, self.spec.head_dim_v)
+        return o.reshape(*o.shape[:-1], self.spec.num_heads, self.spec.head_dim_v)
 
     def _about(self, ws: WorkingSet) -> tuple[Any, ...]:
         """Returns where the sequences lie, what comes beside them, and the rules."""
-        _, longest_q, longest_kv = self.sizes
+        about = extras_of(self.spec, ws.inputs), self.rules
+        if not self.spec.packed:
+            return about
         starts_q, starts_kv = (places_of(ws.inputs, side)[1] for side in ("q", "kv"))
-        lying = Lying(starts_q, starts_kv, longest_q, longest_kv)
-        return lying, extras_of(self.spec, ws.inputs), self.rules
+        lying = Lying(starts_q, starts_kv, self.spec.max_seqlen_q, self.spec.max_seqlen_kv)
+        return lying, *about
