@@ -19,62 +19,39 @@ from fp8kit.ops.registry import spec_classes
 from fp8kit.spec import Meta, Needs, Operation, Plan, Signature
 
 
-class GivenMetas(dict[str, Meta]):
-    """The metas of a call's inputs; remembers the names that were ``asked`` for. Iterating asks for all of
-    them. ShapeError for a missing name; ``get`` and ``in`` ask without an error."""
+class GivenMetas(Mapping[str, Meta]):
+    """The metas of a call's inputs, ``own``; remembers the names that were ``asked`` for. Iterating asks for
+    all of them. ShapeError for a missing name; ``get`` and ``in`` ask without an error."""
 
     def __init__(self, operation: Operation, metas: Mapping[str, Meta]) -> None:
-        super().__init__(metas)
-        self.operation, self.asked = operation, set[str]()
+        self.operation, self.own, self.asked = operation, metas, set[str]()
 
-    def __missing__(self, name: str) -> Meta:
-        given = ", ".join(map(repr, super().keys())) or "none"
+    def __getitem__(self, name: str) -> Meta:
+        if name in self:
+            return self.own[name]
+        given = ", ".join(map(repr, self.own)) or "none"
         other = f" as {name!r}" if self.operation.argument(name) != name else ""
         raise ShapeError(self.operation.name, name, None, f"an array{other}; given: {given}")
 
-    def __getitem__(self, name: str) -> Meta:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
     def __contains__(self, name: object) -> bool:
         self.asked.add(str(name))
-        return super().__contains__(name)
+        return name in self.own
 
     def get(self, name: str, default: Any = None) -> Any:
         """As a dict's."""
-        self.asked.add(name)
-        return super().get(name, default)
-
-    def _all(self) -> GivenMetas:
-        self.asked.update(super().keys())
-        return self
+        return self.own[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
-        return super(GivenMetas, self._all()).__iter__()
+        self.asked.update(self.own)
+        return iter(self.own)
 
-    def keys(self) -> Any:
-        """As a dict's."""
-        return super(GivenMetas, self._all()).keys()
-
-    def values(self) -> Any:
-        """As a dict's."""
-        return super(GivenMetas, self._all()).values()
-
-    def items(self) -> Any:
-        """As a dict's."""
-        return super(GivenMetas, self._all()).items()
-
-    def copy(self) -> dict[str, Meta]:
-        """As a dict's."""
-        return dict(self.items())
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
+    def __len__(self) -> int:
+        return len(self.own)
 
     def want_no_others(self, needs: Needs) -> None:
         """ArgumentError for an input that nobody asked for, but for a state's scales, which come whether the
         spec uses them or not. Those of ``needs`` are left to the error about their gradient."""
-        for name in super().keys() - self.asked - needs:
+        for name in self.own.keys() - self.asked - needs:
             if not str(name).endswith("_scale"):
                 known = sorted(self.asked)
                 wanted = f"one of the inputs that infer looks at: {', '.join(known) or 'none'}"
@@ -131,7 +108,7 @@ def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature
     kept: Any = signature.kept
     if isinstance(kept, str):
         raise ArgumentError(name, "kept", repr(kept), "a tuple of names")
-    inputs, outputs = given.asked | dict.keys(given), set(results)
+    inputs, outputs = given.asked | given.own.keys(), set(results)
     for field, names, known in (
         ("kept", kept, inputs | outputs),
         ("passes", signature.passes.values(), inputs),
@@ -143,7 +120,7 @@ def want_signature(operation: Operation, spec: Any, given: GivenMetas, signature
                 among = ", ".join(sorted(known)) or "none"
                 raise ArgumentError(name, field, repr(key), f"names among {among}{meant(key, known)}")
     for key, meta in signature.grads.items():
-        source = dict.get(given, key)
+        source = given.own.get(key)
         if source is not None and meta.shape != source.shape:
             wanted = f"{source.shape}, that of the input {key!r}"
             raise ArgumentError(name, "grads", f"shape {meta.shape} of {key!r}", wanted)
