@@ -27,7 +27,7 @@ from fp8kit.ops.permute import (
     want_chunks,
 )
 from fp8kit.ops.permute import unpermute as unpermute_operation
-from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation, want_row_probs
+from fp8kit.ops.scaled_activation import ScaledActivationSpec, scaled_activation, want_row_probs
 from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, on_host
 from fp8kit_jax.rules import apply

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8kit.arguments import flag, integer, number
 from fp8kit.errors import ShapeError
 from fp8kit.ops.activation import activation
-from fp8kit.ops.scale_rows import scaled_activation
+from fp8kit.ops.scaled_activation import scaled_activation
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import shown
 from fp8kit_torch.fusion import BasicOperation

@@ -19,9 +19,10 @@ from fp8kit.layers.fp8_layer import FP8Layer, WeightCache
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.scale_rows import scale_rows
+from fp8kit.ops.scaled_activation import scaled_activation
 from fp8kit.quantization import Quantization
 from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit.spec import Operation
 
 _ACTIVATIONS = tuple(name for name, row in ALL.items() if not row.learned)  # of GroupedMLP
 
@@ -245,22 +246,25 @@ class GroupedMLP(Layer):
         if not self.is_compiling():
             self._want_second_part(x, weights, m_splits, is_first_microbatch, into[1])
         hidden = self.fc1(x, m_splits, is_first_microbatch, **into[0])
-        spec = self.spec_for("ActivationSpec", self.activation, self.features)
-        hidden = self.call(activation_operation, spec, {"x": hidden})["y"]
-        if weights is not None:
-            spec = self.spec_for("ScaleRowsSpec", hidden.shape[-1])
-            hidden = self.call(scale_rows, spec, {"x": hidden, "probs": weights})["y"]
+        hidden = self.call(*self._act(hidden, weights))["y"]
         return self.fc2(hidden, m_splits, is_first_microbatch, **into[1])
+
+    def _act(self, x: Any, weights: Any) -> tuple[Operation, Any, dict[str, Any]]:
+        """The operation between the parts, its spec and its inputs."""
+        of = self.activation, self.features
+        if weights is None:
+            return activation_operation, self.spec_for("ActivationSpec", *of), {"x": x}
+        return scaled_activation, self.spec_for("ScaledActivationSpec", *of), {"x": x, "probs": weights}
 
     def _want_second_part(
         self, x: Any, weights: Any, m_splits: Any, is_first_microbatch: bool | None, into: Mapping[str, Any]
     ) -> None:
         """Raise what is refused behind fc1, before that records anything."""
         features = self.fc2.in_features
-        hidden = self.stand_in((*x.shape[:-1], features), self.call_dtype(x), x.device)
+        lead, dtype = x.shape[:-1], self.call_dtype(x)
         if weights is not None:
-            spec = self.spec_for("ScaleRowsSpec", features)
-            self.check_call(scale_rows, spec, {"x": hidden, "probs": weights})
+            self.check_call(*self._act(self.stand_in((*lead, self.features), dtype, x.device), weights))
+        hidden = self.stand_in((*lead, features), dtype, x.device)
         if isinstance(self.fc2, GroupedLinearBase):
             self.fc2.want_call(hidden, m_splits, is_first_microbatch, **into)
 

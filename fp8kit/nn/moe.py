@@ -24,7 +24,7 @@ from fp8kit.nn.module import as_tensor
 from fp8kit.ops import router as ops
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS, expert_linear, want_sizes
 from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
-from fp8kit.ops.scale_rows import scaled_activation, want_row_probs
+from fp8kit.ops.scaled_activation import scaled_activation, want_row_probs
 from fp8kit.ops.values import check_groups
 from fp8kit.quantization import Quantization
 

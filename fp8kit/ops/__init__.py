@@ -18,8 +18,7 @@ drop_path               residual + x, whole samples of x dropped                
 split_heads             packed queries, keys and values, each by itself              split_heads.py
 router, moe_aux_loss    which experts a token goes to; the loss of their balance     router.py
 expert_rows             the map of tokens to rows by expert                          permute.py
-scale_rows              rows times their probabilities                               scale_rows.py
-scaled_activation       an activation's rows times their probabilities               scale_rows.py
+scaled_activation       an activation's rows times their probabilities               scaled_activation.py
 permute, unpermute      tokens to rows by expert, and sums of each token's rows      permute.py
 embedding               rows of a table                                              embedding.py
 activation              gelu, silu, swiglu... alone                                  activation.py

@@ -16,7 +16,7 @@ from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.ops.grouped_linear import GroupedLinearSpec, grouped_linear
 from fp8kit.ops.permute import PermuteSpec, UnpermuteSpec, permute, unpermute
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.scale_rows import ScaledActivationSpec, scaled_activation
+from fp8kit.ops.scaled_activation import ScaledActivationSpec, scaled_activation
 from fp8kit.testing.compare import assert_close, assert_same_bits
 from tests.support.combinations import combinations
 from tests.support.gate import GateSpec, gate

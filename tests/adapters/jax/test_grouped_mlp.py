@@ -19,7 +19,7 @@ from flax import nnx
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3, E5M2
 from fp8kit.layers.base import spec_object
-from fp8kit.ops.scale_rows import scaled_activation
+from fp8kit.ops.scaled_activation import scaled_activation
 from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.recipe import DataRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, PerLayer
 from fp8kit.testing import assert_same_bits

@@ -39,7 +39,7 @@ from fp8kit.ops.ring_attention import RingSpec
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.router import AuxLossSpec, RouterSpec
 from fp8kit.ops.scale_lines import LineScalesSpec, ScaleLinesSpec
-from fp8kit.ops.scale_rows import ScaledActivationSpec, ScaleRowsSpec
+from fp8kit.ops.scaled_activation import ScaledActivationSpec
 from fp8kit.ops.softmax import MseSpec, SoftmaxSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.ops.statistics import CastStatistics, StatisticsSpec
@@ -161,7 +161,6 @@ def _operands(device):
             "probs",
             (),
         ),
-        "scale_rows": (ScaleRowsSpec(16), {"x": r(6, 16), "probs": r(6)}, "x probs", ()),
         "scaled_activation": (
             ScaledActivationSpec("swiglu", 16),
             {"x": r(6, 16), "probs": r(6)},

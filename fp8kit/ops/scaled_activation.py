@@ -1,5 +1,5 @@
-"""``scale_rows``: y[r] = probs[r] x[r], differentiable in both: the probabilities of experts' rows;
-``scaled_activation``: the same of an activation of x."""
+"""``scaled_activation``: y[r] = probs[r] activation(x[r]), differentiable in both: what stands between two
+products of experts, whose rows have probabilities."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ from fp8kit.formats import HIGH_PRECISION, int32
 from fp8kit.ops.activation import activate, activate_bwd, all_numbers, gradient_workspace
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet, workspace
-
-
-@dataclass(frozen=True)
-class ScaleRowsSpec:
-    """``features``: N of x."""
-
-    features: int
 
 
 @dataclass(frozen=True)
@@ -52,18 +45,13 @@ def want_row_probs(operation: str, x: Shape, probs: Shape) -> int:
     return x[-1]
 
 
-class ScaleRows(Operation):
-    """y[r] = x[r] * probs[r] in float32, rounded once. Inputs: x h (..., N), probs h (rows,), of any type.
-    Output: y like x. Gradients of both. The kernels are those of permutations, by the map of each row to
-    itself."""
+class ScaledActivation(Operation):
+    """y[r] = activation(x[r]) * probs[r]: the activation rounded to x's dtype, then the product, in float32,
+    once more; such as ScaledSwiGLU. Inputs: x h (..., F), of a gated activation (..., 2 F), the gate first;
+    probs h (rows,), of any type. Output: y h (..., F). Gradients of both; backward computes the activation
+    anew. The kernels that multiply are those of permutations, by the map of each row to itself."""
 
-    name = "scale_rows"
-
-    def infer(self, spec: ScaleRowsSpec, metas: Metas, needs: Needs) -> Signature:
-        x, grads = self._inputs(spec, metas, needs)
-        kept: tuple[str, ...] = ("probs",) if "x" in grads else ()
-        kept += ("x",) if "probs" in grads else ()
-        return Signature({"y": x}, {}, kept, grads)
+    name = "scaled_activation"
 
     def _inputs(self, spec: Any, metas: Metas, needs: Needs) -> tuple[Meta, dict[str, Meta]]:
         """Returns the meta of x, and those of the gradients."""
@@ -71,44 +59,12 @@ class ScaleRows(Operation):
         probs = want(self.name, "probs", metas, (row_count(x),), *HIGH_PRECISION)
         return x, {name: meta for name, meta in (("x", x), ("probs", probs)) if name in needs}
 
-    def plan(self, spec: ScaleRowsSpec, metas: Metas, needs: Needs, kernels: Any) -> Plan:
-        space = self._map_space(row_count(want_rows(self.name, "x", metas, spec.features)))
-        return Plan(spec, self.infer(spec, metas, needs), kernels, space, space)
-
-    def _map_space(self, rows: int) -> dict[str, Meta]:
-        space = {"routing": Meta((rows, 1), int32), "row_map": Meta((rows, 2), int32)}
-        return space | {"sizes": Meta((1,), int32), "counts": Meta((1,), int32)}
-
     def _row_map(self, ws: WorkingSet) -> ArrayView:
         """Row r is (r, 0): every token goes to the one expert that there is."""
         s = ws.scratch
         arrays.fill_zero(s["routing"], ws.stream)
         ws.kernels.expert_rows(s["routing"], s["row_map"], s["sizes"], s["counts"], 1, ws.stream)
         return s["row_map"]
-
-    def forward(self, plan: Plan, ws: WorkingSet) -> None:
-        probs, y = ws.inputs["probs"], ws.outputs["y"].rows()
-        column = probs.reshape(probs.size, 1)
-        ws.kernels.permute_rows(ws.inputs["x"].rows(), self._row_map(ws), column, y, ws.stream)
-
-    def backward(self, plan: Plan, ws: WorkingSet, cotangents: Views) -> None:
-        row_map, dy = self._row_map(ws), cotangents["y"].rows()
-        if "x" in ws.outputs:
-            probs = ws.inputs["probs"]
-            column, dx = probs.reshape(probs.size, 1), ws.outputs["x"].rows()
-            ws.kernels.permute_rows(dy, row_map, column, dx, ws.stream)
-        if "probs" in ws.outputs:
-            x, ds = ws.inputs["x"].rows(), ws.outputs["probs"]
-            ws.kernels.unpermute_probs(dy, x, row_map, ds.reshape(ds.size, 1), ws.stream)
-
-
-class ScaledActivation(ScaleRows):
-    """y[r] = activation(x[r]) * probs[r]: the activation rounded to x's dtype, then the product, in float32,
-    once more; such as ScaledSwiGLU. Inputs: x h (..., F), of a gated activation (..., 2 F), the gate first;
-    probs h (rows,), of any type. Output: y h (..., F). Gradients of both; backward computes the activation
-    anew."""
-
-    name = "scaled_activation"
 
     def infer(self, spec: Any, metas: Metas, needs: Needs) -> Signature:
         x, grads = self._inputs(spec, metas, needs)
@@ -120,7 +76,8 @@ class ScaledActivation(ScaleRows):
         x, signature = want(self.name, "x", metas), self.infer(spec, metas, needs)
         rows = row_count(x)
         hidden = Meta((rows, signature.outputs["y"].shape[-1]), x.dtype)
-        space = self._map_space(rows) | {"hidden": hidden}
+        space = {"routing": Meta((rows, 1), int32), "row_map": Meta((rows, 2), int32), "hidden": hidden}
+        space |= {"sizes": Meta((1,), int32), "counts": Meta((1,), int32)}
         more = workspace(gradient_workspace(kernels, spec.activation, rows, spec.features))
         return Plan(spec, signature, kernels, space, space | more)
 
@@ -144,5 +101,4 @@ class ScaledActivation(ScaleRows):
             activate_bwd(ws, s.activation, s.params, given, out, ws.scratch["workspace"])
 
 
-scale_rows = ScaleRows()
 scaled_activation = ScaledActivation()
