@@ -87,7 +87,7 @@ def test_products_of_blocks_are_compiled_with_every_tile_that_may_be_chosen(monk
     for scales in ("lines_squares", "lines_lines"):
         for m in (1, 16, 128, 512, 2048, 8192):
             for n, k in ((4096, 4096), (16384, 4096), (4096, 16384), (512, 512)):
-                how = "e4m3", "e4m3", "bf16", scales, (0, 0), 128
+                how = ("e4m3", "e4m3", "bf16"), scales, (0, 0), 128
                 chosen.add(plan(0, m, n, k, k, k, n, m, n, *how).kernel)
     assert chosen == compiled
 

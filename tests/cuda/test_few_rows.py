@@ -56,7 +56,7 @@ def test_fewer_rows_than_a_tiles(
     support.fill_shared_memory_with_nan(kernels)
     (rows, columns, promote, kind), n, k = form, 520, 1040
     monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(rows, columns))
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    monkeypatch.setattr(hopper_gemm, "planned", hopper_gemm.planned.__wrapped__)
     tiles = _SCALED[kind]
     a, b = (operand(r, k, E4M3, i, tiles and tiles[i]) for i, r in enumerate((m, n)))
     before = np.full((m + 3, n), 7, dtype.numpy)
@@ -77,7 +77,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
 def plan(planned: Any, m: int, n: int, promote: int = 0) -> Any:
     k = 4096
     types = "e4m3", "e4m3", "bf16"
-    return planned(0, m, n, k, k, k, n, m, n, *types, "whole", (0, 0), promote)
+    return planned(0, m, n, k, k, k, n, m, n, types, "whole", (0, 0), promote)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import hopper_fused, register
+from fp8kit.backends.cuda import register
 from fp8kit.backends.protocol import SPECS
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.formats import E5M2, float32
@@ -80,12 +80,12 @@ def test_none_is_chosen_where_no_policy_names_it() -> None:
 @pytest.mark.parametrize("promote", [0, 128])
 @pytest.mark.parametrize(("m", "n"), [(1, 48), (300, 1024), (8192, 16384)])
 def test_every_tiling_is_compiled(m: int, n: int, promote: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = support.planned(hopper_fused, monkeypatch)
+    plan = support.planned(hopper_gemm, monkeypatch)
     epilogues = [("forward", "swiglu", 2), ("backward", "gelu", 1), ("lines", "identity", 1)]
     for epilogue, act, halves in epilogues:
         types = "e4m3", "e4m3", "bf16"
         found = plan(
-            0, m, n, 512, 512, 512, n, m, types, "whole", (0, 0), promote, epilogue, act, halves, True
+            0, m, n, 512, 512, 512, n, m, n, types, "whole", (0, 0), promote, epilogue, act, halves, True
         )
         how = dict(found.kernel)
         assert found.kernel in manifest.source("hopper_gemm.cu").variants

@@ -101,7 +101,7 @@ def test_scales_in_shared_memory_are_read_before_the_next_ones_come(
     """Three hundred times the same bits: a warp that said too early that it had read its columns' scales gave
     other ones about once in a thousand calls, most often where others of the chip write much."""
     monkeypatch.setattr(hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(256, 128))
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    monkeypatch.setattr(hopper_gemm, "planned", hopper_gemm.planned.__wrapped__)
     m, n, k = 2100, 2064, 2064
     (a, a_inv), (b, b_inv) = (operand(rows, k, E4M3, i, LINE) for i, rows in enumerate((m, n)))
     rng = np.random.default_rng(4)
@@ -139,7 +139,7 @@ def test_results_that_are_written_during_the_next_tile(
     monkeypatch.setattr(
         hopper_gemm, "tiling", lambda *_: hopper_gemm.Tiling(*((128, 256) if fast else (256, 128)))
     )
-    monkeypatch.setattr(hopper_gemm, "_plan", hopper_gemm._plan.__wrapped__)
+    monkeypatch.setattr(hopper_gemm, "planned", hopper_gemm.planned.__wrapped__)
     a, b = (operand(rows, k, E4M3, i, tiles and tiles[i]) for i, rows in enumerate((m, n)))
     rng = np.random.default_rng(k)
     before, added = (rng.normal(size=shape).astype(bfloat16.numpy) for shape in ((m + 3, n), (n,)))
@@ -280,7 +280,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def plan(planned: Any, m: int, n: int, k: int, scales: str = "whole", promote: int = 0, **more: Any) -> Any:
     strides = {"a_stride": k, "b_stride": k, "out_stride": n, "a_rows": m, "b_rows": n} | more
-    return planned(0, m, n, k, *strides.values(), "e4m3", "e4m3", "bf16", scales, (0, 0), promote)
+    return planned(0, m, n, k, *strides.values(), ("e4m3", "e4m3", "bf16"), scales, (0, 0), promote)
 
 
 @pytest.mark.parametrize("scales", ["whole", "lines_squares", "squares_lines", "lines_lines"])
@@ -322,7 +322,7 @@ def test_which_results_are_written_by_copies(
     """Of 16 bits, in rows of whole chunks of 16 bytes, by the largest tiles."""
     k = 8192  # so many that the largest tile is chosen
     a_map, b_map, *_, out_map, _ = planned(
-        0, 4096, 4096, k, k, k, stride, 4096, 4096, "e4m3", "e4m3", out, scales, (0, 0), promote
+        0, 4096, 4096, k, k, k, stride, 4096, 4096, ("e4m3", "e4m3", out), scales, (0, 0), promote
     ).maps
     rows, columns = (128, 256) if not promote else (256, 128)
     assert (f"(128, {rows})" in a_map.decode(), f"(128, {columns})" in b_map.decode()) == (True, True)
@@ -433,7 +433,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     run: list[Any] = []
     monkeypatch.setattr(arrays.provider(GPU), "count", lambda: 1, raising=False)
     monkeypatch.setattr(arrays.provider(GPU), "arch", lambda device: 90, raising=False)
-    monkeypatch.setattr(hopper_gemm, "_plan", support.planned(hopper_gemm, monkeypatch))
+    monkeypatch.setattr(hopper_gemm, "planned", support.planned(hopper_gemm, monkeypatch))
     monkeypatch.setattr(hopper_gemm, "tensor_map", lambda *given: b"x" * 120)
     monkeypatch.setattr(launch, "launch", lambda kernel, *given: run.append("hopper"))
     # the last two of cuBLASLt's: whether it is timed, and the kinds of scales

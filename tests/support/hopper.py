@@ -36,13 +36,13 @@ def fill_shared_memory_with_nan(kernels: Any) -> None:
 
 
 def planned(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``_plan`` of a module without a device; kernels stand for their defines."""
+    """What plans a module's products, without a device; kernels stand for their defines."""
     monkeypatch.setattr(launch, "capability", lambda index: (9, 0))
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     monkeypatch.setattr(launch, "kernel", lambda source, name, index, **defines: manifest.defines(**defines))
     for own in {module, hopper_gemm}:  # `hopper_gemm` makes the result's map for others
         monkeypatch.setattr(own, "tensor_map", lambda *arguments: repr(arguments).encode())
-    return module._plan.__wrapped__
+    return getattr(module, "planned" if module is hopper_gemm else "_plan").__wrapped__
 
 
 def use_largest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,6 +297,6 @@ def as_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made as on a Hopper."""
     monkeypatch.setattr(launch, "capability", lambda index: hopper_gemm.CAPABILITY)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(hopper_gemm, "tensor_map", map_of)
     for module in (hopper_fused, hopper_gemm):
-        monkeypatch.setattr(module, "tensor_map", map_of)
-    monkeypatch.setattr(hopper_fused, "_plan", hopper_fused._plan.__wrapped__)
+        monkeypatch.setattr(module, "planned", hopper_gemm.planned.__wrapped__)

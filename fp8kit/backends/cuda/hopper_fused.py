@@ -8,115 +8,27 @@ kernel's list of variants says.
 
 from __future__ import annotations
 
-import functools
-
 from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.activation import ACTIVATIONS, known
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, lines_bytes, sum_partials
 from fp8kit.backends.cuda.fused_gemm import SUM_ROWS
-from fp8kit.backends.cuda.hopper_gemm import (
-    ARCHS,
-    DEPTH,
-    FINISHERS,
-    SHARED,
-    SOURCE,
-    THREADS,
-    Planned,
-    Tiling,
-    band_of,
-    blocks_together,
-    cheapest,
-    compiled,
-    in_turn,
-    last_rows,
-    packed,
-    result_map,
-    rows_map,
-    want_hopper,
-)
+from fp8kit.backends.cuda.hopper_gemm import ARCHS, FINISHERS, SHARED, THREADS, packed, planned
 from fp8kit.backends.cuda.own_gemm import PROMOTE, SCALES
 from fp8kit.backends.cuda.quantize import format_name
 from fp8kit.backends.cuda.structures import Packer, Structure
-from fp8kit.backends.cuda.tensor_maps import NONE, tensor_map
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, Format
-from fp8kit.lru import memoized
-from fp8kit.raw_kernels import manifest
 
-__all__ = ["ARCHS", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines", "tiling"]
+__all__ = ["ARCHS", "fp8_gemm_act", "fp8_gemm_act_bwd", "fp8_gemm_cast", "fp8_gemm_lines"]
 
 _FURTHER = Packer("4Pq3d40x")  # struct Further behind its cast
 _NO_PARAMS = (0.0, 0.0, 0.0)
 _HALF = 128  # a gated activation's halves are multiples of so many columns, so that tiles end where they do
 _SCALES = {((0, 0), (0, 0)): "whole", **SCALES}
 _OUTSIDE = "hopper_fused"
-
-
-@functools.cache
-def _variants() -> frozenset[frozenset[tuple[str, str]]]:
-    """What is compiled, without tilings."""
-    own = {"ACT", "EPILOGUE", "LEFT", "PROMOTE", "RIGHT", "SCALES", "T"}
-    variants = manifest.source(SOURCE).variants
-    return frozenset(frozenset(pair for pair in variant if pair[0] in own) for variant in variants)
-
-
-def tiling(m: int, n: int, k: int, epilogue: str, promote: int, multiprocessors: int) -> Tiling:
-    """The tiling of a product with an epilogue, as ``hopper_gemm.tiling``."""
-    if epilogue == "backward" or not promote:
-        return Tiling(128, 128)
-    return cheapest((Tiling(256, 128), Tiling(128, 128)), m, n, k, promote, multiprocessors)
-
-
-@memoized("Hopper products with epilogues by call")
-def _plan(
-    index: int,
-    m: int,
-    n: int,
-    k: int,
-    a_stride: int,
-    b_stride: int,
-    out_stride: int,
-    a_rows: int,
-    types: tuple[str, str, str],
-    scales: str,
-    steps: tuple[int, int],
-    promote: int,
-    epilogue: str,
-    act: str,
-    halves: int,
-    writes_product: bool,
-) -> Planned:
-    """``n``: columns of the product; ``halves``: in which a tile has some of each; ``writes_product``:
-    whether it is written too."""
-    want_hopper(index, a_stride, b_stride, k)
-    left, right, out = types
-    wanted = {"ACT": act, "EPILOGUE": epilogue, "LEFT": left, "PROMOTE": str(promote), "RIGHT": right}
-    if frozenset({**wanted, "SCALES": scales, "T": out}.items()) not in _variants():
-        what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
-        raise CannotTake(_OUTSIDE, "epilogue", what, f"one that {SOURCE} lists")
-    at = tiling(m, n, k, epilogue, promote, launch.sm_count(index))
-    together = blocks_together(promote, "none", at, epilogue)  # what is counted from here on are clusters
-    tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
-    clusters = min(tall * wide, launch.sm_count(index) // together)
-    lines = NONE[1]
-    if scales == "lines_squares":
-        lines = tensor_map("float32", (a_rows, ceil_div(k, DEPTH)), (a_rows,), (at.rows, 1))
-    maps = (
-        rows_map(m, k, a_stride, at.rows // together),
-        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
-        lines,
-        NONE[1],
-        result_map((m, n), out_stride, out, scales, "none", at, True) if writes_product else NONE[1],
-        last_rows(m, k, a_stride, at, together),
-    )
-    kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
-    turns = in_turn(promote, "none", at, epilogue)
-    band = min(tall, band_of(clusters, at.rows, at.columns * together, turns))
-    sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
-    return Planned(kernel, clusters * together, maps, sizes)
 
 
 def _run(
@@ -150,7 +62,7 @@ def _run(
     elif scales != "whole":
         steps = launch.row_stride(scale_invs[0]), launch.row_stride(scale_invs[1])
     given = out if out is not None else addend
-    plan = _plan(
+    plan = planned(
         a.device.index,
         m,
         n,
@@ -159,6 +71,7 @@ def _run(
         launch.row_stride(b),
         n if given is None else launch.row_stride(given),
         a.shape[0],
+        b.shape[0],
         (left, right, launch.type_name(dtype)),
         scales,
         steps,

@@ -6,6 +6,7 @@ The order of sums does not depend on sizes, tiles or the device: an element is w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.cuda.tensor_maps import CODES, NONE, tensor_map
 from fp8kit.backends.registry import CannotTake
 from fp8kit.lru import memoized
+from fp8kit.raw_kernels import manifest
 
 CAPABILITY, ARCHS = (9, 0), (90, 90)
 SOURCE, SHARED = "hopper_gemm.cu", 227 * 1024
@@ -85,9 +87,14 @@ def cost(
     return ceil_div(tiles, multiprocessors) * (first + depths * each) + (_LAST_TURN if turns else 0)
 
 
-def tiling(m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int) -> Tiling:
+def tiling(
+    m: int, n: int, k: int, scales: str, promote: int, multiprocessors: int, epilogue: str = "bare"
+) -> Tiling:
     """The tiling that a product of m x n elements, k terms each, is made by: one that the source lists."""
     large = Tiling(256, 128) if promote else Tiling(128, 256)
+    if epilogue != "bare":
+        among = [Tiling(128, 128)] if epilogue == "backward" or not promote else [large, Tiling(128, 128)]
+        return cheapest(among, m, n, k, promote, multiprocessors)
     if scales not in ("whole", "lines_squares"):
         return large
     widest = 128 if promote else 224  # promoted sums take twice the registers
@@ -196,8 +203,16 @@ def compiled(
     )
 
 
+@functools.cache
+def _fused() -> frozenset[frozenset[tuple[str, str]]]:
+    """What is compiled with epilogues, without tilings."""
+    own = {"ACT", "EPILOGUE", "LEFT", "PROMOTE", "RIGHT", "SCALES", "T"}
+    variants = manifest.source(SOURCE).variants
+    return frozenset(frozenset(pair for pair in variant if pair[0] in own) for variant in variants)
+
+
 @memoized("Hopper products by call")
-def _plan(
+def planned(
     index: int,
     m: int,
     n: int,
@@ -207,21 +222,34 @@ def _plan(
     out_stride: int,
     a_rows: int,
     b_rows: int,
-    left: str,
-    right: str,
-    out: str,
+    types: tuple[str, str, str],
     scales: str,
     steps: tuple[int, int],
     promote: int,
+    epilogue: str = "bare",
+    act: str = "identity",
+    halves: int = 1,
+    writes_product: bool = True,
 ) -> Planned:
-    """``a_rows``, ``b_rows``: of the operands, with their padding; ``left``, ``right``, ``out``: the sources'
-    names of their types; ``steps``: strides of scales of rows and squares."""
+    """``n``: columns of the product; ``a_rows``, ``b_rows``: of the operands, with their padding; ``types``,
+    ``scales``, ``epilogue``, ``act``: the sources' names; ``steps``: strides of scales of rows and squares;
+    ``halves``: in which a tile has some of each; ``writes_product``: whether it is written.
+
+    CannotTake for devices, rows and epilogues that the kernel does not have.
+    """
     want_hopper(index, a_stride, b_stride, k)
-    at = tiling(m, n, k, scales, promote, launch.sm_count(index))
-    together = blocks_together(promote, "none", at)  # what is counted from here on are clusters
+    if epilogue != "bare":
+        left, right, out = types
+        wanted = {"ACT": act, "EPILOGUE": epilogue, "LEFT": left, "PROMOTE": str(promote), "RIGHT": right}
+        if frozenset({**wanted, "SCALES": scales, "T": out}.items()) not in _fused():
+            what = f"{epilogue} {act} of {left} x {right}, scales {scales}"
+            raise CannotTake("hopper_fused", "epilogue", what, f"one that {SOURCE} lists")
+    at = tiling(m, n, k, scales, promote, launch.sm_count(index), epilogue)
+    together = blocks_together(promote, "none", at, epilogue)  # what is counted from here on are clusters
     tall, wide = ceil_div(m, at.rows), ceil_div(n, at.columns * together)
     clusters = min(tall * wide, launch.sm_count(index) // together)
-    band = min(tall, band_of(clusters, at.rows, at.columns * together, in_turn(promote, "none", at)))
+    turns = in_turn(promote, "none", at, epilogue)
+    band = min(tall, band_of(clusters, at.rows, at.columns * together, turns))
     lines = [NONE[1], NONE[1]]
     if scales != "whole":
         for i, (kind, rows, box) in enumerate(
@@ -229,14 +257,17 @@ def _plan(
         ):
             if kind == "lines":
                 lines[i] = tensor_map("float32", (rows, ceil_div(k, DEPTH)), (rows,), (box, 1))
+    result = NONE[1]
+    if writes_product:
+        result = result_map((m, n), out_stride, types[2], scales, "none", at, epilogue != "bare")
     maps = (
         rows_map(m, k, a_stride, at.rows // together),
-        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns), True),
+        tensor_map("uint8", (k, n), (b_stride,), (DEPTH, at.columns // halves), True),
         *lines,
-        result_map((m, n), out_stride, out, scales, "none", at),
+        result,
         last_rows(m, k, a_stride, at, together),
     )
-    kernel = compiled(index, (left, right, out), scales, promote, at, "none")
+    kernel = compiled(index, types, scales, promote, at, "none", epilogue, act)
     sizes = m, n, out_stride, ceil_div(k, DEPTH), *steps, tall, wide, band, 0, 0, 0, together
     return Planned(kernel, clusters * together, maps, sizes)
 
@@ -270,7 +301,7 @@ def _run(product: Product, stream: int) -> None:
     a, b, out, scale_invs = product.a, product.b, product.out, (product.a_scale_inv, product.b_scale_inv)
     if _addresses(product) % 16:
         raise CannotTake("hopper_gemm", "a, b, scales", "addresses", "multiples of 16")
-    plan = _plan(
+    plan = planned(
         out.device.index,
         out.shape[0],
         out.shape[1],
@@ -280,9 +311,7 @@ def _run(product: Product, stream: int) -> None:
         launch.row_stride(out),
         a.shape[0],
         b.shape[0],
-        product.left,
-        product.right,
-        launch.type_name(out.dtype),
+        (product.left, product.right, launch.type_name(out.dtype)),
         product.scales,
         product.steps,
         product.promote,
