@@ -151,9 +151,8 @@ def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int
     )
     plan.tuned = True  # callers choose
     (a, b), (a_inv, b_inv), stream = given.codes, given.inverse, arrays.current_stream(device)
-    return plan, lambda out: plan.run(
-        a.ptr, b.ptr, out, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream
-    )
+    rest = a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, 0
+    return plan, lambda out: plan.run((a.ptr, b.ptr, out, *rest), WORKSPACE, stream)
 
 
 def algorithms(given: Operands) -> dict[str, Step]:

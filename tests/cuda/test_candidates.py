@@ -212,17 +212,8 @@ def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out
     for choice in range(plan.algorithms):
         plan.choose(choice)
         out = poisoned((m, n), out_dtype, GPU)
-        plan.run(
-            da.ptr,
-            db.ptr,
-            out.ptr,
-            one.ptr,
-            one.ptr,
-            ds.ptr if biased else 0,
-            scratch.ptr,
-            key.workspace,
-            arrays.current_stream(GPU),
-        )
+        addresses = da.ptr, db.ptr, out.ptr, one.ptr, one.ptr, ds.ptr if biased else 0, scratch.ptr, 0
+        plan.run(addresses, key.workspace, arrays.current_stream(GPU))
         got = get(out).astype(np.float64)
         assert_close(f"algorithm {choice}", got, want, out_dtype, slack)
         if not fast:

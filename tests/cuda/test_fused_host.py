@@ -10,7 +10,7 @@ import pytest
 
 from fp8kit.arrays import CPU
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import register
+from fp8kit.backends.cuda import hopper_gemm, register
 from fp8kit.backends.protocol import SPECS
 from fp8kit.backends.registry import CannotTake, OpRegistry
 from fp8kit.formats import E5M2, float32

@@ -98,13 +98,13 @@ def test_a_run_patches_only_pointers_that_changed(library: Library) -> None:
         (18, 256),
     ]
     library.attributes.clear()
-    plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
+    plan.run((1000, 2000, 3000, 11, 22, 33, 4000, 0), 555, 9)
     assert library.attributes == [(17, 22), (18, 11), (8, 33)]  # cuBLASLt's A is our b
     library.attributes.clear()
-    plan.run(1000, 2000, 3000, 11, 44, 33, 4000, 555, 9)
+    plan.run((1000, 2000, 3000, 11, 44, 33, 4000, 0), 555, 9)
     assert library.attributes == [(17, 44)]
     assert len(library.products) == 2
-    plan.run(1000, 2000, 3000, 11, 44, 33, 4000, 555, 9, addend=6000)
+    plan.run((1000, 2000, 3000, 11, 44, 33, 4000, 6000), 555, 9)
     *_, added, c_form, d, d_form = library.products[2][:8]
     assert (added, d) == (6000, 3000)
     assert c_form == d_form
@@ -139,7 +139,7 @@ def test_block_scaling_modes_swap_with_the_operands(library: Library) -> None:
 def test_other_candidates_can_be_chosen(library: Library) -> None:
     plan = cublaslt.MatmulPlan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, alpha=0.25), 0)
     plan.choose(2)
-    plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
+    plan.run((1, 2, 3, 0, 0, 0, 0, 0), 0, 0)
     assert chr(library.products[0][8]) == "C"
     assert library.products[0][-2:] == (0.25, 0.0)
     with pytest.raises(BackendError, match="expected one of 3"):
@@ -200,7 +200,7 @@ def test_a_product_that_cublaslt_refuses_is_one_error(library: Library, function
     plan = cublaslt.MatmulPlan(PLAIN, 0)
     library.refused = function
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
-        plan.run(1, 2, 3, 4, 5, 0, 0, 0, 0)  # with scales, so that the descriptor is told
+        plan.run((1, 2, 3, 4, 5, 0, 0, 0), 0, 0)  # with scales, so that the descriptor is told
 
 
 def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: Library) -> None:
@@ -250,7 +250,7 @@ def run(
 ) -> None:
     plan = cublaslt.MatmulPlan(key, 0)
     plan.choose(choice % plan.algorithms)
-    plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch.ptr, key.workspace, arrays.current_stream(GPU))
+    plan.run((a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch.ptr, 0), key.workspace, arrays.current_stream(GPU))
 
 
 @pytest.mark.gpu
@@ -327,7 +327,7 @@ def test_arrays_at_odd_addresses_go_another_way(monkeypatch: pytest.MonkeyPatch,
     """cuBLASLt never sees them: an addend is copied to the output first, a bias added by a kernel of its
     own."""
     done: list[tuple[Any, ...]] = []
-    plan = types.SimpleNamespace(tuned=True, run=lambda *given: done.append(("product", given[5], given[9])))
+    plan = types.SimpleNamespace(tuned=True, run=lambda of, *_: done.append(("product", of[5], of[7])))
     monkeypatch.setattr(gemm, "_plan", lambda *given: plan)
     monkeypatch.setattr(gemm.elementwise, "copy", lambda x, y, stream: done.append(("copy", x.ptr, y.ptr)))
     monkeypatch.setattr(

@@ -223,7 +223,7 @@ def test_a_product_moves(library: Library, monkeypatch: pytest.MonkeyPatch) -> N
     plan = cublaslt.MatmulPlan(KEY, 0)
 
     def work(x: int, y: int) -> None:
-        plan.run(x, x + 64, y, 0, 0, 0, x + 512, 256, 9, y + 128)
+        plan.run((x, x + 64, y, 0, 0, 0, x + 512, y + 128), 256, 9)
 
     assert calls(work, [(9, X, Y), (9, X + 256, Y + 512)]) == [(X, Y)]
     moved = library.products[-1]

@@ -284,9 +284,9 @@ def test_a_product_again_has_its_own_addresses(library: Library, monkeypatch: py
     library.matmul_desc_destroy = destroyed.append  # type: ignore[attr-defined]
     plan = cublaslt.MatmulPlan(KEY, 0)
     with recorded.recording() as made:
-        plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
+        plan.run((1000, 2000, 3000, 11, 22, 33, 4000, 0), 555, 9)
         own = library.attributes[-10:]
-    plan.run(1, 2, 3, 4, 5, 6, 7, 8, 9)  # the plan's descriptor has other scales now
+    plan.run((1, 2, 3, 4, 5, 6, 7, 0), 8, 9)  # the plan's descriptor has other scales now
     plan.choose(2)
     made()
     first, _, again = library.products
@@ -302,7 +302,7 @@ def test_a_recorded_product_has_the_algorithm_that_is_chosen_later(library: Libr
     plan = cublaslt.MatmulPlan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
     plan.tune = lambda own, run, stream: None
     with recorded.recording() as made:
-        plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
+        plan.run((1, 2, 3, 0, 0, 0, 0, 0), 0, 0)
     assert made.complete
 
     def tune(own: cublaslt.MatmulPlan, run: Any, stream: int) -> None:

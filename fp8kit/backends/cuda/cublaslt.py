@@ -312,53 +312,29 @@ class MatmulPlan:
                 self.lend()
         return accepted
 
-    def run(
-        self,
-        a: int,
-        b: int,
-        out: int,
-        a_scale: int,
-        b_scale: int,
-        bias: int,
-        workspace: int,
-        workspace_bytes: int,
-        stream: int,
-        addend: int = 0,
-    ) -> None:
-        """Launch the product. Addresses, 0 for arrays that the key does not have; ``stream`` is the raw
-        handle; ``addend``: what is added, where the key says that something is, 0 for out itself.
+    def run(self, addresses: tuple[int, ...], workspace_bytes: int, stream: int) -> None:
+        """Launch the product. ``addresses``: of a, b, out, a_scale, b_scale, bias, the workspace, and of what
+        is added, where the key says that something is; 0 for arrays that the key does not have, and there for
+        out itself. ``stream`` is the raw handle.
 
         Raises BackendError when cuBLASLt refuses.
         """
         if self._get_device() != self.device:
             with launch.current_device(self.device):
-                self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
+                self.run(addresses, workspace_bytes, stream)
             return
         if not self.tuned:
-            rest = a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend
-            self.tune(self, lambda to: self._launch(a, b, to, *rest), stream)
-        self._launch(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
+            a, b, _, *rest = addresses
+            self.tune(self, lambda to: self._launch((a, b, to, *rest), workspace_bytes, stream), stream)
+        self._launch(addresses, workspace_bytes, stream)
         recording = launch.here.recording
         if recording is not None:
-            arrays = a, b, out, a_scale, b_scale, bias, workspace, addend
-            recording.add(self.device, stream, self._step(arrays, workspace_bytes, stream))
+            recording.add(self.device, stream, self._step(addresses, workspace_bytes, stream))
 
-    def _launch(
-        self,
-        a: int,
-        b: int,
-        out: int,
-        a_scale: int,
-        b_scale: int,
-        bias: int,
-        workspace: int,
-        workspace_bytes: int,
-        stream: int,
-        addend: int,
-    ) -> None:
+    def _launch(self, addresses: tuple[int, ...], workspace_bytes: int, stream: int) -> None:
         """``run`` on the current device."""
+        a, b, out, a_scale, b_scale, bias, workspace, addend = addresses
         first, second, result = self._layouts
-        addend = addend or out
         with self._lock:  # the descriptor holds this call's pointers
             known = self._known
             try:
@@ -377,7 +353,7 @@ class MatmulPlan:
                     a,
                     second,
                     self._beta,
-                    addend,
+                    addend or out,
                     result,
                     out,
                     result,
@@ -395,9 +371,9 @@ class MatmulPlan:
         run = Bound(self, addresses, workspace_bytes).run
 
         def work(*moved: int) -> None:
-            a, b, out, a_scale, b_scale, bias, workspace, addend, on = moved
+            *arrays, on = moved
             do = self._launch if self.tuned else self.run  # the device is current
-            do(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, on, addend)
+            do(tuple(arrays), workspace_bytes, on)
 
         return Step("cublaslt", functools.partial(run, stream), run, work, addresses)
 
@@ -442,8 +418,7 @@ class Bound:
         """Launch it on a stream."""
         plan = self._plan
         if not plan.tuned:  # another algorithm may be to come
-            a, b, out, a_scale, b_scale, bias, workspace, addend = self._addresses
-            plan.run(a, b, out, a_scale, b_scale, bias, workspace, self._nbytes, stream, addend)
+            plan.run(self._addresses, self._nbytes, stream)
             return
         before = self._before
         if before is None:

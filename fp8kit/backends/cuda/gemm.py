@@ -77,7 +77,8 @@ def gemm(
         _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize),
         timed,
     )
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, _address(workspace, limit), limit, stream, added)
+    space = _address(workspace, limit)
+    ready.run((a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, space, added), limit, stream)
     if late_bias:
         _finish(0, 0, bias, out, out, stream)
 
@@ -128,8 +129,8 @@ def fp8_gemm(
             )
         product = workspace.ptr + WORKSPACE
     added = 0 if unfit else _added(addend, out, True, stream)
-    scales = a_scale_inv.ptr, b_scale_inv.ptr
-    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, _address(workspace, limit), limit, stream, added)
+    scales, space = (a_scale_inv.ptr, b_scale_inv.ptr), _address(workspace, limit)
+    ready.run((a.ptr, b.ptr, product, *scales, bias_ptr, space, added), limit, stream)
     if unfit:
         _finish(product, padded_n, bias, out, addend, stream)
     elif bias is not None and not bias_ptr:

@@ -334,7 +334,7 @@ class TiledCall(Padding):
             out_step=out.step,
         )
         plan, scratch = cublaslt.plan(key, self.device), self.at("cublaslt")
-        plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch, cublaslt.WORKSPACE, self.stream)
+        plan.run((a.ptr, b.ptr, out.ptr, 0, 0, 0, scratch, 0), cublaslt.WORKSPACE, self.stream)
 
     def launch(self, function: str, tile: Tile, args: tuple[int, ...]) -> None:
         """A score kernel on a tile, one block a row."""
