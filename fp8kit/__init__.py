@@ -62,70 +62,33 @@ if TYPE_CHECKING:
     from fp8kit.quantized_matmul import matmul
     from fp8kit.serialization import load, save
 
-# public name -> module that holds it ("" for a submodule of that name)
-_PUBLIC = {
-    "autograd": "",
-    "distributed": "",
-    "nn": "",
-    "numerics": "",
-    "optim": "",
-    "recipe": "",
-    "recipes": "",
-    "testing": "",
-    "formats": "",
-    "arrays": "",
-    "plugins": "",
-    "Accumulation": "accumulation",
-    "ArrayView": "arrays",
-    "Device": "arrays",
-    "synchronize": "arrays",
-    "Function": "autograd",
-    "Tensor": "autograd",
-    "no_grad": "autograd",
-    "tensor": "autograd",
-    "deterministic": "backends.dispatch",
-    "use_backend": "backends.dispatch",
-    "load": "serialization",
-    "save": "serialization",
-    "Fp8kitError": "errors",
-    "ShapeError": "errors",
-    "ArgumentError": "errors",
-    "FormatError": "errors",
-    "RecipeError": "errors",
-    "BackendError": "errors",
-    "CheckpointError": "errors",
-    "AutogradError": "errors",
-    "NonFiniteError": "errors",
-    "UnsupportedError": "errors",
-    "Float8Tensor": "float8",
-    "QuantizedArray": "float8",
-    "quantize": "float8",
-    "E2M1": "formats",
-    "E2M3": "formats",
-    "E3M2": "formats",
-    "E4M3": "formats",
-    "E4M3_240": "formats",
-    "E5M2": "formats",
-    "E8M0": "formats",
-    "MXINT8": "formats",
-    "DType": "formats",
-    "Format": "formats",
-    "bfloat16": "formats",
-    "float16": "formats",
-    "float32": "formats",
-    "int32": "formats",
-    "int64": "formats",
-    "uint8": "formats",
-    "graph": "graphs",
-    "inspect": "numerics.inspect",
-    "override": "lab.overrides",
-    "cache_info": "lru",
-    "matmul": "quantized_matmul",
-    "draw_from": "nn.random",
-    "manual_seed": "nn.random",
-    "checkpoint": "nn.recompute",
-    "register_operation": "ops.registry",
+# module -> the public names that it holds; "": the submodules that are public
+_HOLDS = {
+    "": "autograd distributed nn numerics optim recipe recipes testing formats arrays plugins",
+    "accumulation": "Accumulation",
+    "arrays": "ArrayView Device synchronize",
+    "autograd": "Function Tensor no_grad tensor",
+    "backends.dispatch": "deterministic use_backend",
+    "serialization": "load save",
+    "errors": (
+        "Fp8kitError ShapeError ArgumentError FormatError RecipeError BackendError CheckpointError "
+        "AutogradError NonFiniteError UnsupportedError"
+    ),
+    "float8": "Float8Tensor QuantizedArray quantize",
+    "formats": (
+        "E2M1 E2M3 E3M2 E4M3 E4M3_240 E5M2 E8M0 MXINT8 DType Format bfloat16 float16 float32 int32 "
+        "int64 uint8"
+    ),
+    "graphs": "graph",
+    "numerics.inspect": "inspect",
+    "lab.overrides": "override",
+    "lru": "cache_info",
+    "quantized_matmul": "matmul",
+    "nn.random": "draw_from manual_seed",
+    "nn.recompute": "checkpoint",
+    "ops.registry": "register_operation",
 }
+_PUBLIC = {name: module for module, names in _HOLDS.items() for name in names.split()}
 
 __all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])
 
