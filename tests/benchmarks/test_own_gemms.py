@@ -66,9 +66,9 @@ def _row(scales, share, rows=64, **more):
 
 
 def test_speed():
-    rows = [_row(TENSORS, 0.5), _row(TENSORS, 2.0), _row(FEW, 1.5, 16), _row(FEW, 1.25), _row(FEW, 0.5, 256)]
+    rows = [_row(TENSORS, 0.5), _row(TENSORS, 2.0), _row(FEW, 2.0, 16), _row(FEW, 0.72), _row(FEW, 0.5, 256)]
     assert speed(rows, TENSORS) == pytest.approx(1.0)
-    assert speed(rows, FEW) == 1.25
+    assert speed(rows, FEW) == pytest.approx(1.2)
     assert speed(rows, BLOCKS) is None
     assert speed([*rows, _row(TENSORS, 1.0, status="WRONG")], TENSORS) is None
 
