@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -278,7 +279,7 @@ class MultiheadAttention(AttentionHeads):
             "checkpoint_core_attention": checkpoint_core_attention,
         }
         self.check_arguments({**options, **beside})
-        form = self.core_attention.qkv_format
+        form = self.own_core().qkv_format
         x = self.as_input("hidden_states", hidden_states, self.proj.out_features, form)
         if (encoder_output is not None) != cross:
             got, wanted = ("None", self.array_name) if cross else (self.array_name, "None")
@@ -304,6 +305,14 @@ class MultiheadAttention(AttentionHeads):
         """The output projection's bias, None where there is none."""
         return self.proj.bias
 
+    def own_core(self) -> Any:
+        """The core attention. ArgumentError for a module in its place that is none."""
+        core = self.parts["core_attention"]
+        if not isinstance(core, self.frontend.DotProductAttention):
+            wanted = "a DotProductAttention or a subclass, which knows what the layer asks of it"
+            raise ArgumentError(self.layer_name, "core_attention", f"a {type(core).__name__}", wanted)
+        return core
+
     def prepare(
         self,
         operation: str,
@@ -318,7 +327,7 @@ class MultiheadAttention(AttentionHeads):
         changed; ``names``: what ``operation`` calls arguments that have another name there."""
         if self.is_compiling():
             return PreparedCall(None, source, None)
-        core: Any = self.parts["core_attention"]
+        core = self.own_core()
         if source is not None:
             self._check_source(operation, x, source)
         if not self.has_hooks(self):
@@ -417,10 +426,18 @@ class MultiheadAttention(AttentionHeads):
         if self._separate or rotary_pos_emb is not None:
             rotate = None if rotary_pos_emb is None else rotated
             layers = normed_and_rotated(layers, self._normed, rotate, self.qk_norm_before_rope)
-        arguments: dict[str, Any] = {**layers, **options, "qkv_interleave_dim": self._interleave_dim}
-        if prepared.core is not None and isinstance(core, self.frontend.DotProductAttention):
-            arguments["prepared"] = prepared.core
-        o = self.call_checkpointed(core, **arguments) if checkpoint_core else core(**arguments)
+        given: Sequence[Any] = ()
+        arguments: dict[str, Any] = dict(options)
+        if self.shows_heads(core):
+            given = self.heads_of(layers)
+        else:
+            arguments |= {**layers, "qkv_interleave_dim": self._interleave_dim}
+            if prepared.core is not None:
+                arguments["prepared"] = prepared.core
+        if checkpoint_core:
+            o = self.call_checkpointed(partial(core, *given), **arguments)
+        else:
+            o = core(*given, **arguments)
         asked: dict[str, Any] = {"bias": bias}
         if fused_residual is not None:
             asked["residual"] = self.same_dtype(getattr(out, fused_residual), o)

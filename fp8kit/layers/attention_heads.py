@@ -79,6 +79,15 @@ class AttentionHeads(AttentionBase):
             found.update(self.call(split_heads, spec, {"x": layer}))
         return found
 
+    def shows_heads(self, core: Any) -> bool:
+        """Whether the core attention is called as Transformer Engine calls it, by ``heads_of``, since somebody
+        else's code sees its arguments: a hook or an override."""
+        return False
+
+    def heads_of(self, layers: Mapping[str, Any]) -> Sequence[Any]:
+        """Queries, keys and values, each (..., heads, d), as views where they can be."""
+        raise NotImplementedError
+
     def _normed(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Queries and keys normalised where there are norms for it."""
         if self.q_norm is None or self.k_norm is None:

@@ -201,6 +201,53 @@ def test_backward_in_high_precision_behind_a_quantised_forward(form):
     assert torch.equal(run(False, bf16_backward=True)[1], dv)
 
 
+class Watched(ft.DotProductAttention):
+    """With Transformer Engine's signature, as a program's own subclass has it."""
+
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, **more):
+        self.seen = [tuple(layer.shape) for layer in (query_layer, key_layer, value_layer)]
+        return super().forward(query_layer, key_layer, value_layer, attention_mask, **more)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("norm", [None, "RMSNorm"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_hooks_and_subclasses_of_the_core_attention_see_heads(interleaved, norm, kind, again):
+    """Queries, keys and values in heads, by position, as Transformer Engine hands them over; the same bits."""
+    groups = H // 2
+    options = {"qkv_weight_interleaved": interleaved, "fuse_qkv_params": interleaved, "qk_norm_type": norm}
+    options |= {"attention_type": kind, "attention_dropout": 0.0, "num_gqa_groups": groups}
+    torch.manual_seed(0)
+    layer = ft.MultiheadAttention(H * D, H, attn_mask_type="no_mask", device="cpu", **options)
+    x = torch.randn(S, B, H * D, requires_grad=True)
+    encoder = {"encoder_output": torch.randn(S + 1, B, H * D)} if kind == "cross" else {}
+
+    def run():
+        with ft.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
+            y = layer(x, checkpoint_core_attention=again, **encoder)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+    want, seen = run(), []
+    hook = layer.core_attention.register_forward_hook(
+        lambda module, given, o: seen.append([tuple(one.shape) for one in given])
+    )
+    hooked = run()
+    hook.remove()
+    layer.core_attention = Watched(H, D, groups, attention_dropout=0.0, attn_mask_type="no_mask")
+    assert all(torch.equal(*pair) for pair in zip(want, hooked, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(want, run(), strict=True))
+    keys = (S + 1 if kind == "cross" else S, B, groups, D)
+    assert seen[0] == layer.core_attention.seen == [(S, B, H, D), keys, keys]
+
+
+def test_a_core_attention_that_is_none_is_refused():
+    layer = ft.TransformerLayer(H * D, 2 * H * D, H, device="cpu")
+    layer.self_attention.core_attention = torch.nn.Identity()
+    with pytest.raises(ArgumentError, match="core_attention: got a Identity, expected a DotProductAttention"):
+        layer(torch.randn(S, B, H * D))
+
+
 def test_a_decoder_of_sequences_in_a_row(device):
     """The decoder's sequences lie as cu_seqlens_q says in both attentions, the encoder's as cu_seqlens_kv:
     each is as it is by itself."""
