@@ -33,7 +33,7 @@ _SWAPS = (
 
 
 @njit(parallel=True)
-def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
+def encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
     """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: bits (M,
     N); scale: float32 [tiles] row-major; q: uint8 (M, N); row_amax: uint32 (M, tile columns)."""
     across = row_amax.shape[1]
@@ -46,7 +46,7 @@ def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: 
 
 
 @njit(parallel=True)
-def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
+def decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
     """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major;
     x: bits (M, N)."""
     across = (q.shape[1] + tile_columns - 1) // tile_columns
@@ -190,7 +190,7 @@ def quantize(
     elif rng is None and how is not None:
         values = bits(x)
         row_amax = np.empty((len(values), tiles(values.shape, tile)[1]), np.uint32)
-        _encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)
+        encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)
         if amax is not None:
             accumulate(row_amax, max(tile[0], 1), amax)
     else:
@@ -214,7 +214,7 @@ def dequantize(
 ) -> None:
     """See ``Kernels.dequantize``."""
     values = x.view(bits_dtype(x.dtype)).numpy()
-    _decode(
+    decode(
         q.numpy(), table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values
     )
 
