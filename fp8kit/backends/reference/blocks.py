@@ -14,7 +14,7 @@ from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference._numpy import Float32, f32, quiet, store
 from fp8kit.backends.reference.cast_rows import INF, MAGNITUDE, rounding
-from fp8kit.backends.reference.philox import philox4, words
+from fp8kit.backends.reference.philox import philox4, row_words
 from fp8kit.backends.reference.quantize import decode, encode, table32
 from fp8kit.backends.reference.scales import row_amax, scales_of, tiles
 from fp8kit.backends.reference.threads import njit, prange
@@ -204,11 +204,7 @@ def _blocks_of(x: Float32, columns: int) -> Array:
 
 def _eden(x: Float32, quantizer: Quantizer, amax: Array, along: int, draw: int, rng: ArrayView) -> _Scales:
     """Returns the scales of x's tiles by ``blocks.eden``, each by the word of its first element."""
-    shape = x.shape if along else x.shape[::-1]
-    random = np.empty(shape, np.uint32)
-    seed, offset = rng.numpy()
-    _draw(seed, offset, draw << 48, random)
-    first = _lying(random, along)[:, ::16]
+    first = _random(x, along, draw, rng)[:, ::16]
     group = max(quantizer.hadamard, 16)
     codes, scale, value = rules.eden(x, amax, first, group, quantizer.epsilon, quantizer.factor)
     inverse = rules.nvfp4_tensor_scale(amax.reshape(()), quantizer.format, rules.tensor_bound(quantizer))[1]
@@ -350,11 +346,10 @@ def _encode_steps(
             )
 
 
-@njit(parallel=True)
-def _draw(rng_seed: Any, rng_offset: Any, first: Any, out: Any) -> None:
-    """out[i, j] = word first + i * N + j of the stream. out: uint32 (M, N)."""
-    for i in prange(out.shape[0]):
-        words(rng_seed, rng_offset, first + i * out.shape[1], out[i])
+def _random(x: Float32, along: int, draw: int, rng: ArrayView) -> Array:
+    """Returns the words of x's elements, uint32 (R, C), which are counted along the rows of the matrix."""
+    rows, columns = x.shape if along else x.shape[::-1]
+    return _lying(row_words(rng, (draw << 48) + columns * np.arange(rows), columns), along)
 
 
 def _codes(
@@ -369,10 +364,7 @@ def _codes(
         random = np.full(x.shape, 1 << 31, np.uint32)
     elif bits:
         assert rng is not None
-        drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
-        seed, offset = rng.numpy()
-        _draw(seed, offset, draw << 48, drawn)
-        random = _lying(drawn, along)
+        random = _random(x, along, draw, rng)
     fast, steps = None if bits else rounding(fmt, True), _steps(fmt)
     if fast is not None:
         amax = np.empty((len(x), scale.shape[1]), np.uint32)  # not looked at

@@ -13,7 +13,7 @@ from fp8kit.arrays import ArrayView, Tile, as_view
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
-from fp8kit.backends.reference.philox import words
+from fp8kit.backends.reference.philox import row_words
 from fp8kit.backends.reference.scales import accumulate, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format, float32
@@ -157,10 +157,7 @@ def _cast_by_codec(
         if rng is None:
             q[rows] = codec.encode(scaled, fmt, "nearest", saturate)
         else:
-            random = np.empty(scaled.size, np.uint32)
-            seed, offset = rng.numpy()
-            words(seed, offset, (draw << 48) + top * n, random)
-            drawn = random.reshape(scaled.shape)
+            drawn = row_words(rng, (draw << 48) + n * np.arange(rows.start, rows.stop), n)
             q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, drawn, stochastic_bits)
 
 
