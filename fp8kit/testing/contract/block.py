@@ -92,7 +92,7 @@ def block_quantize(
 def block_quantize_oracle(a: Any) -> Results:
     """See ``operand``."""
     rule = a.tile, a.format, a.power_2, a.epsilon, formats.dtype(a.x.dtype).max
-    (q, scale_inv, _), (q_t, scale_inv_t, _) = operand(a.x, *rule), operand(a.x.T, *rule)
+    (q, scale_inv), (q_t, scale_inv_t) = operand(a.x, *rule), operand(a.x.T, *rule)
     return {"q": q, "scale_inv": scale_inv, "q_t": q_t, "scale_inv_t": scale_inv_t}
 
 
