@@ -57,6 +57,13 @@ class Sizes:
     d_v: int = 0
     over: tuple[int, int, int] = (1, 1, 1)
 
+    @classmethod
+    def of(cls, q: Array, v: Array, cu_q: Any = None, cu_kv: Any = None) -> Sizes:
+        """Those of arrays (b, heads, s, d), with running sums of the true lengths if there are any."""
+        (b, h, s_q, d), (_, h_kv, s_kv, d_v) = q.shape, v.shape
+        true_q, true_kv = (() if cu is None else tuple(np.diff(cu).tolist()) for cu in (cu_q, cu_kv))
+        return cls(b, s_q, s_kv, h, h_kv, d, true_q, true_kv, d_v)
+
     @property
     def depth_v(self) -> int:
         """Depth of v."""
@@ -222,9 +229,7 @@ def attention_oracle(
     """
     order = ORDERS[spec.qkv_format]
     q, k, v, do = (np.asarray(x, np.float64).transpose(order) for x in (q, k, v, do))
-    (b, h, s_q, d), (_, h_kv, s_kv, d_v) = q.shape, v.shape
-    lengths_q, lengths_kv = (tuple(np.diff(np.asarray(c)).tolist()) for c in cu_seqlens or ((), ()))
-    sizes = Sizes(b, s_q, s_kv, h, h_kv, d, lengths_q, lengths_kv, d_v)
+    sizes = Sizes.of(q, v, *(cu_seqlens or ()))
     exact = Oracle(float64, sizes, spec, True, q, k, v, do, keep=np.asarray(keep))
     delta_size = (abs(do) * exact.o_size).sum(-1, keepdims=True)
     ds_size = exact.probabilities * (exact.upstream_size + delta_size)

@@ -24,6 +24,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit.spec import WorkingSet
 from fp8kit.testing import assert_close, assert_same_bits, check_grads, sum_slack
 from fp8kit.testing.contract.casts import operand
+from fp8kit.testing.contract.gemm import values_of
 from tests.support.operands import BLOCKS, CURRENT, DELAYED, GIVEN, LINE, SQUARE, cut, named, normal, one
 
 
@@ -121,12 +122,10 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(
 
 def blocks(value: np.ndarray[Any, Any], quant: Quantizer) -> np.ndarray[Any, Any]:
     """What FP8 keeps of an operand whose contraction is its last axis, exactly."""
-    codes, _, inverse = operand(
+    codes, inverse = operand(
         value, quant.tile, quant.format, quant.power_2, quant.epsilon, formats.float32.max
     )
-    return (codec.decode(codes, quant.format) * inverse.astype(np.float64))[
-        : value.shape[0], : value.shape[1]
-    ]
+    return values_of(codes, quant.format, inverse, quant.tile)[: value.shape[0], : value.shape[1]]
 
 
 @pytest.mark.parametrize("layout", ["oi", "io"])

@@ -11,18 +11,18 @@ import numpy as np
 from fp8kit import blocks as rules
 from fp8kit import codec
 from fp8kit.arrays import ArrayView, as_view
+from fp8kit.backends.reference import scales
 from fp8kit.backends.reference._numpy import Float32, f32, quiet, store
-from fp8kit.backends.reference.cast_rows import encode_row, rounding
-from fp8kit.backends.reference.philox import philox4, words
-from fp8kit.backends.reference.quantize import table32
-from fp8kit.backends.reference.scales import accumulate, scale_from_amax, tiles
+from fp8kit.backends.reference.cast_rows import INF, MAGNITUDE, rounding
+from fp8kit.backends.reference.philox import philox4, row_words
+from fp8kit.backends.reference.quantize import decode, encode, table32
+from fp8kit.backends.reference.scales import row_amax, scales_of, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import E4M3, Format, float32
 from fp8kit.quantization import EDEN, FOUR_OVER_SIX, GAUSS, Quantizer
 
 Array = np.ndarray[Any, Any]
 
-_MAGNITUDE, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _EXPONENT, _MANTISSA, _IMPLICIT = np.uint32(0x7F800000), np.uint32(0x007FFFFF), np.uint32(0x00800000)
 _SIGN = np.uint32(0x80000000)
 _2_32 = 2.0**32
@@ -128,9 +128,7 @@ def rotate(
         return
     values = _rotated(_lying(f32(x), along), n, signs, rng)
     if amax is not None:
-        found = np.empty((len(values), 1), np.uint32)
-        _row_amax(values.view(np.uint32), values.shape[1], _INF, found)
-        accumulate(found, len(found), amax)
+        scales.amax(as_view(values), amax, values.shape, stream)
     if out is not None:
         store(out, values if along else values.T)
 
@@ -163,20 +161,6 @@ def rotate_back(
 
 
 # --- scales -------------------------------------------------------------------------------------------------
-
-
-@njit(parallel=True)
-def _row_amax(x: Any, columns: Any, most: Any, out: Any) -> None:
-    """out[i, t]: the largest bits of |x[i, t * columns : (t + 1) * columns]| that are at most ``most``: those
-    of Inf leave NaN out. x, out: uint32."""
-    for i in prange(x.shape[0]):
-        for t in range(out.shape[1]):
-            part = x[i, t * columns : min((t + 1) * columns, x.shape[1])]
-            found = np.uint32(0)
-            for j in range(part.size):
-                magnitude = np.uint32(part[j] & _MAGNITUDE)
-                found = max(found, magnitude if magnitude <= most else np.uint32(0))
-            out[i, t] = found
 
 
 class _Scales(NamedTuple):
@@ -220,11 +204,7 @@ def _blocks_of(x: Float32, columns: int) -> Array:
 
 def _eden(x: Float32, quantizer: Quantizer, amax: Array, along: int, draw: int, rng: ArrayView) -> _Scales:
     """Returns the scales of x's tiles by ``blocks.eden``, each by the word of its first element."""
-    shape = x.shape if along else x.shape[::-1]
-    random = np.empty(shape, np.uint32)
-    seed, offset = rng.numpy()
-    _draw(seed, offset, draw << 48, random)
-    first = _lying(random, along)[:, ::16]
+    first = _random(x, along, draw, rng)[:, ::16]
     group = max(quantizer.hadamard, 16)
     codes, scale, value = rules.eden(x, amax, first, group, quantizer.epsilon, quantizer.factor)
     inverse = rules.nvfp4_tensor_scale(amax.reshape(()), quantizer.format, rules.tensor_bound(quantizer))[1]
@@ -263,17 +243,16 @@ def _plain_scales(
         return _four_over_six(x, quantizer, tensor_amax.numpy().reshape(-1, 1), along)
     kind, (rows, columns), fmt = rules.kind_of(quantizer), quantizer.tile, quantizer.format
     lines = np.empty((len(x), tiles(x.shape, quantizer.tile)[1]), np.uint32)
-    _row_amax(x.view(np.uint32), columns, _INF if kind == "block" else _MAGNITUDE, lines)
+    row_amax(x.view(np.uint32), columns, INF if kind == "block" else MAGNITUDE, lines)
     found = lines if rows == 1 else np.maximum.reduceat(lines, np.arange(0, len(x), rows), axis=0)
     amax = np.maximum(found.view(np.float32), np.float32(quantizer.epsilon))
     if kind == "block" and tensor_amax is not None:
         amax, inf = np.maximum(amax, tensor_amax.numpy()), float32.max
-    if quantizer.scale_rule == GAUSS:
-        codes = rules.gauss_bytes(_blocks_of(x, columns)).reshape(amax.shape)
-        scale, inverse = rules.scales_of_bytes(codes)
-        return _Scales(scale, inverse, codes, inverse)
     if kind == "mx":
-        codes = rules.scale_bytes(amax, fmt, quantizer.scale_rule)
+        if quantizer.scale_rule == GAUSS:
+            codes = rules.gauss_bytes(_blocks_of(x, columns)).reshape(amax.shape)
+        else:
+            codes = rules.scale_bytes(amax, fmt, quantizer.scale_rule)
         scale, inverse = rules.scales_of_bytes(codes)
         return _Scales(scale, inverse, codes, inverse)
     if kind == "moss":
@@ -286,10 +265,8 @@ def _plain_scales(
         assert tensor_amax is not None
         codes, scale, inverse, _ = rules.nvfp4_scales(amax, tensor_amax.numpy().reshape(-1, 1), fmt)
         return _Scales(scale, inverse, codes, table32(E4M3)[codes])
-    scale, inverse = np.empty_like(amax), np.empty_like(amax)
-    views = [as_view(array) for array in (amax, scale, inverse)]
-    power_2, epsilon = quantizer.scale_rule == "power_2", quantizer.epsilon
-    scale_from_amax(views[0], views[1], views[2], fmt.max, power_2, epsilon, inf, 0)
+    scale = scales_of(amax, fmt.max, quantizer.power_2, quantizer.epsilon, inf)
+    inverse = np.float32(1) / scale
     return _Scales(scale, inverse, None, inverse)
 
 
@@ -334,7 +311,7 @@ def _stochastic_row(x: Any, factor: Any, how: Any, random: Any, bits: Any, q: An
     for j in range(x.size):
         scaled = np.float32(x[j] * factor)
         wide = np.float32(scaled).view(np.uint32)
-        magnitude = np.uint32(wide & _MAGNITUDE)
+        magnitude = np.uint32(wide & MAGNITUDE)
         a = min(np.uint32(magnitude).view(np.float32), most)
         binade = max(np.uint32(np.float32(a).view(np.uint32) & _EXPONENT), lowest)
         spacing = np.uint32(binade - np.uint32((np.uint32(23) - shift) << np.uint32(23))).view(np.float32)
@@ -351,25 +328,15 @@ def _stochastic_row(x: Any, factor: Any, how: Any, random: Any, bits: Any, q: An
         code = np.uint32(code + np.uint32(up))
         if wide & _SIGN:
             code = np.uint32(code | sign) if sign else np.uint32(np.uint32(0) - code) & mask
-        q[j] = np.uint8(nan if magnitude > _INF else code)
-
-
-@njit(parallel=True)
-def _encode(x: Any, scale: Any, rows: Any, columns: Any, how: Any, q: Any) -> None:
-    """q = codes of x * scale, to nearest even. x: float32 as uint32 (R, C); scale: float32 (down, across), of
-    tiles of (rows, columns); how: ``Rounding``; q: uint8 (R, C)."""
-    for i in prange(x.shape[0]):
-        for t in range(scale.shape[1]):
-            start, stop = t * columns, min((t + 1) * columns, x.shape[1])
-            encode_row(x[i, start:stop], scale[i // rows, t], how, q[i, start:stop])
+        q[j] = np.uint8(nan if magnitude > INF else code)
 
 
 @njit(parallel=True)
 def _encode_steps(
     x: Any, scale: Any, rows: Any, columns: Any, how: Any, random: Any, bits: Any, q: Any
 ) -> None:
-    """The same for rows that ``_stochastic_row`` casts. x: float32 (R, C); random: uint32 (R, C), or (1, C)
-    where ``bits`` is 0."""
+    """q = codes of x * scale, by ``_stochastic_row``. x: float32 (R, C); scale: float32 (down, across), of
+    tiles of (rows, columns); random: uint32 (R, C), or (1, C) where ``bits`` is 0; q: uint8 (R, C)."""
     for i in prange(x.shape[0]):
         line = random[min(np.int64(i), random.shape[0] - 1)]
         for t in range(scale.shape[1]):
@@ -379,11 +346,10 @@ def _encode_steps(
             )
 
 
-@njit(parallel=True)
-def _draw(rng_seed: Any, rng_offset: Any, first: Any, out: Any) -> None:
-    """out[i, j] = word first + i * N + j of the stream. out: uint32 (M, N)."""
-    for i in prange(out.shape[0]):
-        words(rng_seed, rng_offset, first + i * out.shape[1], out[i])
+def _random(x: Float32, along: int, draw: int, rng: ArrayView) -> Array:
+    """Returns the words of x's elements, uint32 (R, C), which are counted along the rows of the matrix."""
+    rows, columns = x.shape if along else x.shape[::-1]
+    return _lying(row_words(rng, (draw << 48) + columns * np.arange(rows), columns), along)
 
 
 def _codes(
@@ -398,13 +364,11 @@ def _codes(
         random = np.full(x.shape, 1 << 31, np.uint32)
     elif bits:
         assert rng is not None
-        drawn = np.empty(x.shape if along else x.shape[::-1], np.uint32)
-        seed, offset = rng.numpy()
-        _draw(seed, offset, draw << 48, drawn)
-        random = _lying(drawn, along)
+        random = _random(x, along, draw, rng)
     fast, steps = None if bits else rounding(fmt, True), _steps(fmt)
     if fast is not None:
-        _encode(x.view(np.uint32), scale, rows, columns, fast, q)
+        amax = np.empty((len(x), scale.shape[1]), np.uint32)  # not looked at
+        encode(x.view(np.uint32), scale.reshape(-1), rows, columns, fast, q, amax)
     elif steps is not None:
         _encode_steps(x, scale, rows, columns, steps, random, bits, q)
     else:
@@ -413,17 +377,6 @@ def _codes(
             q[...] = codec.encode(x * each, fmt, "stochastic", True, random, bits)
         else:
             q[...] = codec.encode(x * each, fmt)
-
-
-@njit(parallel=True)
-def _values(q: Any, table: Any, factor: Any, rows: Any, columns: Any, out: Any) -> None:
-    """out = table[q] * factor. q: uint8 (R, C); table: float32 (256,); factor: float32 (down, across); out:
-    float32 (R, C)."""
-    for i in prange(q.shape[0]):
-        for t in range(factor.shape[1]):
-            by = factor[i // rows, t]
-            for j in range(t * columns, min((t + 1) * columns, q.shape[1])):
-                out[i, j] = table[q[i, j]] * by
 
 
 @njit(parallel=True)
@@ -480,5 +433,6 @@ def cast_blocks(
         q.numpy()[...] = codes.T
     if values is not None:
         decoded = np.empty_like(source)
-        _values(codes, table32(quantizer.format), found.value, *quantizer.tile, decoded)
+        table, by = table32(quantizer.format), found.value.reshape(-1)
+        decode(codes, table, by, *quantizer.tile, decoded.view(np.uint32))
         store(values, decoded if along else decoded.T)

@@ -21,8 +21,8 @@ from fp8kit.formats import DType, Format
 
 Array = np.ndarray[Any, Any]
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INF = np.uint32(0x7F800000)
+# the bits of a float32 without its sign, and those of Inf
+MAGNITUDE, INF = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _ONE, _13, _16 = np.uint32(1), np.uint32(13), np.uint32(16)
 
 _HALF_MAGNITUDE = np.uint32(0x7FFF)
@@ -96,11 +96,11 @@ def _to_float32(wide: Any, like: Any) -> Any:
 def _to_bfloat16(wide: Any, like: Any) -> Any:
     high = np.uint32(wide >> _16)
     rounded = np.uint32(np.uint32(np.uint32(wide + _BFLOAT_ROUND) + np.uint32(high & _ONE)) >> _16)
-    return np.uint16(np.uint32(high | _BFLOAT_QUIET) if np.uint32(wide & _MAGNITUDE) > _INF else rounded)
+    return np.uint16(np.uint32(high | _BFLOAT_QUIET) if np.uint32(wide & MAGNITUDE) > INF else rounded)
 
 
 def _to_float16(wide: Any, like: Any) -> Any:
-    magnitude = np.uint32(wide & _MAGNITUDE)
+    magnitude = np.uint32(wide & MAGNITUDE)
     cut = np.uint32(min(magnitude, _HALF_BEYOND))
     odd = np.uint32(np.uint32(cut >> _13) & _ONE)
     large = np.uint32(np.uint32(np.uint32(np.uint32(cut - _HALF_REBIAS) + _HALF_ROUND) + odd) >> _13)
@@ -108,8 +108,8 @@ def _to_float16(wide: Any, like: Any) -> Any:
         np.float32(np.uint32(cut).view(np.float32) + _HALF_MAGIC).view(np.uint32) - _HALF_MAGIC_BITS
     )
     code = large if cut >= _HALF_SMALLEST else small
-    code = _HALF_NAN if magnitude > _INF else code
-    return np.int16(np.uint16(np.uint32(code | np.uint32(np.uint32(wide & ~_MAGNITUDE) >> _16))))
+    code = _HALF_NAN if magnitude > INF else code
+    return np.int16(np.uint16(np.uint32(code | np.uint32(np.uint32(wide & ~MAGNITUDE) >> _16))))
 
 
 _NARROW = {types.uint32: _to_float32, types.uint16: _to_bfloat16, types.int16: _to_float16}
@@ -181,30 +181,30 @@ def encode_row(x: Any, factor: Any, how: Any, q: Any) -> Any:
     most = np.uint32(0)
     for j in range(x.size):
         wide = float32_bits(x[j])
-        before = np.uint32(wide & _MAGNITUDE)
-        most = max(most, before if before <= _INF else np.uint32(0))
+        before = np.uint32(wide & MAGNITUDE)
+        most = max(most, before if before <= INF else np.uint32(0))
         scaled = np.float32(np.uint32(wide).view(np.float32) * factor).view(np.uint32)
-        magnitude = np.uint32(scaled & _MAGNITUDE)
+        magnitude = np.uint32(scaled & MAGNITUDE)
         cut = np.uint32(min(magnitude, limit))
         odd = np.uint32(np.uint32(cut >> shift) & _ONE)
         large = np.uint32(np.uint32(np.uint32(np.uint32(cut + half) + odd) >> shift) - rebias)
         small = np.uint32(np.float32(np.uint32(cut).view(np.float32) + magic).view(np.uint32) - magic_bits)
         code = large if cut >= normal else small
-        sign = np.uint32(np.uint32(scaled & ~_MAGNITUDE) >> sign_shift)
-        code = nan if magnitude > _INF or code == unsigned else np.uint32(code | sign)
+        sign = np.uint32(np.uint32(scaled & ~MAGNITUDE) >> sign_shift)
+        code = nan if magnitude > INF or code == unsigned else np.uint32(code | sign)
         q[j] = np.uint8(code)
     return most
 
 
 @njit
-def amax_row(x: Any) -> Any:
-    """Returns the bits of max|x|, NaN ignored. x: bits (n,). Non-negative floats are ordered as their bits
-    are: an integer maximum."""
-    most = np.uint32(0)
+def amax_row(x: Any, most: Any) -> Any:
+    """Returns the largest bits of |x| that are at most ``most``: those of Inf leave NaN out. x: bits (n,).
+    Non-negative floats are ordered as their bits are: an integer maximum."""
+    found = np.uint32(0)
     for j in range(x.size):
-        a = np.uint32(float32_bits(x[j]) & _MAGNITUDE)
-        most = max(most, a if a <= _INF else np.uint32(0))
-    return most
+        a = np.uint32(float32_bits(x[j]) & MAGNITUDE)
+        found = max(found, a if a <= most else np.uint32(0))
+    return found
 
 
 @njit

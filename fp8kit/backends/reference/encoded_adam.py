@@ -17,6 +17,7 @@ from fp8kit import codec
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Array, Float32, f32, quiet, store
 from fp8kit.backends.reference.cast_rows import encode_row, rounding
+from fp8kit.backends.reference.optim import adam, is_set, number, unscaling
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import E4M3, float32, int16
 from fp8kit.moments import LEAST_EXPONENT, MOST_EXPONENT, MomentFormat, StateFormats, bias_correction
@@ -95,12 +96,11 @@ def encoded_adam_(
     stream: int,
 ) -> None:
     """One step of Adam on encoded states; see ``protocol.Kernels.encoded_adam_``."""
-    if found_inf is not None and found_inf.numpy()[0] != 0:
+    if is_set(found_inf):
         return
-    t, rate = (x.numpy()[0] if isinstance(x, ArrayView) else x for x in (step, lr))
-    numbers = [np.float32(v) for v in (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon)]
-    numbers += [np.float32(bias_correction(beta, int(t))) for beta in (beta1, beta2)]
-    factor = _ONE if inv_scale is None else inv_scale.numpy()[0]
+    first, second = (bias_correction(beta, int(number(step))) for beta in (beta1, beta2))
+    usual = number(lr), beta1, 1 - beta1, beta2, 1 - beta2, epsilon, first, second
+    numbers, factor = [np.float32(v) for v in usual], unscaling(inv_scale)
     lists = (params, grads, exp_avgs, exp_avg_scales, exp_avg_sqs, exp_avg_sq_scales, masters, master_scales)
     for param, grad, m, m_scale, v, v_scale, master, master_scale, decay in zip(
         *lists, weight_decays, strict=True
@@ -111,7 +111,7 @@ def encoded_adam_(
         means, squares = _decoded(m, m_scale, formats.exp_avg), _decoded(v, v_scale, formats.exp_avg_sq)
         gradient = np.ascontiguousarray(f32(grad)).reshape(-1)
         loose, tied = (np.float32(decay * on) for on in (decoupled, not decoupled))
-        _adam(weights, gradient, means, squares, (*numbers, loose, tied, factor))
+        adam(weights, gradient, means, squares, (*numbers, loose, tied, factor))
         _encode(means, m, m_scale, formats.exp_avg)
         _encode(squares, v, v_scale, formats.exp_avg_sq)
         _keep(weights, param, master, master_scale)
@@ -297,18 +297,3 @@ def _contract(values: Array, scales: Array, block: int) -> None:
             if a > _ZERO:
                 x = exp2((log2(a) - top) / k) * most
                 values[i] = -x if values[i] < _ZERO else x
-
-
-@njit(parallel=True)
-def _adam(weights: Array, grads: Array, ms: Array, vs: Array, numbers: Any) -> None:
-    lr, keep1, add1, keep2, add2, epsilon, first, second, loose, tied, factor = numbers
-    n = weights.size
-    for task in prange((n + _TASK - 1) // _TASK):
-        part = slice(task * _TASK, min(n, task * _TASK + _TASK))
-        w, gradient, m, v = weights[part], grads[part], ms[part], vs[part]
-        for i in range(w.size):
-            g = gradient[i] * factor
-            g = g + tied * w[i] if tied != _ZERO else g
-            m[i] = keep1 * m[i] + add1 * g
-            v[i] = keep2 * v[i] + add2 * (g * g)
-            w[i] -= lr * ((m[i] / first) / (np.sqrt(v[i] / second) + epsilon) + loose * w[i])

@@ -11,49 +11,22 @@ from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference import quantized_attention
 from fp8kit.backends.reference._numpy import Float32, quiet
-from fp8kit.backends.reference.quantize import dequantize, quantize
-from fp8kit.backends.reference.scales import scale_from_amax
-from fp8kit.formats import Format, float32
+from fp8kit.backends.reference.quantize import table32
+from fp8kit.backends.reference.quantized_attention import Rounded
+from fp8kit.formats import Format
 from fp8kit.quantization import Quantizer
 
 
 def _decoded(codes: ArrayView, scale_invs: ArrayView, i: int, fmt: Format) -> Float32:
     """Returns an operand's values, (b, h, s, d). ``scale_invs``: its is the i-th."""
-    values = np.empty(codes.shape, np.float32)
-    whole = codes.size // codes.shape[-1], codes.shape[-1]
-    into = as_view(values.reshape(whole))
-    dequantize(codes.reshape(*whole), into, scale_invs.slice(0, i, 1), fmt, whole, 0)
-    return values
+    return table32(fmt)[codes.numpy()] * scale_invs.numpy()[i]  # type: ignore[no-any-return]
 
 
 def _rounded(arrays: list[Float32], how: Quantizer) -> list[Float32]:
     """Values of the quantizer's format with one scale for all of them."""
-    amax, scale, inverse = (np.zeros(1, np.float32) for _ in range(3))
-    amax[0] = max((np.fmax.reduce(np.abs(x), axis=None, initial=0) for x in arrays), default=0)
-    rule = how.format.max, how.power_2, how.epsilon, float32.max
-    scale_from_amax(as_view(amax), as_view(scale), as_view(inverse), *rule, 0)
-    found = []
-    for x in arrays:
-        whole = x.size // x.shape[-1], x.shape[-1]
-        codes, values = np.empty(whole, np.uint8), np.empty(whole, np.float32)
-        rows = as_view(np.ascontiguousarray(x).reshape(whole))
-        quantize(
-            rows,
-            as_view(codes),
-            as_view(scale),
-            as_view(inverse),
-            None,
-            how.format,
-            whole,
-            True,
-            0,
-            0,
-            None,
-            0,
-        )
-        dequantize(as_view(codes), as_view(values), as_view(inverse), how.format, whole, 0)
-        found.append(values.reshape(x.shape))
-    return found
+    amax = max(np.fmax.reduce(np.abs(x), axis=None, initial=0) for x in arrays)
+    by = Rounded.of(how, amax=amax)
+    return [by.rounded(x) for x in arrays]
 
 
 def _transposed(x: Float32) -> ArrayView:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference._numpy import BLOCK, Array, Float32, blocks, f32, quiet, result, store
+from fp8kit.backends.reference._numpy import BLOCK, Array, blocks, f32, quiet, result, store
 from fp8kit.backends.reference.threads import njit, prange
 
 _TASK = 1 << 15  # elements that one task of the parallel loop takes
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @quiet
@@ -33,30 +34,17 @@ def adamw_(
     stream: int,
 ) -> None:
     """One AdamW step on lists of tensors; see ``protocol.Kernels.adamw_``. ``step`` counts from 1."""
-    if _is_set(found_inf):
+    if is_set(found_inf):
         return
-    t, rate = int(_value(step)), np.float32(_value(lr))
-    first, second = np.float32(1 - beta1**t), np.float32(1 - beta2**t)
-    keep1, add1, keep2, add2 = (np.float32(v) for v in (beta1, 1 - beta1, beta2, 1 - beta2))
+    t = int(number(step))
+    usual = number(lr), beta1, 1 - beta1, beta2, 1 - beta2, epsilon, 1 - beta1**t, 1 - beta2**t
+    numbers, factor = [np.float32(v) for v in usual], unscaling(inv_scale)
     for param, grad, m, v, master, decay in zip(
         params, grads, exp_avgs, exp_avg_sqs, masters, weight_decays, strict=True
     ):
         weights = f32(param) if master is None else master.numpy()
-        _adamw(
-            weights.reshape(-1),
-            _unscaled(grad, inv_scale),
-            m.numpy().reshape(-1),
-            v.numpy().reshape(-1),
-            rate,
-            keep1,
-            add1,
-            keep2,
-            add2,
-            np.float32(epsilon),
-            np.float32(decay),
-            first,
-            second,
-        )
+        moments, own = (m.numpy().reshape(-1), v.numpy().reshape(-1)), (np.float32(decay), _ZERO, factor)
+        adam(weights.reshape(-1), f32(grad).reshape(-1), *moments, (*numbers, *own))
         store(param, weights)
 
 
@@ -77,18 +65,18 @@ def sgd_(
     stream: int,
 ) -> None:
     """One step of SGD on lists of tensors; see ``protocol.Kernels.sgd_``. ``step`` counts from 1."""
-    if _is_set(found_inf):
+    if is_set(found_inf):
         return
-    rate, keep, add = np.float32(_value(lr)), np.float32(momentum), np.float32(1 - dampening)
-    first = int(_value(step)) == 1
+    rate, keep, add = np.float32(number(lr)), np.float32(momentum), np.float32(1 - dampening)
+    first, factor = int(number(step)) == 1, unscaling(inv_scale)
     for param, grad, buffer, master, decay in zip(
         params, grads, buffers, masters, weight_decays, strict=True
     ):
         weights = f32(param) if master is None else master.numpy()
-        w, g = weights.reshape(-1), _unscaled(grad, inv_scale)
+        w, g = weights.reshape(-1), f32(grad).reshape(-1)
         b = g if buffer is None else buffer.numpy().reshape(-1)
         for part in blocks(w.size, 1, BLOCK):
-            change = g[part] + np.float32(decay) * w[part]
+            change = factor * g[part] + np.float32(decay) * w[part]
             if buffer is not None:
                 b[part] = change if first else keep * b[part] + add * change
                 change = change + keep * b[part] if nesterov else b[part]
@@ -122,7 +110,7 @@ def loss_scale_(
 ) -> None:
     """Dynamic loss scaling's update; see ``protocol.Kernels.loss_scale_``."""
     value, good = scale.numpy(), good_steps.numpy()
-    if _is_set(found_inf):
+    if is_set(found_inf):
         value[0] *= np.float32(backoff_factor)
         good[0] = 0
     else:
@@ -137,24 +125,23 @@ def loss_scale_(
 
 def count_(counter: ArrayView, found_inf: ArrayView | None, stream: int) -> None:
     """Count a step unless it is skipped; see ``protocol.Kernels.count_``."""
-    if not _is_set(found_inf):
+    if not is_set(found_inf):
         counter.numpy()[0] += 1
 
 
-def _is_set(found_inf: ArrayView | None) -> bool:
+def is_set(found_inf: ArrayView | None) -> bool:
     """Whether an Inf or NaN was found, so that the step is skipped."""
     return found_inf is not None and bool(found_inf.numpy()[0] != 0)
 
 
-def _value(number: float | ArrayView) -> Any:
+def number(x: float | ArrayView) -> Any:
     """Returns a number that may lie in an array of one element."""
-    return number.numpy()[0] if isinstance(number, ArrayView) else number
+    return x.numpy()[0] if isinstance(x, ArrayView) else x
 
 
-def _unscaled(grad: ArrayView, inv_scale: ArrayView | None) -> Float32:
-    """Returns the gradient as a flat float32 array, times ``inv_scale`` where there is one."""
-    values: Float32 = f32(grad).reshape(-1)
-    return values if inv_scale is None else values * inv_scale.numpy()[0]
+def unscaling(inv_scale: ArrayView | None) -> Any:
+    """Returns what gradients are multiplied by, float32."""
+    return _ONE if inv_scale is None else inv_scale.numpy()[0]
 
 
 @quiet
@@ -181,27 +168,18 @@ def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int
 
 
 @njit(parallel=True)
-def _adamw(
-    weights: Array,
-    grads: Array,
-    ms: Array,
-    vs: Array,
-    lr: Any,
-    keep1: Any,
-    add1: Any,
-    keep2: Any,
-    add2: Any,
-    epsilon: Any,
-    decay: Any,
-    first: Any,
-    second: Any,
-) -> None:
+def adam(weights: Array, grads: Array, ms: Array, vs: Array, numbers: Any) -> None:
+    """One step of Adam on float32 (n,). ``numbers``: float32, the rate, beta1, 1 - beta1, beta2, 1 - beta2,
+    epsilon, what the moments are divided by, the decay of weights, that of gradients, their factor."""
+    lr, keep1, add1, keep2, add2, epsilon, first, second, loose, tied, factor = numbers
     n = weights.size
     for task in prange((n + _TASK - 1) // _TASK):
         part = slice(task * _TASK, min(n, task * _TASK + _TASK))
-        w, g, m, v = weights[part], grads[part], ms[part], vs[part]
+        w, gradient, m, v = weights[part], grads[part], ms[part], vs[part]
         # an index that starts at 0 lets LLVM use SIMD: it needs no test for negative ones
         for i in range(w.size):
-            m[i] = keep1 * m[i] + add1 * g[i]
-            v[i] = keep2 * v[i] + add2 * (g[i] * g[i])
-            w[i] -= lr * ((m[i] / first) / (np.sqrt(v[i] / second) + epsilon) + decay * w[i])
+            g = gradient[i] * factor
+            g = g + tied * w[i] if tied != _ZERO else g
+            m[i] = keep1 * m[i] + add1 * g
+            v[i] = keep2 * v[i] + add2 * (g * g)
+            w[i] -= lr * ((m[i] / first) / (np.sqrt(v[i] / second) + epsilon) + loose * w[i])

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.backends.reference.threads import njit
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference.threads import njit, prange
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -52,3 +53,18 @@ def words(rng_seed: Any, rng_offset: Any, start: Any, out: Any) -> None:
             if at < n:
                 out[at] = four[j]
                 at += 1
+
+
+@njit(parallel=True)
+def _row_words(rng_seed: Any, rng_offset: Any, starts: Any, out: Any) -> None:
+    for i in prange(out.shape[0]):
+        words(rng_seed, rng_offset, starts[i], out[i])
+
+
+def row_words(rng: ArrayView, starts: Any, columns: int) -> Any:
+    """Returns the words of rows, uint32 (M, columns), whose first elements are ``starts``, int64 (M,), of the
+    stream ``rng``."""
+    out = np.empty((len(starts), columns), np.uint32)
+    seed, offset = rng.numpy()[:2]
+    _row_words(seed, offset, starts, out)
+    return out

@@ -13,7 +13,7 @@ from fp8kit.arrays import ArrayView, Tile, as_view
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
-from fp8kit.backends.reference.philox import words
+from fp8kit.backends.reference.philox import row_words
 from fp8kit.backends.reference.scales import accumulate, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format, float32
@@ -33,7 +33,7 @@ _SWAPS = (
 
 
 @njit(parallel=True)
-def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
+def encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
     """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: bits (M,
     N); scale: float32 [tiles] row-major; q: uint8 (M, N); row_amax: uint32 (M, tile columns)."""
     across = row_amax.shape[1]
@@ -46,7 +46,7 @@ def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: 
 
 
 @njit(parallel=True)
-def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
+def decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
     """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major;
     x: bits (M, N)."""
     across = (q.shape[1] + tile_columns - 1) // tile_columns
@@ -157,10 +157,7 @@ def _cast_by_codec(
         if rng is None:
             q[rows] = codec.encode(scaled, fmt, "nearest", saturate)
         else:
-            random = np.empty(scaled.size, np.uint32)
-            seed, offset = rng.numpy()
-            words(seed, offset, (draw << 48) + top * n, random)
-            drawn = random.reshape(scaled.shape)
+            drawn = row_words(rng, (draw << 48) + n * np.arange(rows.start, rows.stop), n)
             q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, drawn, stochastic_bits)
 
 
@@ -190,7 +187,7 @@ def quantize(
     elif rng is None and how is not None:
         values = bits(x)
         row_amax = np.empty((len(values), tiles(values.shape, tile)[1]), np.uint32)
-        _encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)
+        encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)
         if amax is not None:
             accumulate(row_amax, max(tile[0], 1), amax)
     else:
@@ -214,7 +211,7 @@ def dequantize(
 ) -> None:
     """See ``Kernels.dequantize``."""
     values = x.view(bits_dtype(x.dtype)).numpy()
-    _decode(
+    decode(
         q.numpy(), table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values
     )
 

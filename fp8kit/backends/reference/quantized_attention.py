@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView, as_view
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.protocol.quantized_attention import DS_DRAW, P_DRAWS
 from fp8kit.backends.reference._numpy import Array, quiet
 from fp8kit.backends.reference.attention import Backward, Gradients, exponentials, forward, heads_of
 from fp8kit.backends.reference.attention_rules import Block, true_lengths
 from fp8kit.backends.reference.cast_rows import encode_row, rounding
-from fp8kit.backends.reference.philox import words
+from fp8kit.backends.reference.philox import row_words
 from fp8kit.backends.reference.quantize import table32
-from fp8kit.backends.reference.scales import scale_from_amax
+from fp8kit.backends.reference.scales import scales_of
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import float32
 from fp8kit.quantization import Quantizer
@@ -30,7 +30,7 @@ def clear_padding_(x: ArrayView, cu_seqlens: ArrayView, stream: int) -> None:
         values[batch, :, length:] = 0
 
 
-class _Rounded(NamedTuple):
+class Rounded(NamedTuple):
     """A quantizer with its scale, as ``_round_row`` takes it, and what is drawn where it rounds
     stochastically."""
 
@@ -44,18 +44,14 @@ class _Rounded(NamedTuple):
 
     @classmethod
     def of(
-        cls, quantizer: Quantizer, rng: ArrayView | None, draw: int, amax: np.float32 | None = None
-    ) -> _Rounded:
+        cls, quantizer: Quantizer, rng: ArrayView | None = None, draw: int = 0, amax: np.float32 | None = None
+    ) -> Rounded:
         """Make the rounding by a quantizer's static scale, or by the scale of an ``amax``."""
         fmt = quantizer.format
-        scale = np.full(2, quantizer.static_scale, np.float32)
-        scale[1] = np.float32(1) / scale[0]
+        scale = np.float32(quantizer.static_scale)
         if amax is not None:
-            rule = fmt.max, quantizer.power_2, quantizer.epsilon, float32.max
-            scale_from_amax(
-                as_view(np.full(1, amax, np.float32)), as_view(scale[:1]), as_view(scale[1:]), *rule, 0
-            )
-        return cls(rounding(fmt, True), table32(fmt), scale[0], scale[1], quantizer, rng, draw)
+            scale = scales_of(amax, fmt.max, quantizer.power_2, quantizer.epsilon, float32.max)[()]
+        return cls(rounding(fmt, True), table32(fmt), scale, np.float32(1) / scale, quantizer, rng, draw)
 
     def round(self, x: Array, at: Block) -> None:
         """Scores of a block (b * h * rows, columns) rounded, in place."""
@@ -64,23 +60,20 @@ class _Rounded(NamedTuple):
             _round(x, *self[:4])
             return
         starts = at.starts((0, 0, at.sizes.kv_heads * at.sizes.group)) + (self.draw << 48)
-        drawn = np.empty(x.shape, np.uint32)
-        seed, offset = (int(v) for v in self.rng.numpy()[:2])
-        _words(seed, offset, starts, drawn)
+        drawn = row_words(self.rng, starts, x.shape[1])
         codes = codec.encode(x * self.scale, fmt, "stochastic", True, drawn, bits)
         np.multiply(self.table[codes], self.inverse, out=x)
 
-
-@njit(parallel=True)
-def _words(seed: Any, offset: Any, starts: Array, out: Array) -> None:
-    """Random words of rows, uint32 (rows, columns), whose first elements have the indices ``starts``."""
-    for r in prange(out.shape[0]):
-        words(seed, offset, starts[r], out[r])
+    def rounded(self, x: Array) -> Array:
+        """Returns float32 values rounded to nearest even."""
+        values = x.copy(order="C")
+        _round(values.reshape(-1, x.shape[-1]), *self[:4])
+        return values
 
 
 @njit
 def _round_row(x: Any, how: Any, table: Any, scale: Any, inverse: Any) -> None:
-    """x = its values in the format, in place. x: float32 (n,); the rest: ``_Rounded``."""
+    """x = its values in the format, in place. x: float32 (n,); the rest: ``Rounded``."""
     codes = np.empty(x.size, np.uint8)
     encode_row(x.view(np.uint32), scale, how, codes)
     for j in range(x.size):
@@ -117,7 +110,7 @@ def quantized_attention_fwd(
     stream: int,
 ) -> None:
     """See ``Kernels.quantized_attention_fwd``."""
-    rounded = _Rounded.of(p, rng, P_DRAWS[0])
+    rounded = Rounded.of(p, rng, P_DRAWS[0])
 
     def softmax(scores: Array, lse: Array, sinks: Array, at: Block) -> Array:
         inverse = np.empty_like(lse)
@@ -164,7 +157,7 @@ def quantized_attention_bwd(
         most = np.fmax(most, np.fmax.reduce(np.abs(slopes), axis=None))
         if bias is not None:
             at.add_to(bias, slopes)
-    rounded, rounded_p = _Rounded.of(ds, rng, DS_DRAW, most), _Rounded.of(p, rng, P_DRAWS[1])
+    rounded, rounded_p = Rounded.of(ds, rng, DS_DRAW, most), Rounded.of(p, rng, P_DRAWS[1])
     for at, weights, slopes, factors in call.blocks():
         rounded_p.round(weights.reshape(-1, at.width), at)
         rounded.round(slopes.reshape(-1, at.width), at)

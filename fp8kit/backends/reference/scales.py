@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arrays import ArrayView, Tile
-from fp8kit.backends.reference.cast_rows import amax_row, bits
+from fp8kit.backends.reference.cast_rows import INF, amax_row, bits
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.recipe import DELAYED_SCALES, UNFILLED
 
@@ -24,12 +24,11 @@ def tiles(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
 
 
 @njit(parallel=True)
-def _row_amax(x: Any, columns: Any, out: Any) -> None:
-    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: bits (M, N); out:
-    uint32."""
+def row_amax(x: Any, columns: Any, most: Any, out: Any) -> None:
+    """out[i, t] = ``amax_row`` of x[i, t * columns : (t + 1) * columns]. x: bits (M, N); out: uint32."""
     for i in prange(x.shape[0]):
         for t in range(out.shape[1]):
-            out[i, t] = amax_row(x[i, t * columns : min((t + 1) * columns, x.shape[1])])
+            out[i, t] = amax_row(x[i, t * columns : min((t + 1) * columns, x.shape[1])], most)
 
 
 def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
@@ -47,12 +46,12 @@ def amax(x: ArrayView, amax: ArrayView, tile: Tile, stream: int) -> None:
     if not x.size:  # rows without columns, of which there may be billions
         return
     rows = np.empty((x.shape[0], tiles(x.shape, tile)[1]), np.uint32)  # type: ignore[arg-type]
-    _row_amax(bits(x), max(tile[1], 1), rows)
+    row_amax(bits(x), max(tile[1], 1), INF, rows)
     accumulate(rows, max(tile[0], 1), amax)
 
 
 def scales_of(amaxes: Any, fp8_max: float, power_2: bool, epsilon: float, value_for_inf: float) -> Any:
-    """Returns what ``scale_from_amax`` makes of amaxes, float32 (n,)."""
+    """Returns what ``scale_from_amax`` makes of amaxes, float32."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         most = np.maximum(amaxes, np.float32(epsilon))  # a NaN amax must stay NaN, so no fmax
         found = np.float32(fp8_max) / most

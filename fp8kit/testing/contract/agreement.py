@@ -29,40 +29,27 @@ def errors_of(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -
         step = epsilon(output.view.dtype) if output.view.dtype.floating else 0.0
         twice = step * np.abs(np.nan_to_num(right, nan=0, posinf=0, neginf=0))
         return errors(got, right, output.view.dtype, slack + twice)
-    if output.cast.tile is not None:
-        return _errors_by_blocks(output, got, want, slack)
-    fmt, scale = output.cast.format, output.cast.scale
-    table = codec.table(FORMATS.get(fmt.name, fmt))
-    values, right, each = table[got], table[want], np.zeros(want.shape)
-    slack = slack.T if output.name.endswith(".q_t") else slack
-    each[tuple(map(slice, slack.shape))] = slack
-    inverse = output.cast.by_tensor(output.name)
-    factor = 1 / inverse.numpy() if scale is None else scale.numpy()
-    limit = fmt.epsilon * np.nan_to_num(np.abs(right), nan=0) + fmt.smallest_subnormal + abs(factor[0]) * each
-    with np.errstate(invalid="ignore"):
-        return np.where(got == want, 0, np.nan_to_num(np.abs(values - right), nan=np.inf)), limit
-
-
-def _errors_by_blocks(output: Output, got: Array, want: Array, slack: Array) -> tuple[Array, Array]:
-    """Those of a cast by blocks: the largest values of a block may lie on both sides of a power of two, so
-    that one scale is twice the other, and its codes too."""
-    cast = output.cast
-    assert cast is not None and cast.tile is not None
-    fmt, transposed = cast.format, output.name.endswith("_t")
-    if "scale_inv" in output.name:
-        limit = want + 2 * np.max(slack, initial=0) / fmt.max
-        return np.abs(got.astype(np.float64) - want), limit
-    scales = cast.scale_inv_t if transposed else cast.scale_inv
-    assert scales is not None
+    cast, fmt, transposed = output.cast, output.cast.format, output.name.endswith("_t")
+    # a block's largest values may lie on both sides of a power of two, so that one scale is twice the other,
+    # and the codes too
+    if cast.tile is not None and "scale_inv" in output.name:
+        return np.abs(got.astype(np.float64) - want), want + 2 * np.max(slack, initial=0) / fmt.max
     table, each = codec.table(FORMATS.get(fmt.name, fmt)), np.zeros(want.shape)
     slack = slack.T if transposed else slack
     each[tuple(map(slice, slack.shape))] = slack
-    right = table[want]
-    factor = 1 / each_scale(scales.numpy(), want.shape, cast.tile)
-    limit = (1 + 2 * fmt.epsilon) * np.abs(np.nan_to_num(right, nan=0))
-    limit = limit + 2 * fmt.smallest_subnormal + factor * each
+    right = np.abs(np.nan_to_num(table[want], nan=0))
+    if cast.tile is None:
+        inverse = cast.by_tensor(output.name)
+        factor = 1 / inverse.numpy() if cast.scale is None else cast.scale.numpy()
+        limit = fmt.epsilon * right + fmt.smallest_subnormal + abs(factor[0]) * each
+    else:
+        scales = cast.scale_inv_t if transposed else cast.scale_inv
+        assert scales is not None
+        factor = 1 / each_scale(scales.numpy(), want.shape, cast.tile)
+        limit = (1 + 2 * fmt.epsilon) * right + 2 * fmt.smallest_subnormal + factor * each
     with np.errstate(invalid="ignore"):
-        return np.where(got == want, 0, np.nan_to_num(np.abs(table[got] - right), nan=np.inf)), limit
+        error = np.nan_to_num(np.abs(table[got] - table[want]), nan=np.inf)
+    return np.where(got == want, 0, error), limit
 
 
 def assert_agree(output: Output, got: Array, want: Array, slacks: dict[str, Any]) -> None:

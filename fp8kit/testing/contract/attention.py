@@ -59,10 +59,11 @@ def extras(s: Sampler, z: Sizes, rules: Rules, sums: Any) -> AttentionExtras:
     )
 
 
-def problem(m: int, n: int, options: Options) -> tuple[Sizes, Rules]:
-    """The sizes and rules that ``options`` name; by default heads of 64 over sequences of at most 1024."""
-    length, heads = min(1024, m), max(1, n // 64)
-    usual = (max(1, m // max(length, 1)), length, length, heads, heads, 64) if m else ()
+def problem(m: int, n: int, options: Options, most: int = 1024, depth: int = 64) -> tuple[Sizes, Rules]:
+    """The sizes and rules that ``options`` name; by default heads of ``depth`` over sequences of at most
+    ``most``."""
+    length, heads = min(most, m), max(1, n // depth)
+    usual = (max(1, m // max(length, 1)), length, length, heads, heads, depth) if m else ()
     own = {name: value for name, value in options.items() if name in _SIZES}
     rules = Rules(**{name: value for name, value in options.items() if name not in _SIZES})
     return dataclasses.replace(Sizes(*usual), **own), rules
@@ -73,10 +74,10 @@ def _rows(
 ) -> ArrayView:
     """Values of (b, h, s, d), beyond the lengths ``padding``, if it is not None."""
     x = s.draw(shape).astype(s.dtype.numpy)
-    return s.put(placed(x if padding is None else _filled(x, lengths, padding), rules))
+    return s.put(placed(x if padding is None else filled(x, lengths, padding), rules))
 
 
-def _filled(x: Array, lengths: tuple[int, ...], padding: float) -> Array:
+def filled(x: Array, lengths: tuple[int, ...], padding: float) -> Array:
     """(b, h, s, d) values with ``padding`` beyond each batch's length."""
     x = x.copy()
     for batch, length in enumerate(lengths):
@@ -115,25 +116,21 @@ def call_of(a: Any, backward: bool) -> tuple[Sizes, tuple[Array, ...], tuple[Arr
     """What an oracle takes of a call's arguments, padding counting as 0: the sizes; q, k, v and do; mask,
     bias, slopes, offset, dropout's factors and, in backward, o."""
     spec, extras, order = a.spec, a.extras, ORDERS[a.spec.qkv_format]
-    true_q, true_kv = (
-        () if cu is None else tuple(int(n) for n in np.diff(cu))
-        for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv)
-    )
+    sums = extras.cu_seqlens_q, extras.cu_seqlens_kv
+    z = Sizes.of(a.q.transpose(order), a.v.transpose(order), *sums)
 
     def clean(x: Array, lengths: tuple[int, ...]) -> Array:
-        return _filled(x.transpose(order), lengths, 0)
+        return filled(x.transpose(order), lengths, 0)
 
-    q, k, v = clean(a.q, true_q), clean(a.k, true_kv), clean(a.v, true_kv)
-    do = clean(a.do, true_q) if backward else np.ones((*q.shape[:3], v.shape[3]))
-    (b, h, s_q, d), (_, h_kv, s_kv, d_v) = q.shape, v.shape
-    z = Sizes(b, s_q, s_kv, h, h_kv, d, true_q, true_kv, d_v)
+    q, k, v = clean(a.q, z.lengths_q), clean(a.k, z.lengths_kv), clean(a.v, z.lengths_kv)
+    do = clean(a.do, z.lengths_q) if backward else np.ones((*q.shape[:3], z.d_v))
     keep = None
     if spec.dropout:
-        first, head, heads = (0, 0, h) if extras.dropout_place is None else map(int, extras.dropout_place)
-        batch, own, i, j = np.ogrid[:b, :h, :s_q, :s_kv]
-        element = (((first + batch) * heads + head + own) * s_q + i) * s_kv + j
+        first, head, heads = (0, 0, z.h) if extras.dropout_place is None else map(int, extras.dropout_place)
+        batch, own, i, j = np.ogrid[: z.b, : z.h, : z.s_q, : z.s_kv]
+        element = (((first + batch) * heads + head + own) * z.s_q + i) * z.s_kv + j
         keep = factors_of(extras.rng, spec.dropout, element)
-    given = clean(a.o, true_q) if backward else None
+    given = clean(a.o, z.lengths_q) if backward else None
     further = extras.mask, extras.bias, extras.alibi_slopes, extras.softmax_offset
     return z, (q, k, v, do), (*further, keep, given)
 

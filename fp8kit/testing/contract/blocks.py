@@ -101,34 +101,12 @@ def _amaxes(s: Sampler, amax: float, lines: int) -> ArrayView:
         return s.put((amax * factors).astype(np.float32))
 
 
-def _tried(x: Array, a: Any, tile: Tile) -> Any:
-    """(codes, scale, scale_inv) of the tiles of x, row-major, by ``blocks.four_over_six``."""
-    how: Quantizer = a.quantizer
-    found: list[Array] = []
-    amaxes: list[Any] = []
-    for i in range(0, x.shape[0], tile[0]):
-        for j in range(0, x.shape[1], tile[1]):
-            block = np.zeros(tile, np.float32)
-            part = x[i : i + tile[0], j : j + tile[1]]
-            block[: part.shape[0], : part.shape[1]] = part
-            found.append(block.reshape(1, -1) if how.tile[0] == 1 else block)
-            amaxes.append(a.tensor_amax[i if a.along else j] if how.row_scaled else a.tensor_amax[0])
-    if not found:
-        return np.empty(0, np.uint8), *np.empty((2, 0), np.float32)
-    amax = np.array(amaxes, np.float32) if how.row_scaled else a.tensor_amax[:1]
-    return rules.four_over_six(np.array(found), amax, how.scale_rule, how.epsilon)[:3]
-
-
-def _lines(x: Array, a: Any, tile: Tile) -> list[Array]:
-    """The blocks of x, row-major, along their length, with zeros behind the matrix."""
-    found = []
-    for i in range(0, x.shape[0], tile[0]):
-        for j in range(0, x.shape[1], tile[1]):
-            block = np.zeros(max(tile), np.float32)
-            part = x[i : i + tile[0], j : j + tile[1]].reshape(-1)
-            block[: part.size] = part
-            found.append(block)
-    return found
+def _blocks(x: Array, tile: Tile) -> Array:
+    """The blocks of x, (n, *tile), row-major, with zeros behind the matrix."""
+    down, across = (-(-size // each) for size, each in zip(x.shape, tile, strict=True))
+    padded = np.zeros((down * tile[0], across * tile[1]), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    return padded.reshape(down, tile[0], across, tile[1]).swapaxes(1, 2).reshape(-1, *tile)
 
 
 def _corrected(x: Array, a: Any, tile: Tile) -> Any:
@@ -169,7 +147,7 @@ def cast_blocks_oracle(a: Any) -> Results:
     if how.scale_rule == EDEN:
         codes, scale, inverse, tensor_inverse = _corrected(x, a, tile)
     elif how.scale_rule == GAUSS:
-        codes = rules.gauss_bytes(np.array(_lines(x, a, tile), np.float32).reshape(-1, how.tile[1]))
+        codes = rules.gauss_bytes(_blocks(x, tile).reshape(-1, how.tile[1]))
         scale, inverse = rules.scales_of_bytes(codes)
     elif kind == "moss":
         own, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax.reshape(()), fmt, 1.0)
@@ -182,14 +160,15 @@ def cast_blocks_oracle(a: Any) -> Results:
         scale, inverse = rules.scales_of_bytes(codes)
     elif kind == "nvfp4":
         _, tensor_inverse = rules.nvfp4_tensor_scale(a.tensor_amax, fmt, rules.scale_bound(how.scale_rule))
+        largest = a.tensor_amax
+        if how.row_scaled:
+            counts = -(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])
+            lying = largest.reshape(-1, 1) if a.along else largest.reshape(1, -1)
+            largest = np.broadcast_to(lying, counts).reshape(-1)
         if how.scale_rule in FOUR_OVER_SIX:
-            codes, scale, inverse = _tried(x, a, tile)
+            blocks = _blocks(x, tile).reshape(-1, *how.tile)
+            codes, scale, inverse, _ = rules.four_over_six(blocks, largest, how.scale_rule, how.epsilon)
         else:
-            largest = a.tensor_amax
-            if how.row_scaled:
-                counts = -(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])
-                lying = largest.reshape(-1, 1) if a.along else largest.reshape(1, -1)
-                largest = np.broadcast_to(lying, counts).reshape(-1)
             codes, scale, inverse, _ = rules.nvfp4_scales(amax, largest, fmt)
     else:
         for_inf = formats.dtype(a.x.dtype).max

@@ -65,9 +65,8 @@ def tile_amax(x: Array, tile: Tile, start: Array) -> Array:
 
 def operand(
     x: Array, tile: Tile, fmt: Format, power_2: bool, epsilon: float, for_inf: float
-) -> tuple[Array, Array, Array]:
-    """(codes, scale_inv in cuBLASLt's layout, scale_inv of every code) of one orientation, from the rule's
-    text."""
+) -> tuple[Array, Array]:
+    """(codes, scale_inv in cuBLASLt's layout) of one orientation, from the rule's text."""
     rows, columns = x.shape
     codes_shape, layout_shape = block_shapes(rows, columns, tile)
     codes, layout = np.zeros(codes_shape, np.uint8), np.ones(layout_shape, np.float32)
@@ -78,7 +77,7 @@ def operand(
     inverse /= scale.reshape(inverse.shape)
     inverse = inverse.T if tile[0] == 1 else inverse
     layout[: inverse.shape[0], : inverse.shape[1]] = inverse
-    return codes, layout, each_scale(layout, codes_shape, tile)
+    return codes, layout
 
 
 def each_scale(layout: Array, shape: Shape, tile: Tile) -> Array:
@@ -116,6 +115,6 @@ def cast_results(a: Any, values: Any) -> dict[str, Array]:
 def _by_blocks(name: str, cast: Any, values: Array) -> dict[str, Array]:
     """Every array of a cast by blocks."""
     how = cast.tile, cast.format, cast.rule.power_2, cast.rule.epsilon, formats.dtype(values.dtype).max
-    (q, inverse, _), (q_t, inverse_t, _) = operand(values, *how), operand(values.T, *how)
+    (q, inverse), (q_t, inverse_t) = operand(values, *how), operand(values.T, *how)
     found = {"q": q, "scale_inv": inverse, "q_t": q_t, "scale_inv_t": inverse_t}
     return {f"{name}.{part}": array for part, array in found.items()}

@@ -9,35 +9,24 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.backends.protocol import SPECS, AttentionExtras
+from fp8kit.backends.protocol import SPECS
 from fp8kit.formats import E4M3, E5M2, Format, float32
 from fp8kit.quantization import Quantizer
-from fp8kit.testing.attention import Rules, Sizes
+from fp8kit.testing.attention import Sizes
 from fp8kit.testing.contract import Arguments, Array, KernelTest, Options, Results, Sampler, product, snapshot
 from fp8kit.testing.contract import attention as plain
-from fp8kit.testing.contract.running_sums import running
 from fp8kit.testing.contract.sampler import narrowed
 from fp8kit.testing.fp8_attention import Fp8Oracle, fp8_results, scale_of
 
 _P = Quantizer(E4M3, scale_source="static", static_scale=256.0)
 _DS = Quantizer(E5M2)
-_SIZES = {field.name for field in dataclasses.fields(Sizes)}
-
-
-def _of(m: int, n: int, options: Options) -> tuple[Sizes, Rules]:
-    length, heads = min(2048, m), max(1, n // 128)
-    usual = (max(1, m // max(length, 1)), length, length, heads, heads, 128) if m else (2, 48, 48, 2, 2, 128)
-    own = {name: value for name, value in options.items() if name in _SIZES}
-    rules = {name: value for name, value in options.items() if name not in _SIZES}
-    rules = {"qkv_format": "bshd", "zero_padded": True, "softmax_scale": 0.08, **rules}
-    return dataclasses.replace(Sizes(*usual), **own), Rules(**rules)
+_RULES: Options = {"qkv_format": "bshd", "zero_padded": True, "softmax_scale": 0.08}
+_SMALL: Options = {"s_q": 48, "s_kv": 48, "d": 128}
 
 
 def _codes(x: Array, lengths: tuple[int, ...], how: Quantizer) -> tuple[Array, Any]:
     """Codes with 0 in padding, and the inverse of their scale."""
-    x = x.copy()
-    for batch, length in enumerate(lengths):
-        x[batch, :, length:] = 0
+    x = plain.filled(x, lengths, 0)
     scale = np.float32(scale_of(float(np.abs(x).max(initial=0)), how))
     return narrowed(x * scale, how.format), np.float32(1) / scale
 
@@ -46,7 +35,7 @@ def fp8_attention_fwd(
     s: Sampler, m: int, n: int, forward: Format = E4M3, share: float = 1.0, **options: Any
 ) -> Arguments:
     """``share``: of q and k."""
-    z, rules = _of(m, n, options)
+    z, rules = plain.problem(m, n, (_RULES if m else _RULES | _SMALL) | options, 2048, 128)
     how = Quantizer(forward)
     shapes = {"q": (z.h, z.s_q), "k": (z.h_kv, z.s_kv), "v": (z.h_kv, z.s_kv)}
     made: dict[str, Any] = {}
@@ -56,14 +45,13 @@ def fp8_attention_fwd(
         codes, inverse = _codes(x, z.lengths_q if name == "q" else z.lengths_kv, how)
         made[name] = s.put(codes)
         inverses.append(inverse)
-    sums = [s.sums(*running(own)) for own in (z.lengths_q, z.lengths_kv)] if rules.padded else [None, None]
     static = dataclasses.replace(_P, format=forward, static_scale=256.0 if forward == E4M3 else 2.0**15)
     return {
         **made,
         "scale_invs": s.put(inverses, float32),
         "o": s.output(z.b, z.h, z.s_q, z.depth_v, dtype=float32),
         "lse": s.output(z.b, z.h, z.s_q, dtype=float32),
-        "extras": AttentionExtras(*sums),
+        "extras": plain.extras(s, z, rules, ((), ())),
         "spec": rules,
         "p": static,
         "out": how,
@@ -71,19 +59,14 @@ def fp8_attention_fwd(
 
 
 def _oracle(a: Any, backward: bool) -> Fp8Oracle:
-    def lengths(cu: Array | None) -> tuple[int, ...]:
-        return () if cu is None else tuple(int(n) for n in np.diff(cu))
-
-    true_q, true_kv = lengths(a.extras.cu_seqlens_q), lengths(a.extras.cu_seqlens_kv)
-    (b, h, s_q, d), (_, h_kv, s_kv, d_v) = a.q.shape, a.v.shape
-    sizes = Sizes(b, s_q, s_kv, h, h_kv, d, true_q, true_kv, d_v)
+    sizes = Sizes.of(a.q, a.v, a.extras.cu_seqlens_q, a.extras.cu_seqlens_kv)
     inverses = a.scale_invs.astype(np.float64)
 
     def values(codes: Array, i: int, fmt: Format) -> Array:
         return np.asarray(codec.decode(codes, fmt) * inverses[i], np.float32)
 
     q, k, v = (values(x, i + backward, a.p.format) for i, x in enumerate((a.q, a.k, a.v)))
-    do, given, ds = np.ones((*q.shape[:3], d_v)), None, _DS
+    do, given, ds = np.ones((*q.shape[:3], sizes.d_v)), None, _DS
     if backward:
         do, ds = values(a.do, 0, a.ds.format), a.ds
         scale = np.float32(scale_of(float(np.abs(a.o).max(initial=0)), a.out))
@@ -109,9 +92,7 @@ def fp8_attention_bwd(
 ) -> Arguments:
     """o and lse are the oracle's, or with ``run_forward`` the kernel's."""
     made = fp8_attention_fwd(s, m, n, **options)
-    own = {name: value for name, value in options.items() if name not in ("forward", "share")}
-    z, _ = _of(m, n, own)
-    codes, inverse = _codes(s.draw((z.b, z.h, z.s_q, z.depth_v), 0.01), z.lengths_q, backward)
+    codes, inverse = _codes(s.draw(made["o"].shape, 0.01), options.get("lengths_q", ()), backward)
     host = snapshot(made, s.device)
     if run_forward:
         plain.run(s, SPECS["fp8_attention_fwd"], made)

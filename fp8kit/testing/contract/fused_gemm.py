@@ -37,10 +37,9 @@ from fp8kit.testing.contract import (
 )
 from fp8kit.testing.contract.activation import act_bwd_oracle, act_fwd_oracle
 from fp8kit.testing.contract.block import LINE, SQUARE
-from fp8kit.testing.contract.casts import each_scale, operand
-from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
+from fp8kit.testing.contract.casts import operand
+from fp8kit.testing.contract.gemm import TENSOR, fp8_slack, joining_slack, sides
 
-TENSOR = (0, 0)
 _SCALE = 2.0**-3  # of both operands: a sum of K products of -2 ... 2 has a spread of sqrt(K) / 32
 
 
@@ -102,20 +101,15 @@ def _joined(s: Sampler, m: int, n: int, bias: bool, add: bool, out: bool) -> Arg
 def _product_of(a: Any, rows: int, columns: int) -> tuple[Array, Array, Array]:
     """The product with bias and addend where it has them, in float64; as it is stored; and by how much that
     may differ, 0 where sums are exact."""
-    tiles = getattr(a, "a_tile", TENSOR), getattr(a, "b_tile", TENSOR)
-    operands = (a.a, a.a_format, a.a_scale_inv, rows), (a.b, a.b_format, a.b_scale_inv, columns)
-    values = [codec.decode(codes, fmt)[:count].astype(np.float64) for codes, fmt, _, count in operands]
-    left, right = (
-        value * (wide(inverse) if tile == TENSOR else each_scale(inverse, codes.shape, tile)[:count])
-        for value, (codes, _, inverse, count), tile in zip(values, operands, tiles, strict=True)
-    )
+    left, right = sides(a, rows, columns)
     product = found = left @ right.T
     parts = [part for part in (a.bias, a.addend) if part is not None] if hasattr(a, "addend") else []
     for part in parts:
         found = found + wide(part)
     kind = a.x.dtype if hasattr(a, "x") else a.dtype.numpy
     stored = found.astype(np.float32).astype(kind)
-    if all(np.isin(value, range(-2, 3)).all() for value in values):
+    codes = codec.decode(a.a, a.a_format), codec.decode(a.b, a.b_format)
+    if all(np.isin(values, range(-2, 3)).all() for values in codes):
         return found, stored, np.zeros(())
     slack = fp8_slack(np.abs(left) @ np.abs(right).T, left.shape[1], a.fast_accumulate, a.device)
     slack = slack + joining_slack(product, kind, [wide(part) for part in parts], a.device)
@@ -275,7 +269,7 @@ def fp8_gemm_lines(
 def fp8_gemm_lines_oracle(a: Any) -> Results:
     """The product and its lines."""
     product, out, error = _product_of(a, *a.shape)
-    q, scale_inv, _ = operand(out, LINE, a.format, a.power_2, a.epsilon, dtype(out.dtype).max)
+    q, scale_inv = operand(out, LINE, a.format, a.power_2, a.epsilon, dtype(out.dtype).max)
     return {"out": (product, error) if error.any() else out, "q": q, "scale_inv": scale_inv}
 
 

@@ -24,6 +24,7 @@ from fp8kit.arrays import ArrayView, Device, Tile
 from fp8kit.backends.protocol import Layout
 from fp8kit.formats import E4M3, E5M2, DType, Format, bfloat16, float16, float32
 from fp8kit.testing.contract import (
+    ROUNDOFF,
     Arguments,
     Array,
     KernelTest,
@@ -39,7 +40,9 @@ from fp8kit.testing.contract import (
     typed,
     wide,
 )
+from fp8kit.testing.contract.casts import each_scale
 
+TENSOR, ROW = (0, 0), (1, 0)  # tiles: 0 is as many as there are
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
@@ -139,12 +142,30 @@ def fp8_gemm(
     }
 
 
+def values_of(codes: Array, fmt: Format, scale_inv: Array, tile: Tile) -> Array:
+    """What an operand stands for, float64, of one matrix or of several."""
+    if codes.ndim == 3:
+        each = scale_inv if scale_inv.ndim == 3 else scale_inv.reshape(len(codes), -1)
+        made = [values_of(own, fmt, scales, tile) for own, scales in zip(codes, each, strict=True)]
+        return np.stack(made) if made else np.zeros(codes.shape)
+    scales = scale_inv.reshape(-1, 1) if tile in (TENSOR, ROW) else each_scale(scale_inv, codes.shape, tile)
+    return np.asarray(wide(codec.decode(codes, fmt)) * scales)
+
+
+def sides(a: Any, rows: int, columns: int) -> tuple[Array, Array]:
+    """What both operands of a product of (rows, columns) stand for, without the rows that pad them."""
+    tiles = getattr(a, "a_tile", TENSOR), getattr(a, "b_tile", TENSOR)
+    left = values_of(a.a, a.a_format, a.a_scale_inv, tiles[0])[:rows]
+    return left, values_of(a.b, a.b_format, a.b_scale_inv, tiles[1])[:columns]
+
+
 def fp8_gemm_oracle(a: Any) -> Results:
-    """The product of the decoded operands."""
-    m, n = a.out.shape
-    left = codec.decode(a.a, a.a_format)[:m] * wide(a.a_scale_inv)[:m, None]
-    right = codec.decode(a.b, a.b_format)[:n] * wide(a.b_scale_inv)[:n, None]
-    slack = fp8_slack(np.abs(left) @ np.abs(right).T, left.shape[1], a.fast_accumulate, a.device)
+    """The product of the decoded operands, whose scales may be those of blocks."""
+    left, right = sides(a, *a.out.shape)
+    size = np.abs(left) @ np.abs(right).T
+    slack = fp8_slack(size, left.shape[1], getattr(a, "fast_accumulate", False), a.device)
+    if hasattr(a, "a_tile"):
+        slack = slack + 4 * ROUNDOFF * size
     return product_results(a, left, right.T, slack)
 
 

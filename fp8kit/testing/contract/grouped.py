@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import codec
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Tile
 from fp8kit.backends.protocol import BLOCK, block_shapes
@@ -32,11 +31,9 @@ from fp8kit.testing.contract import (
     wide,
 )
 from fp8kit.testing.contract.block import LINE, SQUARE, block_quantize, block_quantize_oracle
-from fp8kit.testing.contract.casts import each_scale, tile_amax
-from fp8kit.testing.contract.gemm import fp8_slack, joining_slack, modelled
+from fp8kit.testing.contract.casts import tile_amax
+from fp8kit.testing.contract.gemm import ROW, TENSOR, fp8_slack, joining_slack, modelled, values_of
 from fp8kit.testing.contract.scales import tile_count
-
-TENSOR, ROW = (0, 0), (1, 0)
 
 
 def _equal(m: int, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -123,16 +120,6 @@ def grouped_fp8_gemm(
         "b_tile": tiles[1],
         "fast_accumulate": fast,
     }
-
-
-def values_of(codes: Array, fmt: Format, scale_inv: Array, tile: Tile) -> Array:
-    """What an operand stands for, float64, of one matrix or of several."""
-    if codes.ndim == 3:
-        each = scale_inv if scale_inv.ndim == 3 else scale_inv.reshape(len(codes), -1)
-        made = [values_of(own, fmt, scales, tile) for own, scales in zip(codes, each, strict=True)]
-        return np.stack(made) if made else np.zeros(codes.shape)
-    scales = scale_inv.reshape(-1, 1) if tile in (TENSOR, ROW) else each_scale(scale_inv, codes.shape, tile)
-    return np.asarray(wide(codec.decode(codes, fmt)) * scales)
 
 
 def groups_of(sizes: Array, rows: int, slots: int) -> Iterator[tuple[int, slice]]:

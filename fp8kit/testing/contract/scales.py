@@ -105,7 +105,6 @@ def update_delayed_(
     s: Sampler,
     m: int,
     n: int,
-    slots: tuple[int, ...] = (),
     margin: int = 0,
     recent: bool = False,
     newest: bool = False,
@@ -113,9 +112,9 @@ def update_delayed_(
     growth: float | None = None,
     by_window: bool = False,
 ) -> Arguments:
-    """Histories of ``m`` updates with special amaxes among them, of ``slots`` states each; ``newest``: not in
-    the newest row, as after an ordinary step. With ``growth`` a third of them hold no other row, with
-    ``by_window`` the oldest is unfilled or missing in some."""
+    """Histories of ``m`` updates, with special amaxes among them, of ``n`` states, or of 1, 7 and 300;
+    ``newest``: not in the newest row, as after an ordinary step. With ``growth`` a third of them hold no
+    other row, with ``by_window`` the oldest is unfilled or missing in some."""
 
     def history(count: int) -> Array:
         values = np.abs(s.draw((m, count)))
@@ -129,7 +128,7 @@ def update_delayed_(
             values[1:2] = np.where(oldest < 1, oldest, values[1:2])
         return values
 
-    counts = slots or (n,)
+    counts = (n,) if n else (1, 7, 300)
     return {
         "scales": [s.put(s.random.uniform(0.01, 30, count), float32) for count in counts],
         "scale_invs": [s.full(5.0, count) for count in counts],
@@ -188,18 +187,21 @@ def _specials(dtype: Any) -> Array:
 _TINY = np.array([[1e-46], [-1e-45], [1e-40], [1e300]])
 _AMAX = typed({**sized(SIZES), **product("{tiling}", {"tiling": TILINGS}, m=130, n=300)})
 _RULES = ((448.0, 0.0, float32.max), (57344.0, 1e-6, float32.max), (448.0, 0.0, 65504.0))
-# updates kept, margin, whether the most recent amax counts
-_DELAYED = (
-    (1, 0, False),
-    (4, 0, False),
-    (16, 2, False),
-    (4, 0, True),
-    (1024, -1, False),
-    (2100, 0, False),
-    (3, 20, False),
-    (2, 9, True),
-    (2, -20, True),
-)
+# updates kept, margin; of those where the most recent amax counts
+_MARGINS = ((1, 0), (4, 0), (16, 2), (1024, -1), (2100, 0), (3, 20))
+_RECENT = ((4, 0), (2, 9), (2, -20))
+_NEWEST = {"": {}, "-newest": {"newest": True}}
+_GROWTHS = ((True, None), (False, 0.0), (False, 0.25), (True, 3e38))
+_UPDATES = {
+    **product("H{m}-margin{margin}{newest}", {"m margin": _MARGINS, "newest": _NEWEST}),
+    **product("H{m}-margin{margin}-recent{newest}", {"m margin": _RECENT, "newest": _NEWEST}, recent=True),
+    **product("H{m}-power2-growth{growth}", {"m": (1, 2, 16, 2100), "power_2 growth": _GROWTHS}, margin=1),
+    **product(
+        "H{m}-window{case}",
+        {"m": (1, 2, 16, 2100), "case": {"": {"power_2": True}, "-recent": {"recent": True}}},
+        by_window=True,
+    ),
+}
 
 TESTS = (
     KernelTest(
@@ -232,42 +234,5 @@ TESTS = (
             },
         ),
     ),
-    KernelTest(
-        "update_delayed_",
-        update_delayed_,
-        update_delayed_oracle,
-        {
-            f"H{length}-margin{margin}{'-recent' * recent}{'-newest' * newest}": {
-                "m": length,
-                "slots": (1, 7, 300),
-                "margin": margin,
-                "recent": recent,
-                "newest": newest,
-            }
-            for length, margin, recent in _DELAYED
-            for newest in (False, True)
-        }
-        | {
-            f"H{length}-power2-growth{growth}": {
-                "m": length,
-                "slots": (1, 7, 300),
-                "margin": 1,
-                "power_2": power_2,
-                "growth": growth,
-            }
-            for length in (1, 2, 16, 2100)
-            for power_2, growth in ((True, None), (False, 0.0), (False, 0.25), (True, 3e38))
-        }
-        | {
-            f"H{length}-window{'-recent' * recent}": {
-                "m": length,
-                "slots": (1, 7, 300),
-                "recent": recent,
-                "power_2": not recent,
-                "by_window": True,
-            }
-            for length in (1, 2, 16, 2100)
-            for recent in (False, True)
-        },
-    ),
+    KernelTest("update_delayed_", update_delayed_, update_delayed_oracle, _UPDATES),
 )
