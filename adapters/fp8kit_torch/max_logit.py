@@ -155,6 +155,3 @@ def traced_max_logits(inputs: Sequence[Tensor], names: str, spec: str, heads: in
 @traced_max_logits.register_fake
 def _(inputs: Sequence[Tensor], names: str, spec: str, heads: int) -> Tensor:
     return inputs[0].new_empty(heads, dtype=torch.float32)
-
-
-__all__ = ["max_logits", "traced_max_logits"]

@@ -105,6 +105,3 @@ class _Whole(torch.autograd.Function):
             size, strides = (*grad.shape[:-1], count, width), (*grad.stride()[:-1], step, 1)
             made.append(grad.as_strided(size, strides, grad.storage_offset() + start).reshape(shape))
         return None, None, None, *made
-
-
-__all__ = ["packed_views"]

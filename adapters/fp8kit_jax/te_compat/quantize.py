@@ -17,7 +17,8 @@ from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Format, Recipe
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.scopes import MeshResource, autocast, history_of, recipe_in_force
-from fp8kit_jax.state import NVTE_FP8_COLLECTION_NAME, Slot, update_collections
+from fp8kit_jax.state import NVTE_FP8_COLLECTION_NAME, Slot
+from fp8kit_jax.state import update_collections as update_collections
 
 
 class ScalingMode(Enum):
@@ -240,29 +241,3 @@ def fp8_autocast(
 ) -> AbstractContextManager[None]:
     """``autocast``, by its former name and its former names of arguments."""
     return autocast(enabled, fp8_recipe, mesh_resource)
-
-
-__all__ = [
-    "NVTE_FP8_COLLECTION_NAME",
-    "AmaxComputeAlgo",
-    "QuantizeConfig",
-    "QuantizeLayout",
-    "QuantizeMeta",
-    "QuantizeMetaSet",
-    "QuantizerFactory",
-    "QuantizerSet",
-    "ScalingMode",
-    "TensorSource",
-    "autocast",
-    "fp8_autocast",
-    "get_delayed_scaling",
-    "get_global_quantize_recipe",
-    "get_quantize_config",
-    "get_quantize_config_with_recipe",
-    "get_supported_quantization_recipes",
-    "get_supported_scaling_modes",
-    "is_fp8_available",
-    "is_scaling_mode_supported",
-    "noop_quantizer_set",
-    "update_collections",
-]

@@ -10,7 +10,8 @@ import jax
 
 from fp8kit.errors import ArgumentError
 from fp8kit_jax.flax.common import LOGICAL_AXES, constrained
-from fp8kit_jax.scopes import MeshResource, global_shard_guard, mesh_resource
+from fp8kit_jax.scopes import MeshResource, mesh_resource
+from fp8kit_jax.scopes import global_shard_guard as global_shard_guard
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -118,32 +119,3 @@ def with_sharding_constraint(x: Any, pspec: Any) -> Any:
 def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Sequence[Any] | None) -> Any:
     """x with a constraint by logical axes: by the rules of Flax in force, or Transformer Engine's."""
     return constrained(x, logical_axis_names)
-
-
-__all__ = [
-    "BATCH_AXES",
-    "HEAD_AXES",
-    "HIDDEN_AXES",
-    "HIDDEN_TP_AXES",
-    "JOINED_AXES",
-    "SEQLEN_AXES",
-    "SEQLEN_CP_AXES",
-    "SEQLEN_TP_AXES",
-    "W_FSDP_AXES",
-    "W_JOINED_AXES",
-    "W_NO_SHARD_AXES",
-    "W_TP_AXES",
-    "MeshResource",
-    "get_active_resource_axis",
-    "get_all_mesh_axes",
-    "get_mesh_axis_size",
-    "get_num_devices_in_mesh",
-    "get_padded_spec",
-    "get_sharding_map_logic_axis_to_mesh_axis",
-    "global_mesh_resource",
-    "global_shard_guard",
-    "is_mesh_available",
-    "num_of_devices",
-    "with_sharding_constraint",
-    "with_sharding_constraint_by_logical_axes",
-]

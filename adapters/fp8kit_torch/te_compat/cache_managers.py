@@ -202,6 +202,3 @@ def _separate(spec: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     lead = 1 if spec.qkv_format == "thd" else 2
     sizes = ((heads, d), (groups, d), (groups, d_v))
     return [part.reshape(*part.shape[:lead], *size) for part, size in zip(parts, sizes, strict=True)]
-
-
-__all__ = ["KVCacheManager", "NonPagedKVCacheManager"]

@@ -91,6 +91,3 @@ def _padded_starts(op: str, cu_seqlens: Tensor, factor: int) -> Tensor:
     count = integer(op, "divisibility_factor", factor, 1, 2**31 - 1)
     lengths = -(-cu_seqlens.diff() // count) * count
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
-
-
-__all__ = ["generate_positional_ids_for_cp", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]

@@ -213,18 +213,3 @@ def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
     """Where each of n groups of rows starts, in elements, and where the last ends: int64 (n + 1,)."""
     ends = first_dims.long().cumsum(0) * integer("splits_to_offsets", "logical_last_dim", logical_last_dim)
     return torch.nn.functional.pad(ends, (1, 0))
-
-
-__all__ = [
-    "convert_bshd_to_thd",
-    "convert_thd_to_bshd",
-    "fused_multi_row_padding",
-    "fused_multi_row_unpadding",
-    "splits_to_offsets",
-    "thd_get_partitioned_indices",
-    "thd_grad_correction",
-    "thd_out_correction",
-    "thd_read_half_tensor",
-    "thd_read_second_half_lse",
-    "thd_second_half_lse_correction",
-]

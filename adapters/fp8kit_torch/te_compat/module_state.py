@@ -274,6 +274,3 @@ class TransformerEngineState:
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as ``torch.nn.Module`` does."""
         torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
-
-
-__all__ = ["Meta", "TransformerEngineState"]

@@ -385,6 +385,3 @@ def _want(operation: str, value: Any) -> Tensor:
     if tensor(operation, "tensor", value).ndim < 1:
         raise ShapeError(operation, "tensor", "no dimension", "at least one")
     return value  # type: ignore[no-any-return]
-
-
-__all__ = ["Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
