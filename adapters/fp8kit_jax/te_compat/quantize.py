@@ -4,7 +4,7 @@ on every device: where the hardware has no such products they are emulated."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -161,13 +161,7 @@ class QuantizerFactory:
             if meta is not None and history_of(recipe) is not None:
                 own = {name: getattr(meta, name) for name in ("x", "kernel", "grad")}
                 slots = {name: Slot(each.scale, each.amax_history) for name, each in own.items()}
-            fields = {
-                "x": found.x,
-                "kernel": found.kernel,
-                "grad": found.grad,
-                "recipe": found.recipe,
-            } | slots
-            return QuantizerSet(**fields, kept_as=checkpoint_name or "")
+            return replace(found, kept_as=checkpoint_name or "", **slots)
 
         return one() if count == 1 else tuple(one() for _ in range(count))
 

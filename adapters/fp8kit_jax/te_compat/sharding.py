@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fp8kit.errors import ArgumentError
-from fp8kit_jax.flax.common import LOGICAL_AXES, constrained
+from fp8kit_jax.flax.common import constrained, mesh_axes
 from fp8kit_jax.scopes import MeshResource, mesh_resource
 from fp8kit_jax.scopes import global_shard_guard as global_shard_guard
 
@@ -84,13 +84,7 @@ def get_active_resource_axis(resource_name: str) -> str | None:
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, Any]:
     """Transformer Engine's logical axes -> mesh axes, by the MeshResource in force; none without a mesh."""
-    if not is_mesh_available():
-        return {}
-    resource, found = mesh_resource(), dict[str, Any]()
-    for name, fields in LOGICAL_AXES.items():
-        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
-        found[name] = axes[0] if len(axes) == 1 else axes or None
-    return found
+    return mesh_axes() if is_mesh_available() else {}
 
 
 def get_padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
