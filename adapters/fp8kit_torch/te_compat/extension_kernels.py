@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fp8kit.backends import dispatch
 from fp8kit.errors import ShapeError
-from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.te_compat.dtypes import TE_DType_To_Torch
 from fp8kit_torch.te_compat.gemms import general_gemm
 from fp8kit_torch.views import as_view
