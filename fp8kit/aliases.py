@@ -60,13 +60,17 @@ def ours(operation: str, *names: str) -> ModuleType | None:
     return sys.modules.get(names[0])
 
 
-def module(name: str, parts: Iterable[ModuleType] = (), path: Sequence[str] = ()) -> ModuleType:
-    """Returns a module of that name, a package with those folders, with the public names of ``parts``."""
+def module(
+    name: str, parts: Iterable[ModuleType] = (), path: Sequence[str] = (), wanted: Sequence[str] | None = None
+) -> ModuleType:
+    """Returns a module of that name, a package with those folders, with the public names of ``parts``: those
+    of ``__all__``, and where there is none all, or those of ``wanted``."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
     made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), list(path)
     for part in parts:
         made.__dict__.setdefault("__file__", part.__file__)
-        for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
+        public = [key for key in vars(part) if (key[0] != "_" if wanted is None else key in wanted)]
+        for key in getattr(part, "__all__", public):
             setattr(made, key, getattr(part, key))
     return made
 

@@ -428,6 +428,3 @@ def _mesh() -> Any:
     from fp8kit_jax.te_compat.sharding import _mesh as in_force
 
     return in_force()
-
-
-__all__ = ["SPLIT", "Division", "attend_split", "division", "placed"]

@@ -125,51 +125,31 @@ def adamw(
     """
     decay = number("adamw", "weight_decay", weight_decay)
     rate = learning_rate if callable(learning_rate) else number("adamw", "learning_rate", learning_rate)
-    inner = scale_by_adam(b1, b2, eps, states)
+    inner, formats = scale_by_adam(b1, b2, eps, states), state_formats("adamw", states)
     flag("adamw", "master_weights", master_weights)
-    if master_weights:
-        formats = state_formats("adamw", states)
-        betas = number("adamw", "b1", b1, 1), number("adamw", "b2", b2, 1)
-        return _with_masters(inner, formats, (*betas, number("adamw", "eps", eps), decay), rate)
-
-    def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
-        if params is None:
-            raise ShapeError("adamw", "params", "None", "the parameters, for weight decay and dtypes")
-        lr = rate(state.count) if callable(rate) else rate
-        directions, after = inner.update(updates, state)
-
-        def step(direction: Any, w: Any) -> Any:
-            return (-lr * (direction + decay * w.astype(jnp.float32))).astype(w.dtype)
-
-        return jax.tree.map(step, directions, params), after
-
-    return GradientTransformation(inner.init, update)
-
-
-def _with_masters(
-    inner: GradientTransformation, formats: StateFormats, numbers: tuple[float, ...], rate: Any
-) -> GradientTransformation:
-    """``adamw`` whose 16-bit parameters have masters; ``numbers``: beta1, beta2, epsilon and the decay."""
 
     def init(params: Any) -> AdamState:
         state = inner.init(params)
+        if not master_weights:
+            return state
         return state._replace(master=jax.tree.map(lambda w: _master(formats, jnp.asarray(w)), params))
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         if params is None:
-            raise ShapeError("adamw", "params", "None", "the parameters")
+            raise ShapeError("adamw", "params", "None", "the parameters, for weight decay and dtypes")
         leaves, tree = jax.tree.flatten(updates)
-        mu, nu, masters, weights = (
-            tree.flatten_up_to(part) for part in (state.mu, state.nu, state.master, params)
-        )
+        mu, nu, weights = (tree.flatten_up_to(part) for part in (state.mu, state.nu, params))
+        masters = tree.flatten_up_to(state.master) if master_weights else [None] * len(leaves)
         leaves = _checked("adamw", formats, leaves, [mu, nu])
         count = state.count + 1
-        lr = jnp.asarray(rate(state.count) if callable(rate) else rate, jnp.float32)
+        lr = rate(state.count) if callable(rate) else rate
+        if master_weights:
+            lr = jnp.asarray(lr, jnp.float32)
         made: list[Any] = [None] * len(leaves)
         own = [i for i, master in enumerate(masters) if master is not None and leaves[i].size]
         rest = [i for i in range(len(leaves)) if i not in own]
         rows = [(leaves[i], mu[i], nu[i], masters[i], weights[i]) for i in own]
-        found = _step(formats, numbers, count, rows, lr) if rows else []
+        found = _step(formats, (b1, b2, eps, decay), count, rows, lr) if rows else []
         for i, (*moments, master, after) in zip(own, found, strict=True):
             difference = after.astype(jnp.float32) - weights[i].astype(jnp.float32)
             made[i] = (difference, *moments, master)
@@ -177,10 +157,10 @@ def _with_masters(
         directions, after = inner.update([leaves[i] for i in rest], part)
         for i, direction, *moments in zip(rest, directions, after.mu, after.nu, strict=True):
             w = weights[i]
-            step = (-lr * (direction + numbers[3] * w.astype(jnp.float32))).astype(w.dtype)
+            step = (-lr * (direction + decay * w.astype(jnp.float32))).astype(w.dtype)
             made[i] = (step, *moments, masters[i])
         trees = [jax.tree.unflatten(tree, [row[k] for row in made]) for k in range(4)]
-        return trees[0], AdamState(count, *trees[1:])
+        return trees[0], AdamState(count, trees[1], trees[2], trees[3] if master_weights else None)
 
     return GradientTransformation(init, update)
 
@@ -324,4 +304,4 @@ def _receiver(platform: str, masters: bool) -> Callable[..., None]:
 
 for _platform in calls.PLATFORMS:
     for _target, _masters in ((_TARGET, False), (_MASTER_TARGET, True)):
-        calls._register(_target, _receiver(_platform, _masters), ["how"], _platform)
+        calls._register_own(_target, _receiver(_platform, _masters), ["how"], _platform)

@@ -298,6 +298,3 @@ def _home(how: Ring, of_step: Layers) -> Any:
 
 def _zeros(*like: Any) -> Layers:
     return tuple(manual.zeros(a.shape, jnp.float32, a) for a in like)
-
-
-__all__ = ["Ring", "ring_attention"]

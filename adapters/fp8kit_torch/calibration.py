@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view
-
-
-def stream_of(device: Device) -> int:
-    """Handle of torch's current stream of a device."""
-    return 0 if device.kind == "cpu" else int(torch.cuda.current_stream(device.index).cuda_stream)
 
 
 @custom_op("fp8kit::amax", mutates_args=())

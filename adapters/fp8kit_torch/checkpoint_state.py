@@ -83,6 +83,3 @@ def hand_over() -> None:
         elif kept:
             left.append(reference)
     waiting[:] = left
-
-
-__all__ = ["hand_over", "keep_extra_state", "waiting"]

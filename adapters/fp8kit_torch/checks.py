@@ -7,13 +7,14 @@ What an argument means beside others (sizes that must divide, shapes that must f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional, shown
-from fp8kit.errors import ArgumentError, FormatError, UnsupportedError
+from fp8kit.errors import ArgumentError, FormatError, UnsupportedError, on_behalf_of
 from fp8kit.layers import arguments
 from fp8kit.layers.arguments import instance, probability
 from fp8kit.ops.expert_linear import want_sizes
@@ -40,6 +41,11 @@ def tensor(operation: str, name: str, value: Any) -> torch.Tensor:
 def is_integer(value: torch.Tensor) -> bool:
     """Whether a tensor is of integers or bools that can be read."""
     return not (value.is_floating_point() or value.is_complex() or value.is_meta)
+
+
+def refusals_of(operation: str, **names: str) -> AbstractContextManager[None]:
+    """``on_behalf_of``, nothing within ``torch.compile``."""
+    return nullcontext() if torch.compiler.is_compiling() else on_behalf_of(operation, **names)
 
 
 def of_one(operation: str, name: str, group: object) -> None:

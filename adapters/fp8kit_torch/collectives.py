@@ -255,6 +255,3 @@ def ranks_of(operation: str, argument: str, group: Any) -> Collectives | None:
         wanted = "None or a process group of torch.distributed with this process"
         raise ArgumentError(operation, argument, shown(group), wanted)
     return TorchCollectives.of(group)
-
-
-__all__ = ["TorchCollectives", "is_group", "naming_failures", "ranks_of", "tensor_of"]

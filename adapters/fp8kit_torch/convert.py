@@ -16,7 +16,7 @@ from fp8kit.arguments import flag, function, named_well
 from fp8kit.errors import ArgumentError
 from fp8kit_torch.checkpoint_state import hand_over
 from fp8kit_torch.checks import module
-from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm
+from fp8kit_torch.converted import Converted
 from fp8kit_torch.converted_attention import hand_back, take_over
 from fp8kit_torch.converted_mlp import fuse, separate
 from fp8kit_torch.convertible import replacement
@@ -149,6 +149,3 @@ def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]
         for name, child in own_modules(parent).items():
             if child is not None:
                 yield parent, name, child, f"{path}.{name}" if path else name
-
-
-__all__ = ["ConvertedLinear", "ConvertedNorm", "convert", "revert"]

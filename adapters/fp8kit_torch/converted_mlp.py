@@ -465,6 +465,3 @@ def _spec_text(
     fp8 = scaled_products.for_device(first.quantization, where)
     spec = _made([decode(own).product for own in specs], fp8, kind)
     return "" if spec is None else encode(spec)
-
-
-__all__ = ["LAYERS", "fuse", "layer_by_layer", "separate"]

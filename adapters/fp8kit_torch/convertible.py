@@ -150,6 +150,3 @@ def _probed(module: nn.Module, weight: Tensor, bias: Tensor | None, eps: float) 
             if ((got.double() - scaled - shift).abs() <= limit * size).all():
                 return NormSpec(features, normalization, eps, centered)
     return odd
-
-
-__all__ = ["NO_MATRIX", "TABLE", "Make", "replacement"]

@@ -110,6 +110,3 @@ def _why(part: nn.Module, linears: tuple[type[nn.Linear], ...]) -> str:
         return "a layer of fp8kit_torch"
     made = replacement(part, linears)
     return made if isinstance(made, str) else "not converted, though it could be: convert was not asked to"
-
-
-__all__ = ["Coverage", "Covered", "coverage"]

@@ -14,8 +14,9 @@ from fp8kit.errors import CheckpointError, FormatError, UnsupportedError
 from fp8kit.formats import DTYPES, DType
 from fp8kit.moments import MomentFormat, StateFormats
 from fp8kit_torch.fused_optimizer import AdamNumbers
+from fp8kit_torch.optimizer_state import join
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view, dtype_of, optional_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,8 +72,7 @@ def values(formats: StateFormats, param: Tensor, name: str, state: Mapping[str, 
     codes, scale = state[name], state.get(f"{name}_scale")
     if name == "master_param":
         if codes.dtype is torch.int16:
-            bits = (param.detach().view(torch.int16).to(torch.int32) << 16) + codes
-            return bits.view(torch.float32)
+            return join(param.detach(), codes)
         if scale is not None and not bool(scale):  # it is the parameter, at first
             return param.detach().float()
     kept = _HALF if name == "master_param" else getattr(formats, name)
@@ -114,7 +114,7 @@ def adam_(
         numbers.decoupled,
         *numbers.of_kernel(tensors),
         optional_view(workspace),
-        _stream(place),
+        stream_of(place),
     )
 
 

@@ -220,6 +220,3 @@ def _hidden(kind: ExpertKind, u: Tensor, error: Tensor, eps: float) -> tuple[Ten
 def _steep(kind: ExpertKind, u: Tensor) -> Tensor | float:
     """The slope, which is at most 1.13 for gelu, 1.1 for silu at any alpha, and 2 u for relu^2."""
     return 2 * u.abs() if kind.activation in ("srelu", "sreglu") else 1.13
-
-
-__all__ = ["ExpertKind", "kind_of", "layout_of"]

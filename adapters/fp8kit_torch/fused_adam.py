@@ -18,7 +18,7 @@ from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
 from fp8kit_torch.fused_optimizer import NO_CORRECTION, AdamNumbers, Entry, Fused, adam_, written
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view, optional_view
 
 
@@ -279,7 +279,7 @@ class FusedAdam(Fused):
             group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
         skip = None if found is None else found.to(device, torch.float32).reshape(1)
         where = as_view(group["step"])
-        dispatch.kernels(where.device).count_(where, optional_view(skip), _stream(where.device))
+        dispatch.kernels(where.device).count_(where, optional_view(skip), stream_of(where.device))
 
     def _update(self, group: dict[str, Any], device: torch.device, entries: list[Entry]) -> None:
         scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))  # GradScaler's

@@ -19,7 +19,7 @@ from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.sharded_weight import note_written
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import FLOATS, as_view, optional_view
 
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
@@ -244,5 +244,5 @@ def adam_(
         *([as_view(t) for t in kept] for kept in (params, grads, *moments)),
         [*map(optional_view, masters)],
         *numbers.of_kernel(params),
-        _stream(place),
+        stream_of(place),
     )

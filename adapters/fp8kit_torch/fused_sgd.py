@@ -14,7 +14,7 @@ from fp8kit.errors import ArgumentError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check
 from fp8kit_torch.fused_optimizer import Entry, Fused, written
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view
 
 
@@ -101,7 +101,7 @@ class FusedSGD(Fused):
             1 if first else 2,
             None,
             None,
-            _stream(device),
+            stream_of(device),
         )
         for param, data, _ in entries:
             written(param, data)

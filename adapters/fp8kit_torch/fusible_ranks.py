@@ -89,6 +89,3 @@ class _Passing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
-
-
-__all__ = ["AllGather", "AllReduce", "ReduceScatter"]

@@ -10,6 +10,7 @@ the row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -187,16 +188,7 @@ class OperationFuser:
         order; ``basic_op_kwargs``: keyword arguments of each operation. ArgumentError for other numbers of
         them, UnsupportedError for a fusion of one direction over operations of fp8kit, whose gradients
         autograd knows."""
-        counts = [getattr(op, "num_extra_inputs", 0) for op in self.basic_ops]
-        if sum(counts) != len(extra_inputs):
-            got, wanted = len(extra_inputs), f"{sum(counts)} tensors"
-            raise ArgumentError("ops.Sequential", "extra_inputs", got, wanted)
-        options = [dict(each or {}) for each in basic_op_kwargs or [{}] * len(self.basic_ops)]
-        if len(options) != len(self.basic_ops):
-            got, wanted = len(options), f"{len(self.basic_ops)} mappings"
-            raise ArgumentError("ops.Sequential", "op_kwargs", got, wanted)
-        extras = iter(extra_inputs)
-        given = [tuple(next(extras) for _ in range(count)) for count in counts]
+        given, options = _of_each(self.basic_ops, extra_inputs, basic_op_kwargs)
         x, made, start = input, [], 0
         for forward_ops, backward_ops in self._parts():
             stop = start + sum(len(_basic(op)) for op in forward_ops)
@@ -236,6 +228,22 @@ class OperationFuser:
                 shorter.append(rest.pop(0))
             parts.append((first, last))
         return parts
+
+
+def _of_each(
+    modules: Sequence[Any],
+    extra_inputs: tuple[Tensor, ...],
+    op_kwargs: Sequence[Mapping[str, Any] | None] | None,
+) -> tuple[list[tuple[Tensor, ...]], list[dict[str, Any]]]:
+    """(extra inputs, keyword arguments) of each module. ArgumentError for other numbers of them."""
+    options = [{}] * len(modules) if op_kwargs is None else [dict(each or {}) for each in op_kwargs]
+    if len(options) != len(modules):
+        raise ArgumentError("ops.Sequential", "op_kwargs", len(options), f"{len(modules)} mappings")
+    counts = [getattr(module, "num_extra_inputs", 0) for module in modules]
+    if sum(counts) != len(extra_inputs):
+        raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(counts)} tensors")
+    ends = accumulate(counts)
+    return [extra_inputs[end - count : end] for count, end in zip(counts, ends, strict=True)], options
 
 
 def _fuses(op: Any) -> bool:
@@ -282,63 +290,52 @@ class _Run:
                     )
         self.contexts = [OperationContext() for _ in own]
 
-    def forward(self, x: Tensor, extras: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(output, extra outputs)."""
-        made: list[Tensor] = []
-        start, rest = 0, iter(extras)
-        for op in self.forward_ops:
+
+class _Apply(torch.autograd.Function):
+    """A ``_Run`` of x, extra inputs and parameters: (output, extra outputs...)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> Any:
+        for own in run.contexts:
+            own.requires_grad = any(ctx.needs_input_grad)
+        y, made, start, rest = x, [], 0, iter(tensors)
+        for op in run.forward_ops:
             stop = start + len(_basic(op))
-            inputs = [tuple(next(rest) for _ in range(one.num_extra_inputs)) for one in self.own[start:stop]]
-            x, more = op.fuser_forward(
-                self.contexts[start:stop],
-                x,
+            inputs = [tuple(next(rest) for _ in range(one.num_extra_inputs)) for one in run.own[start:stop]]
+            y, more = op.fuser_forward(
+                run.contexts[start:stop],
+                y,
                 basic_op_extra_inputs=inputs,
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
-                basic_op_kwargs=self.kwargs[start:stop],
+                basic_op_kwargs=run.kwargs[start:stop],
             )
             made += [t for each in more for t in each]
             start = stop
-        return x, made
-
-    def backward(self, grad: Tensor, extras: Sequence[Tensor | None]) -> tuple[Any, list[Any], list[Any]]:
-        """(gradient of the input, of the extra inputs, of the parameters)."""
-        counts = [one.num_extra_outputs for one in self.own]
-        rest = iter(extras)
-        given = [tuple(next(rest) for _ in range(count)) for count in counts]
-        dparams: list[Any] = [None] * len(self.own)
-        dextras: list[Any] = [None] * len(self.own)
-        stop = len(self.own)
-        for op in reversed(self.backward_ops):
-            start = stop - len(_basic(op))
-            grad, params, inputs = op.fuser_backward(
-                self.contexts[start:stop], grad, basic_op_grad_extra_outputs=given[start:stop]
-            )
-            dparams[start:stop], dextras[start:stop] = params, inputs
-            stop = start
-        return grad, [g for each in dextras for g in each], [g for each in dparams for g in each]
-
-
-class _Apply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> Any:
-        count = sum(op.num_extra_inputs for op in run.own)
-        for own in run.contexts:
-            own.requires_grad = any(ctx.needs_input_grad)
-        y, extras = run.forward(x, list(tensors[:count]))
         saved, ctx.shells = prepare_for_saving(*(t for own in run.contexts for t in own.to_save))
         ctx.save_for_backward(*saved)
         ctx.run = run
         y = y.detach() if y is x else y
-        return (y, *extras)
+        return (y, *made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *extras: Tensor | None) -> Any:  # type: ignore[override]
-        found = iter(restore_from_saved(ctx.shells, ctx.saved_tensors))
-        for own in ctx.run.contexts:
+        run = ctx.run
+        found, rest = iter(restore_from_saved(ctx.shells, ctx.saved_tensors)), iter(extras)
+        for own in run.contexts:
             own.saved_tensors = tuple(next(found) for _ in own.to_save)
-        dx, dextras, dparams = ctx.run.backward(grad, extras)
-        return None, dx, *dextras, *dparams
+        given = [tuple(next(rest) for _ in range(one.num_extra_outputs)) for one in run.own]
+        dparams: list[Any] = [None] * len(run.own)
+        dextras: list[Any] = [None] * len(run.own)
+        stop = len(run.own)
+        for op in reversed(run.backward_ops):
+            start = stop - len(_basic(op))
+            grad, params, inputs = op.fuser_backward(
+                run.contexts[start:stop], grad, basic_op_grad_extra_outputs=given[start:stop]
+            )
+            dparams[start:stop], dextras[start:stop] = params, inputs
+            stop = start
+        return None, grad, *(g for each in (*dextras, *dparams) for g in each)
 
 
 class Sequential(torch.nn.Sequential):
@@ -355,30 +352,25 @@ class Sequential(torch.nn.Sequential):
         operations want, in order; ``op_kwargs``: keyword arguments for each module, None for none;
         Fp8kitError for others."""
         modules = list(self)
-        options = [None] * len(modules) if op_kwargs is None else list(op_kwargs)
-        if len(options) != len(modules):
-            raise ArgumentError("ops.Sequential", "op_kwargs", len(options), f"{len(modules)} mappings")
-        wanted = [getattr(module, "num_extra_inputs", 0) for module in modules]
-        if sum(wanted) != len(extra_inputs):
-            raise ArgumentError("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors")
-        x, made, start, at = input, [], 0, 0
+        inputs, options = _of_each(modules, extra_inputs, op_kwargs)
+        x, made, start = input, [], 0
         while start < len(modules):
             stop = start + 1
             if _fuses(modules[start]):  # all that follow and are fused, too
                 while stop < len(modules) and _fuses(modules[stop]):
                     stop += 1
-            given = extra_inputs[at : at + sum(wanted[start:stop])]
+            given = [t for each in inputs[start:stop] for t in each]
             if _fuses(modules[start]):
                 kwargs: list[Any] = []
                 for op, own in zip(modules[start:stop], options[start:stop], strict=True):
                     kwargs += [own] * len(_basic(op))
                 y = OperationFuser(modules[start:stop])(x, *given, basic_op_kwargs=kwargs)
             else:
-                y = modules[start](x, *given, **(options[start] or {}))
+                y = modules[start](x, *given, **options[start])
             outputs = sum(getattr(module, "num_extra_outputs", 0) for module in modules[start:stop])
             x, *more = y if outputs else (y,)
             made += more
-            at, start = at + len(given), stop
+            start = stop
         return (x, *made) if made else x
 
 

@@ -128,16 +128,3 @@ def layers_of(module: Any) -> list[TransformerEngineBaseModule]:
     """The layers within a module that compute in FP8."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
     return [layer for layer in parts if isinstance(layer, TransformerEngineBaseModule)]
-
-
-__all__ = [
-    "RULES",
-    "either",
-    "layers_of",
-    "parameters_of",
-    "plain_of",
-    "samples_of",
-    "want_callables",
-    "want_device",
-    "want_hooks",
-]

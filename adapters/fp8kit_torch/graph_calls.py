@@ -266,6 +266,3 @@ class _Replay(torch.autograd.Function):
             inputs = len(call.inputs)
             found[inputs:] = [g if g is None or _is_placeholder(g) else g.clone() for g in found[inputs:]]
         return None, None, None, *found
-
-
-__all__ = ["Graph", "GraphedCall"]

@@ -210,6 +210,3 @@ def unchanged(callables: Sequence[Callable[..., Any]], layers: Sequence[Layers])
             parameter.grad_added_to_main_grad = flag
         if random is not None:
             torch.cuda.set_rng_state(random)
-
-
-__all__ = ["Capture", "Hooks", "unchanged", "uncollected"]

@@ -110,6 +110,3 @@ def shared_inputs(schedule: Schedule, kinds: Sequence[Hashable]) -> list[int]:
         elif ready:
             uses[call] = ready.pop(0)
     return uses
-
-
-__all__ = ["Pass", "Schedule", "in_turn", "interleaved", "shared_inputs"]

@@ -276,6 +276,3 @@ class _Graphed:
                 weight.grad_added_to_main_grad = True
         history: Any = self.scope[2].history
         finish_backward([(history, states["scaling_bwd"], None) for states in self._states])
-
-
-__all__ = ["make_graphed_callables"]

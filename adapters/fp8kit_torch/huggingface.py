@@ -225,6 +225,3 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             bits = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
             found[key] = bits.view(getattr(torch, array.dtype.name)).reshape(array.shape)
     return found
-
-
-__all__ = ["load_fp8_pretrained", "save_fp8_pretrained"]

@@ -14,10 +14,10 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.formats import DType
 from fp8kit.layers import inference
-from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.te_compat.capture import is_graph_capturing
 from fp8kit_torch.views import as_view
 

@@ -65,6 +65,3 @@ class LoadedParts(torch.Tensor):
 
         out = func(*torch_compat.tree_map(plain, args), **torch_compat.tree_map(plain, kwargs or {}))
         return LoadedParts(out, own._gathered) if func in _VIEWS else out
-
-
-__all__ = ["Gathered", "LoadedParts"]

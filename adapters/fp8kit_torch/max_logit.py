@@ -11,6 +11,7 @@ from torch.library import custom_op
 
 from fp8kit.execution.codec import decode
 from fp8kit.ops.attention_spec import AttentionSpec
+from fp8kit_torch.packed_views import separate
 
 _ELEMENTS = 2**24  # scores that are there at a time
 
@@ -41,27 +42,15 @@ def max_logits(spec: AttentionSpec, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _heads(spec: AttentionSpec, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """q: (b, g, h / g, s, d) and k: (b, g, 1, s, d), views; b is 1 where sequences are packed."""
-    lead = 1 if spec.packed else 2
-    heads, groups, d = spec.num_heads, spec.num_gqa_groups, spec.head_dim
-    if spec.layout == "separate":
-        q, k = inputs["q"], inputs["k"]
-    elif spec.layout == "q_kv":
-        q, k = inputs["q"], inputs["kv"].flatten(lead)[..., : groups * d]
-    elif spec.interleaved:
-        apart = inputs["qkv"].flatten(lead).unflatten(lead, (heads, 2 * d + spec.head_dim_v))
-        q, k = apart[..., :d], apart[..., d : 2 * d]
-    else:
-        flat = inputs["qkv"].flatten(lead)
-        q, k = flat[..., : heads * d], flat[..., heads * d : (heads + groups) * d]
 
-    def ordered(x: Tensor, count: int) -> Tensor:
-        x = x.reshape(*x.shape[:lead], count, d)
+    def ordered(x: Tensor) -> Tensor:
         if spec.packed:
             return x.transpose(0, 1)[None]
         return x.permute(1, 2, 0, 3) if spec.qkv_format == "sbhd" else x.transpose(1, 2)
 
-    q, k = ordered(q, heads), ordered(k, groups)
-    return q.unflatten(1, (groups, heads // groups)), k[:, :, None]
+    q, k, _ = separate(spec, inputs)
+    groups = spec.num_gqa_groups
+    return ordered(q).unflatten(1, (groups, spec.num_heads // groups)), ordered(k)[:, :, None]
 
 
 class _Places(NamedTuple):
@@ -155,6 +144,3 @@ def traced_max_logits(inputs: Sequence[Tensor], names: str, spec: str, heads: in
 @traced_max_logits.register_fake
 def _(inputs: Sequence[Tensor], names: str, spec: str, heads: int) -> Tensor:
     return inputs[0].new_empty(heads, dtype=torch.float32)
-
-
-__all__ = ["max_logits", "traced_max_logits"]

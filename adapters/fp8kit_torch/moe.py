@@ -15,13 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, on_behalf_of
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError
 from fp8kit.layers.arguments import extent, text
 from fp8kit.ops.expert_linear import EXPERT_ARGUMENTS
 from fp8kit.ops.permute import MAP_ARGUMENTS, dispatch_rows, expert_rows, permute, unpermute, want_chunks
 from fp8kit.spec import Operation
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import CALLED, check, is_integer, named, one, optional, shown, tensor, want_groups
+from fp8kit_torch.checks import (
+    CALLED,
+    check,
+    is_integer,
+    named,
+    one,
+    optional,
+    refusals_of,
+    shown,
+    tensor,
+    want_groups,
+)
 from fp8kit_torch.experts import expert_numbers, expert_product
 from fp8kit_torch.specs import any_rows, spec_for
 from fp8kit_torch.views import FLOATS
@@ -182,11 +193,8 @@ def grouped_dense(
         raise ShapeError(op, "kernel", shown(kernel), "(experts, in, out), or as layout says")
     want_groups(op, "group_sizes", group_sizes, kernel.shape[0])
     sizes, layer = expert_numbers(group_sizes).to(x.device), ("GroupedLinear", name or "")
-    arguments = x, sizes, kernel, bias, layer, layout, op, slots
-    if torch.compiler.is_compiling():
-        return expert_product(*arguments)
-    with on_behalf_of(op, **EXPERT_ARGUMENTS):
-        return expert_product(*arguments)
+    with refusals_of(op, **EXPERT_ARGUMENTS):
+        return expert_product(x, sizes, kernel, bias, layer, layout, op, slots)
 
 
 def moe_unpermute(
@@ -375,9 +383,7 @@ def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor)
 
 def _named(op: str, operation: Operation, spec: Any, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """``apply``, whose refusals are ``op``'s where the call is eager."""
-    if torch.compiler.is_compiling():
-        return apply(operation, spec, inputs)
-    with on_behalf_of(op, **MAP_ARGUMENTS):
+    with refusals_of(op, **MAP_ARGUMENTS):
         return apply(operation, spec, inputs)
 
 

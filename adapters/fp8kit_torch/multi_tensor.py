@@ -25,7 +25,7 @@ from fp8kit.float8 import quantize
 from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import Rule, check, is_scalar, named, optional, probability, shown
 from fp8kit_torch.fused_optimizer import NO_CORRECTION, AdamNumbers, adam_
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import FLOATS, as_view
 
 Lists = Sequence[Sequence[Tensor]]
@@ -292,7 +292,7 @@ def multi_tensor_compute_scale_and_scale_inv(
         return
     whole = as_view(torch.cat([t.reshape(-1) for t in amaxes]))
     made = [torch.empty(whole.shape, device=amaxes[0].device) for _ in range(2)]
-    kernels, stream = dispatch.kernels(whole.device), _stream(whole.device)
+    kernels, stream = dispatch.kernels(whole.device), stream_of(whole.device)
     how = float(max_fp8), bool(force_pow_2_scales), float(amax_epsilon), formats.float32.max
     kernels.scale_from_amax(whole, *map(as_view, made), *how, stream)
     for targets, values in zip(results, made, strict=True):

@@ -1,16 +1,17 @@
 """Queries, keys and values that are views of one tensor, which attention reads as it lies: no copy of its
-parts is made. Gradients go the way of the parts."""
+parts is made. Gradients go the way of the parts. ``separate`` gives the parts again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp8kit.ops.attention_spec import AttentionSpec
 from fp8kit_torch.torch_compat import base as base_of
 
 Found = tuple[Tensor | None, Tensor | None, Tensor | None, int]
@@ -89,6 +90,24 @@ def _strided(view: Tensor, wanted: Sequence[int]) -> bool:
     return all(count == 1 or own == other for count, own, other in pairs)
 
 
+def separate(spec: AttentionSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """q (..., h, d), k (..., g, d) and v (..., g, d_v) of an attention's inputs, however they lie; views,
+    where these are."""
+    heads, groups, d, d_v = spec.num_heads, spec.num_gqa_groups, spec.head_dim, spec.head_dim_v
+    lead = 1 if spec.packed else 2
+    if spec.layout == "separate":
+        parts = [inputs[name] for name in "qkv"]
+    elif spec.layout == "q_kv":
+        parts = [inputs["q"], *inputs["kv"].flatten(lead).split([groups * d, groups * d_v], -1)]
+    elif spec.interleaved:
+        whole = inputs["qkv"].flatten(lead).unflatten(-1, (heads, 2 * d + d_v))
+        parts = list(whole.split([d, d, d_v], -1))
+    else:
+        parts = list(inputs["qkv"].flatten(lead).split([heads * d, groups * d, groups * d_v], -1))
+    sizes = ((heads, d), (groups, d), (groups, d_v))
+    return [part.reshape(*part.shape[:lead], *size) for part, size in zip(parts, sizes, strict=True)]
+
+
 class _Whole(torch.autograd.Function):
     """``base`` as rows of its parts, which stand for it in autograd."""
 
@@ -105,6 +124,3 @@ class _Whole(torch.autograd.Function):
             size, strides = (*grad.shape[:-1], count, width), (*grad.stride()[:-1], step, 1)
             made.append(grad.as_strided(size, strides, grad.storage_offset() + start).reshape(shape))
         return None, None, None, *made
-
-
-__all__ = ["packed_views"]

@@ -79,6 +79,3 @@ class PrepareFP8ModuleInput(PrepareModuleInput):
             name: _kept(self.input_kwarg_layouts.get(name), placement) for name, placement in wanted.items()
         }
         self.desired_input_kwarg_layouts = own
-
-
-__all__ = ["FP8ColwiseParallel", "FP8RowwiseParallel", "PrepareFP8ModuleInput"]

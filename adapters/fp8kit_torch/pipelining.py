@@ -18,6 +18,3 @@ class PipelineStage(pipelining.PipelineStage):
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(enabled=False):
             return super()._forward_metadata_inference(*args, **kwargs)
-
-
-__all__ = ["PipelineStage"]

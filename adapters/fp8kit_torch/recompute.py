@@ -370,19 +370,3 @@ def _around(tracker: Any, context_fn: Callable[[], Sequence[AbstractContextManag
         return _opened(own[0]), own[1]
     states = dict(tracker.get_states())
     return _opened(own[0]), _Anew(lambda: _tracked(tracker, states, own[1]))
-
-
-__all__ = [
-    "Kept",
-    "backward_pass",
-    "checkpoint",
-    "checkpoint_contexts",
-    "first",
-    "forget_phases",
-    "idle",
-    "keep",
-    "note",
-    "nowhere",
-    "phase",
-    "recall",
-]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError, on_behalf_of
+from fp8kit.errors import FormatError, ShapeError, UnsupportedError
 from fp8kit.ops import router as ops
 from fp8kit_torch.call import apply
-from fp8kit_torch.checks import check, named, optional, tensor
+from fp8kit_torch.checks import check, named, optional, refusals_of, tensor
 from fp8kit_torch.specs import spec_for
 
 _RULES = {
@@ -126,27 +126,18 @@ def fused_moe_aux_loss(
     numbers = total_num_tokens, num_experts, topk, coeff
     factor = ops.aux_loss_factor(op, tuple(probs.shape), *numbers, total is not None)
     spec = spec_for("AuxLossSpec", factor)
-    if torch.compiler.is_compiling():
-        return apply(ops.moe_aux_loss, spec, inputs)["loss"].reshape(())
-    with on_behalf_of(op, counts="tokens_per_expert"):
+    with refusals_of(op, counts="tokens_per_expert"):
         return apply(ops.moe_aux_loss, spec, inputs)["loss"].reshape(())
 
 
 def _routed(
     op: str, logits: Tensor, given: tuple[Any, ...], bias: Tensor | None = None, dense: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """The fields of the router's spec and its outputs; refusals are ``op``'s where the call is eager."""
-    if not torch.compiler.is_compiling():
-        with on_behalf_of(op):
-            return _routed_as_said(logits, given, bias, dense)
-    return _routed_as_said(logits, given, bias, dense)
-
-
-def _routed_as_said(
-    logits: Tensor, given: tuple[Any, ...], bias: Tensor | None, dense: bool
-) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    fields = ops.router_fields(logits, *given, dense=dense)
-    return fields, apply(ops.router, spec_for("RouterSpec", *fields), {"logits": logits, "expert_bias": bias})
+    """The fields of the router's spec and its outputs."""
+    inputs = {"logits": logits, "expert_bias": bias}
+    with refusals_of(op):
+        fields = ops.router_fields(logits, *given, dense=dense)
+        return fields, apply(ops.router, spec_for("RouterSpec", *fields), inputs)
 
 
 def _format(op: str, value: Any) -> RoutingMapFormat:

@@ -28,7 +28,7 @@ from fp8kit.tiles import tiling
 from fp8kit_torch import torch_compat
 from fp8kit_torch.collectives import TorchCollectives
 from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view
 from fp8kit_torch.weight_scales import limits_of
 
@@ -48,7 +48,7 @@ class _Known:
     def run(self, like: ArrayView, key: Sequence[int], work: Callable[..., None], *arguments: Any) -> None:
         """``work(kernels, *arguments, stream)`` on the device of ``like``; ``key``: what tells these calls
         apart, the arrays' addresses."""
-        kernels, stream = dispatch.kernels(like.device), _stream(like.device)
+        kernels, stream = dispatch.kernels(like.device), stream_of(like.device)
         if kernels is not self._kernels:
             self._kernels, self._replays = kernels, replays(kernels)
         if self._replays is None:
@@ -135,7 +135,7 @@ class _Rows:
             taken = torch.empty_like(self.scale)
             own = _Cast(self, self.new_codes(), self.scale, taken)
             device = own.rows.device
-            _cast_all(dispatch.kernels(device), [own], _stream(device))
+            _cast_all(dispatch.kernels(device), [own], stream_of(device))
             self.stale = False
         assert self.codes is not None
         return self.codes
@@ -227,7 +227,7 @@ class _Together:
         self._known[0].run(amaxes, key, _amax_all, casts)
         if group is not None:
             what = "amaxes of sharded weights"
-            TorchCollectives.of(group).all_reduce(amaxes, "max", _stream(amaxes.device), what)
+            TorchCollectives.of(group).all_reduce(amaxes, "max", stream_of(amaxes.device), what)
         key += [own.codes.ptr for own in casts]
         self._known[1].run(amaxes, key, _scale_and_cast, self._limited, casts)
         for rows, own in zip(held, self._tensors, strict=True):

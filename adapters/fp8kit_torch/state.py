@@ -138,7 +138,7 @@ class ScalingState:
         torch_compat.increment_version([*map(_scale, states)])
 
 
-def _stream(device: Device) -> int:
+def stream_of(device: Device) -> int:
     """torch's current stream of a device."""
     return torch_compat.current_stream(device.index) if device.kind == "cuda" else 0
 
@@ -158,7 +158,7 @@ def _reduce(history: AmaxHistory, states: Sequence[Any]) -> None:
         ranks = group if isinstance(group, Collectives) else TorchCollectives.of(group or dist.group.WORLD)
         if ranks.size > 1:
             whole = torch.cat(rows)
-            ranks.all_reduce(as_view(whole), "max", _stream(as_view(whole).device), "the update of scales")
+            ranks.all_reduce(as_view(whole), "max", stream_of(as_view(whole).device), "the update of scales")
             torch_compat.foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
 
 

@@ -168,6 +168,3 @@ class Beside:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
-
-
-__all__ = ["Beside", "Copies", "Workspace"]

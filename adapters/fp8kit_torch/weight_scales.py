@@ -9,7 +9,7 @@ from fp8kit.backends import dispatch
 from fp8kit.formats import float32
 from fp8kit.quantization import Quantizer
 from fp8kit.tiles import tiling
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view, kind_of
 
 
@@ -17,7 +17,7 @@ def amax_of(values: Tensor, rule: Quantizer) -> Tensor:
     """float32: the largest magnitude of each tile of a matrix h (rows, columns), as ``rule`` divides it."""
     (tile, grid), rows = tiling(rule.granularity, tuple(values.shape)), as_view(values)
     amax = torch.zeros(grid, dtype=torch.float32, device=values.device)
-    dispatch.kernels(rows.device).amax(rows, as_view(amax), tile, _stream(rows.device))
+    dispatch.kernels(rows.device).amax(rows, as_view(amax), tile, stream_of(rows.device))
     return amax
 
 
@@ -33,5 +33,5 @@ def scales_of(amax: Tensor, rule: Quantizer, dtype: torch.dtype) -> tuple[Tensor
     how = limits_of(rule, dtype)
     views = [as_view(each) for each in (amax, scale, inverse)]
     device = views[0].device
-    dispatch.kernels(device).scale_from_amax(*views, *how, _stream(device))
+    dispatch.kernels(device).scale_from_amax(*views, *how, stream_of(device))
     return scale, inverse

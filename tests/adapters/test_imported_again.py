@@ -52,6 +52,14 @@ def in_jax():
     variables = layer.init(jax.random.PRNGKey(0), x)
     found.append(np.asarray(jax.jit(layer.apply)(variables, x)).tobytes())
 
+def adam_in_jax():
+    import jax
+    from fp8kit_jax.optimizers import adamw
+    made = adamw(1e-2, master_weights=True)
+    params = {"w": x.astype("bfloat16"), "b": x[0]}
+    updates, _ = jax.jit(made.update)(params, made.init(params), params)
+    found.append(b"".join(np.asarray(update).tobytes() for update in jax.tree.leaves(updates)))
+
 def forked():
     import os
     native()
@@ -79,7 +87,7 @@ print("again")
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("how", ["native", "in_threads", "in_torch", "in_jax", "forked"])
+@pytest.mark.parametrize("how", ["native", "in_threads", "in_torch", "in_jax", "adam_in_jax", "forked"])
 def test_modules_are_imported_again(how):
     for seed in range(2):
         done = subprocess.run(

@@ -113,13 +113,20 @@ def want_fused(module: Any, name: str, *others: str) -> None:
 # --- logical axes -------------------------------------------------------------------------------------------
 
 
+def mesh_axes() -> dict[str, Any]:
+    """Returns the mesh axes of each of ``LOGICAL_AXES`` by the MeshResource in force: one, several, None."""
+    resource, found = mesh_resource(), dict[str, Any]()
+    for name, fields in LOGICAL_AXES.items():
+        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
+        found[name] = axes[0] if len(axes) == 1 else axes or None
+    return found
+
+
 def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     """``rules`` (logical axis, mesh axes) and those of ``LOGICAL_AXES`` by the MeshResource in force, for
     ``flax.linen.logical_axis_rules``. Fp8kitError where two rules of one name differ."""
-    resource, present, found = mesh_resource(), dict(rules), [*rules]
-    for name, fields in LOGICAL_AXES.items():
-        given = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
-        axes = given[0] if len(given) == 1 else given or None
+    present, found = dict(rules), [*rules]
+    for name, axes in mesh_axes().items():
         if name not in present:
             found.append((name, axes))
         elif present[name] != axes:

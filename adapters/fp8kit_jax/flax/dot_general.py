@@ -56,6 +56,3 @@ def make_dot_general_cls(recipe: Recipe | None = None) -> Any:
         raise RecipeError("make_dot_general_cls", "recipe", repr(recipe), WANTED)
 
     return partial(DotGeneral, recipe)
-
-
-__all__ = ["DotGeneral", "make_dot_general_cls"]

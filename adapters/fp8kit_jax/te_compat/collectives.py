@@ -82,6 +82,3 @@ def want_collectives(operation: str, value: Any) -> None:
     """ArgumentError if ``value`` is not a CollectiveOpSet."""
     if not isinstance(value, CollectiveOpSet):
         raise ArgumentError(operation, "collective_op_set", shown(value), "a CollectiveOpSet")
-
-
-__all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop_collective_op_set"]

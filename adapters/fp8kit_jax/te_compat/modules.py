@@ -129,12 +129,3 @@ class Softmax(nn.Module):
 def _want_recipe(operation: str, recipe: Any) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(operation, "quantization_recipe", repr(recipe), WANTED)
-
-
-__all__ = [
-    "Softmax",
-    "TransformerEngineBase",
-    "make_dot_general_cls",
-    "make_grouped_dense_cls",
-    "wrap_function_in_te_state_module",
-]

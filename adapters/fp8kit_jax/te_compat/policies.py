@@ -22,5 +22,3 @@ dots_and_te_gemms_with_no_batch_dims = _both(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, te_gemms_saveable
 )
 checkpoint_dots_and_te_gemms = _both(jax.checkpoint_policies.dots_saveable, te_gemms_saveable)
-
-__all__ = ["checkpoint_dots_and_te_gemms", "dots_and_te_gemms_with_no_batch_dims", "te_gemms_saveable"]

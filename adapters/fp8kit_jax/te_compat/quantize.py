@@ -4,7 +4,7 @@ on every device: where the hardware has no such products they are emulated."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -17,7 +17,8 @@ from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Format, Recipe
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.scopes import MeshResource, autocast, history_of, recipe_in_force
-from fp8kit_jax.state import NVTE_FP8_COLLECTION_NAME, Slot, update_collections
+from fp8kit_jax.state import NVTE_FP8_COLLECTION_NAME, Slot
+from fp8kit_jax.state import update_collections as update_collections
 
 
 class ScalingMode(Enum):
@@ -160,13 +161,7 @@ class QuantizerFactory:
             if meta is not None and history_of(recipe) is not None:
                 own = {name: getattr(meta, name) for name in ("x", "kernel", "grad")}
                 slots = {name: Slot(each.scale, each.amax_history) for name, each in own.items()}
-            fields = {
-                "x": found.x,
-                "kernel": found.kernel,
-                "grad": found.grad,
-                "recipe": found.recipe,
-            } | slots
-            return QuantizerSet(**fields, kept_as=checkpoint_name or "")
+            return replace(found, kept_as=checkpoint_name or "", **slots)
 
         return one() if count == 1 else tuple(one() for _ in range(count))
 
@@ -240,29 +235,3 @@ def fp8_autocast(
 ) -> AbstractContextManager[None]:
     """``autocast``, by its former name and its former names of arguments."""
     return autocast(enabled, fp8_recipe, mesh_resource)
-
-
-__all__ = [
-    "NVTE_FP8_COLLECTION_NAME",
-    "AmaxComputeAlgo",
-    "QuantizeConfig",
-    "QuantizeLayout",
-    "QuantizeMeta",
-    "QuantizeMetaSet",
-    "QuantizerFactory",
-    "QuantizerSet",
-    "ScalingMode",
-    "TensorSource",
-    "autocast",
-    "fp8_autocast",
-    "get_delayed_scaling",
-    "get_global_quantize_recipe",
-    "get_quantize_config",
-    "get_quantize_config_with_recipe",
-    "get_supported_quantization_recipes",
-    "get_supported_scaling_modes",
-    "is_fp8_available",
-    "is_scaling_mode_supported",
-    "noop_quantizer_set",
-    "update_collections",
-]

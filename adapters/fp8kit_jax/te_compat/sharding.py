@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from fp8kit.errors import ArgumentError
-from fp8kit_jax.flax.common import LOGICAL_AXES, constrained
-from fp8kit_jax.scopes import MeshResource, global_shard_guard, mesh_resource
+from fp8kit_jax.flax.common import constrained, mesh_axes
+from fp8kit_jax.scopes import MeshResource, mesh_resource
+from fp8kit_jax.scopes import global_shard_guard as global_shard_guard
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -83,13 +84,7 @@ def get_active_resource_axis(resource_name: str) -> str | None:
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, Any]:
     """Transformer Engine's logical axes -> mesh axes, by the MeshResource in force; none without a mesh."""
-    if not is_mesh_available():
-        return {}
-    resource, found = mesh_resource(), dict[str, Any]()
-    for name, fields in LOGICAL_AXES.items():
-        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
-        found[name] = axes[0] if len(axes) == 1 else axes or None
-    return found
+    return mesh_axes() if is_mesh_available() else {}
 
 
 def get_padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
@@ -118,32 +113,3 @@ def with_sharding_constraint(x: Any, pspec: Any) -> Any:
 def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Sequence[Any] | None) -> Any:
     """x with a constraint by logical axes: by the rules of Flax in force, or Transformer Engine's."""
     return constrained(x, logical_axis_names)
-
-
-__all__ = [
-    "BATCH_AXES",
-    "HEAD_AXES",
-    "HIDDEN_AXES",
-    "HIDDEN_TP_AXES",
-    "JOINED_AXES",
-    "SEQLEN_AXES",
-    "SEQLEN_CP_AXES",
-    "SEQLEN_TP_AXES",
-    "W_FSDP_AXES",
-    "W_JOINED_AXES",
-    "W_NO_SHARD_AXES",
-    "W_TP_AXES",
-    "MeshResource",
-    "get_active_resource_axis",
-    "get_all_mesh_axes",
-    "get_mesh_axis_size",
-    "get_num_devices_in_mesh",
-    "get_padded_spec",
-    "get_sharding_map_logic_axis_to_mesh_axis",
-    "global_mesh_resource",
-    "global_shard_guard",
-    "is_mesh_available",
-    "num_of_devices",
-    "with_sharding_constraint",
-    "with_sharding_constraint_by_logical_axes",
-]

@@ -45,6 +45,3 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
     choice(op, "attn_mask_type", attn_mask_type, MASKS + MASK_ALIASES)
     left, right = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
     return (left, 0) if "causal" in attn_mask_type else (left, right)
-
-
-__all__ = ["check_set_window_size", "get_cu_seqlens", "get_full_cu_seqlens", "get_padding_mask"]

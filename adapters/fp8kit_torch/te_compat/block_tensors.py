@@ -437,5 +437,3 @@ def _rebuilt(
 
 
 torch.serialization.add_safe_globals([_rebuilt])
-
-__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "NVFP4Quantizer", "NVFP4Tensor"]

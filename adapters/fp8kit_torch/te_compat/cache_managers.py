@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit_torch.autocast import autocast
 from fp8kit_torch.checks import shown
+from fp8kit_torch.packed_views import separate
 
 Step = Mapping[Hashable, int]
 
@@ -152,7 +153,7 @@ def attend(core: Any, spec: Any, inputs: Mapping[str, Tensor], params: Any) -> T
         wanted = "None within torch.compile and in CUDA graphs: the manager is asked in each step"
         raise UnsupportedError(core.layer_name, "custom_cache_manager", "one", wanted)
     manager, form, number = params.custom, spec.qkv_format, core.layer_number
-    q, k, v = _separate(spec, inputs)
+    q, k, v = separate(spec, inputs)
     if number not in manager.cache:
         manager.allocate_memory(number)
     found = manager.step(number, k, v, params.cu_seqlens_q, params.cu_seqlens_kv, form)
@@ -186,22 +187,3 @@ def attend(core: Any, spec: Any, inputs: Mapping[str, Tensor], params: Any) -> T
     for target, rows in zip(sequences_of(placed, counts, form), o.split(counts), strict=True):
         target.copy_(rows)
     return placed
-
-
-def _separate(spec: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """q (..., h, d), k (..., g, d) and v (..., g, d_v), however they lie."""
-    heads, groups, d, d_v = spec.num_heads, spec.num_gqa_groups, spec.head_dim, spec.head_dim_v
-    if spec.layout == "separate":
-        parts = [inputs[name] for name in "qkv"]
-    elif spec.layout == "q_kv":
-        parts = [inputs["q"], *inputs["kv"].split([groups * d, groups * d_v], -1)]
-    elif spec.layout == "qkv":
-        parts = list(inputs["qkv"].split([heads * d, groups * d, groups * d_v], -1))
-    else:
-        parts = list(inputs["qkv"].unflatten(-1, (heads, 2 * d + d_v)).split([d, d, d_v], -1))
-    lead = 1 if spec.qkv_format == "thd" else 2
-    sizes = ((heads, d), (groups, d), (groups, d_v))
-    return [part.reshape(*part.shape[:lead], *size) for part, size in zip(parts, sizes, strict=True)]
-
-
-__all__ = ["KVCacheManager", "NonPagedKVCacheManager"]

@@ -79,18 +79,3 @@ def set_jit_fusion_options() -> None:
 def torch_version() -> tuple[int, ...]:
     """Torch's version as numbers."""
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-__all__ = [
-    "graph_pool_handle",
-    "is_graph_capturing",
-    "jit_fuser",
-    "lazy_compile",
-    "no_torch_dynamo",
-    "restore_fp8_tensors",
-    "save_fp8_tensors",
-    "set_capture_end",
-    "set_capture_start",
-    "set_jit_fusion_options",
-    "torch_version",
-]

@@ -13,7 +13,7 @@ from fp8kit.errors import ShapeError
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.collectives import ranks_of
-from fp8kit_torch.te_compat.extension_sequences import thd_get_partitioned_indices
+from fp8kit_torch.te_compat.extension_sequences import places, thd_get_partitioned_indices
 
 
 def get_batch_on_this_cp_rank(
@@ -64,13 +64,12 @@ def pad_thd_sequences_for_cp(
     """(input_ids, labels, cu_seqlens_padded): (t,) or (1, t) packed sequences, each padded at its end to a
     multiple of ``divisibility_factor`` (2 P), and where they start then. ``cu_seqlens``: int32 (b + 1,)."""
     starts = _padded_starts("pad_thd_sequences_for_cp", cu_seqlens, divisibility_factor)
-    lengths = cu_seqlens.diff()
-    gaps = (starts[:-1] - cu_seqlens[:-1]).repeat_interleave(lengths)
-    places = torch.arange(len(gaps), device=gaps.device) + gaps
+    sequence, place = places(cu_seqlens.diff())
+    at = starts[sequence] + place
 
     def padded(x: Tensor, value: int) -> Tensor:
         out = x.new_full((int(starts[-1]),), value)
-        out[places] = x.reshape(-1)[: len(places)]
+        out[at] = x.reshape(-1)[: len(at)]
         return out
 
     return padded(input_ids, padding_token_id), padded(labels, padding_label_id), starts
@@ -82,8 +81,7 @@ def generate_positional_ids_for_cp(
     """Of each token of the sequences that ``pad_thd_sequences_for_cp`` pads, its place in its sequence, the
     padding's counted on: (t padded,)."""
     starts = _padded_starts("generate_positional_ids_for_cp", cu_seqlens, divisibility_factor)
-    begin = starts[:-1].repeat_interleave(starts.diff())
-    return (torch.arange(len(begin), device=begin.device) - begin).to(dtype)
+    return places(starts.diff())[1].to(dtype)
 
 
 def _padded_starts(op: str, cu_seqlens: Tensor, factor: int) -> Tensor:
@@ -91,6 +89,3 @@ def _padded_starts(op: str, cu_seqlens: Tensor, factor: int) -> Tensor:
     count = integer(op, "divisibility_factor", factor, 1, 2**31 - 1)
     lengths = -(-cu_seqlens.diff() // count) * count
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
-
-
-__all__ = ["generate_positional_ids_for_cp", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]

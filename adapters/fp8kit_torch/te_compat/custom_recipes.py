@@ -244,18 +244,3 @@ def nvfp4_factory(role: QuantizerRole) -> Quantizer:
 def high_precision_factory(role: QuantizerRole) -> Quantizer:
     """No operand in FP8."""
     return IdentityQuantizer()
-
-
-__all__ = [
-    "DelayedScalingRequest",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "current_scaling_factory",
-    "delayed_scaling_factory",
-    "float8_block_scaling_factory",
-    "high_precision_factory",
-    "mxfp8_factory",
-    "nvfp4_factory",
-]

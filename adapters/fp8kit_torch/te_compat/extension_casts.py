@@ -141,15 +141,3 @@ def _activations() -> dict[str, Callable[..., Any]]:
 
 ACTIVATIONS = _activations()
 globals().update(ACTIVATIONS)
-
-__all__ = [
-    "bgrad_quantize",
-    "compute_amax",
-    "dequantize",
-    "fp8_transpose",
-    "multi_tensor_quantize",
-    "quantize",
-    "split_quantize",
-    "swap_first_dims",
-]
-__all__ += ACTIVATIONS

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fp8kit.backends import dispatch
 from fp8kit.errors import ShapeError
-from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.te_compat.dtypes import TE_DType_To_Torch
 from fp8kit_torch.te_compat.gemms import general_gemm
 from fp8kit_torch.views import as_view
@@ -374,30 +374,3 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
     """(least, greatest) priority of a CUDA stream."""
     least, greatest = torch.cuda.Stream.priority_range()
     return int(least), int(greatest)
-
-
-__all__ = [
-    "NVTE_Fused_Attn_Backend",
-    "dropout_bwd",
-    "dropout_fwd",
-    "fused_qkv_rope_backward",
-    "fused_qkv_rope_forward",
-    "fused_rope_backward",
-    "fused_rope_forward",
-    "generic_gemm",
-    "get_cudnn_version",
-    "get_stream_priority_range",
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "rmsnorm_bwd",
-    "rmsnorm_bwd_add",
-    "rmsnorm_fwd",
-    "scaled_aligned_causal_masked_softmax_backward",
-    "scaled_aligned_causal_masked_softmax_forward",
-    "scaled_masked_softmax_backward",
-    "scaled_masked_softmax_forward",
-    "scaled_softmax_backward",
-    "scaled_softmax_forward",
-    "scaled_upper_triang_masked_softmax_backward",
-    "scaled_upper_triang_masked_softmax_forward",
-]

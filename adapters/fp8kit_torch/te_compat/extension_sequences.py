@@ -66,12 +66,17 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     return tensor.index_select(at, _half(cu_seqlens, tensor.shape[at], bool(half_idx)))
 
 
+def places(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(sequence, place in it) of all tokens of sequences that have these ``lengths``, int64 (b,)."""
+    sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    first = (lengths.cumsum(0) - lengths)[sequence]
+    return sequence, torch.arange(len(sequence), device=lengths.device) - first
+
+
 def _second_halves(cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(sequence, place in its second half, place in the sequence) of the tokens of all second halves."""
     lengths = cu_seqlens.long().diff() // 2
-    sequence = torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
-    first = (lengths.cumsum(0) - lengths)[sequence]
-    place = torch.arange(len(sequence), device=cu_seqlens.device) - first
+    sequence, place = places(lengths)
     return sequence, place, place + lengths[sequence]
 
 
@@ -117,17 +122,15 @@ def thd_out_correction(
     alone, or everywhere. ``out_per_step``: of those tokens; ``lse``: (h, t) where ``lse_packed``, else
     (b, h, s); ``lse_per_step``: of ``out_per_step``'s tokens."""
     tokens = out.shape[0]
-    whole = torch.arange(tokens, device=out.device)
-    at = _half(cu_seqlens, tokens, True) if only_second_half else whole
+    at = _half(cu_seqlens, tokens, True) if only_second_half else torch.arange(tokens, device=out.device)
     if lse_packed:
         total, part = lse[:, at].t(), lse_per_step[:, : len(at)].t()
     else:
-        lengths = cu_seqlens.long().diff()
         if only_second_half:
             sequence, place, in_whole = _second_halves(cu_seqlens)
         else:
-            sequence = torch.arange(len(lengths), device=out.device).repeat_interleave(lengths)
-            in_whole = place = whole[: len(sequence)] - cu_seqlens.long()[sequence]
+            sequence, place = places(cu_seqlens.long().diff())
+            in_whole = place
         total, part, at = lse[sequence, :, in_whole], lse_per_step[sequence, :, place], at[: len(sequence)]
     scale = (part.float() - total.float()).exp()[..., None]
     out[at] = (out[at].float() + out_per_step[: len(at)].float() * scale).to(out.dtype)
@@ -161,10 +164,7 @@ def thd_grad_correction(
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """(b, max_seq_len, ...) of (t, ...): each of ``b`` sequences from the beginning of its row on, 0 after
     it."""
-    lengths = cu_seqlens.long().diff()[:b]
-    sequence = torch.arange(b, device=tensor.device).repeat_interleave(lengths)
-    rows = torch.arange(len(sequence), device=tensor.device)
-    place = rows - (lengths.cumsum(0) - lengths)[sequence]
+    sequence, place = places(cu_seqlens.long().diff()[:b])
     made = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     made[sequence, place] = tensor[cu_seqlens.long()[sequence] + place]
     return made
@@ -172,9 +172,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """(t, ...) of (b, s, ...): the sequences at their ``cu_seqlens``, 0 in tokens that none has."""
-    lengths = cu_seqlens.long().diff()
-    sequence = torch.arange(len(lengths), device=tensor.device).repeat_interleave(lengths)
-    place = torch.arange(len(sequence), device=tensor.device) - (lengths.cumsum(0) - lengths)[sequence]
+    sequence, place = places(cu_seqlens.long().diff())
     made = tensor.new_zeros(t, *tensor.shape[2:])
     made[cu_seqlens.long()[sequence] + place] = tensor[sequence, place]
     return made
@@ -213,18 +211,3 @@ def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
     """Where each of n groups of rows starts, in elements, and where the last ends: int64 (n + 1,)."""
     ends = first_dims.long().cumsum(0) * integer("splits_to_offsets", "logical_last_dim", logical_last_dim)
     return torch.nn.functional.pad(ends, (1, 0))
-
-
-__all__ = [
-    "convert_bshd_to_thd",
-    "convert_thd_to_bshd",
-    "fused_multi_row_padding",
-    "fused_multi_row_unpadding",
-    "splits_to_offsets",
-    "thd_get_partitioned_indices",
-    "thd_grad_correction",
-    "thd_out_correction",
-    "thd_read_half_tensor",
-    "thd_read_second_half_lse",
-    "thd_second_half_lse_correction",
-]

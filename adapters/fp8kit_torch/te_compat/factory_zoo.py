@@ -39,11 +39,3 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole) -> Quantizer:
 def nvfp4_1d_weight_factory(role: QuantizerRole) -> Quantizer:
     """As ``NVFP4BlockScaling``, with weights by blocks of a row."""
     return NVFP4Quantizer() if role.operand == "weight" else nvfp4_factory(role)
-
-
-__all__ = [
-    "high_precision_fwd_mxfp8_bwd_factory",
-    "mxfp8_fwd_high_precision_bwd_factory",
-    "mxfp8_fwd_nvfp4_bwd_factory",
-    "nvfp4_1d_weight_factory",
-]

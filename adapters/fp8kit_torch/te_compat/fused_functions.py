@@ -77,26 +77,3 @@ bias_dropout_add_fused_train_ = bias_dropout_add_fused_train
 bias_dropout_add_fused_inference_ = bias_dropout_add_fused_inference
 l2normalization_fused_, l2normalization_fwd_fused_ = l2normalization_fused, l2normalization_fwd_fused
 l2normalization_backward_fused_ = l2normalization_backward_fused
-
-__all__ = [
-    "bgrad_dgelu_fused",
-    "bgrad_dgelu_fused_",
-    "bias_dropout_add",
-    "bias_dropout_add_fused_inference",
-    "bias_dropout_add_fused_inference_",
-    "bias_dropout_add_fused_train",
-    "bias_dropout_add_fused_train_",
-    "bias_gelu_fused",
-    "bias_gelu_fused_",
-    "get_bias_dropout_add",
-    "l2normalization_backward_fused",
-    "l2normalization_backward_fused_",
-    "l2normalization_fused",
-    "l2normalization_fused_",
-    "l2normalization_fwd_fused",
-    "l2normalization_fwd_fused_",
-    "warmup_jit_bias_dropout_add",
-    "warmup_jit_bias_dropout_add_all_dtypes",
-    "warmup_jit_bias_gelu",
-    "warmup_jit_bias_gelu_all_dtypes",
-]

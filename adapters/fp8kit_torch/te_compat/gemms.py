@@ -16,12 +16,12 @@ from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.ops.activation import activation
 from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import defaults, refuse
-from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.te_compat.block_tensors import BlockTensor
 from fp8kit_torch.views import FLOATS, as_view
 

@@ -3,7 +3,7 @@ its scales and quantizers. Each is looked up when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -47,23 +47,10 @@ class Meta(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or key in self.beside or key == "recipe"
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's, as are the others."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Also of what is beside the states."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *more: Any, **by_name: Any) -> None:
-        """Each key where it belongs."""
-        for key, value in dict(*more, **by_name).items():
-            self[key] = value
+    # by the methods above, as dict's are not
+    get = MutableMapping.get  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
     def pop(self, key: str, *default: Any) -> Any:
         """A state, or what is beside them."""
@@ -274,6 +261,3 @@ class TransformerEngineState:
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as ``torch.nn.Module`` does."""
         torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
-
-
-__all__ = ["Meta", "TransformerEngineState"]

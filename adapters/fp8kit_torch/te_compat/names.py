@@ -110,9 +110,9 @@ _BASE = "transformer_engine.pytorch"
 
 
 def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
-    """A module of that name with the public names of ``parts``; a package, so that ``Finder`` is asked for
-    what it lacks."""
-    made = aliases.module(name, parts)
+    """A module of that name with the names of ``parts``: those of ``__all__``, and where there is none those
+    that the module has in Transformer Engine. A package, so that ``Finder`` is asked for what it lacks."""
+    made = aliases.module(name, parts, wanted=public_names().get(name))
     made.__getattr__ = lambda key: found_in(name, key, vars(made))  # type: ignore[method-assign]
     return made
 

@@ -177,15 +177,3 @@ def _check(x: Tensor, ctx: CusolverMpCtx) -> None:
         raise ShapeError(_OP, "x", shown(x), "a contiguous tensor (m, n)")
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise FormatError(_OP, "x", x.dtype, "float32 or bfloat16")
-
-
-__all__ = [
-    "CoeffIterMode",
-    "CoeffT",
-    "CusolverMpCtx",
-    "NSCoeffT",
-    "get_coefficient_iterator",
-    "get_coefficients",
-    "newton_schulz",
-    "newton_schulz_tp",
-]

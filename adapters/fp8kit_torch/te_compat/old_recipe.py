@@ -70,6 +70,3 @@ class DelayedScaling(metaclass=_OldDelayedScaling):
     """``fp8kit.recipe.DelayedScaling`` that takes two arguments of Transformer Engine 1.x as well:
     ``interval=1``, and ``override_linear_precision``, which of fprop, dgrad and wgrad are in high precision.
     RecipeError for others."""
-
-
-__all__ = ["DelayedScaling", "OverriddenDelayedScaling"]

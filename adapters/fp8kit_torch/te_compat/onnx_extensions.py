@@ -432,5 +432,3 @@ TRANSLATED = frozenset(_TRANSLATED)  # names of operations
 te_translation_table: dict[Any, Callable[..., tuple[Any, ...]]] = {
     OPS[name].call: _translation(operation) for name, operation in _TRANSLATED.items()
 }
-
-__all__ = ["te_translation_table"]

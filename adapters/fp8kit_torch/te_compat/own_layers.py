@@ -190,9 +190,6 @@ def _forked(tracker: Callable[[], Any], init: Init, tensor: Tensor) -> None:
         init(tensor)
 
 
-__all__ = ["quantize_weight"]
-
-
 class _Ending(torch.autograd.Function):
     """A layer's input, whose gradient is the last that its backward makes."""
 

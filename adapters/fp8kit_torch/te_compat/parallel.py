@@ -22,7 +22,7 @@ from fp8kit_torch.checks import module
 from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.state import _stream
+from fp8kit_torch.state import stream_of
 from fp8kit_torch.te_compat.dtypes import UserBufferQuantizationMode
 from fp8kit_torch.views import as_view
 
@@ -65,7 +65,7 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
     if ranks is not None:
         whole = inp if inp.is_contiguous() else inp.contiguous()
         view = as_view(whole.detach())
-        ranks.all_reduce(view, "sum", _stream(view.device), "allreduce")
+        ranks.all_reduce(view, "sum", stream_of(view.device), "allreduce")
         if whole is not inp:
             inp.copy_(whole)
     return inp, None

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import formats
 from fp8kit.arguments import flag, number
 from fp8kit.arrays import Shape
-from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit.formats import E4M3
 from fp8kit.ops.product_block import BlockProduct
@@ -26,10 +24,11 @@ from fp8kit_torch.checks import device as checked_device
 from fp8kit_torch.checks import of_one, shown, tensor
 from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.state import NO_STATE, StateBinding, _stream, slot_addresses
+from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.unsupported import METHODS
-from fp8kit_torch.views import FLOATS, as_view
+from fp8kit_torch.views import FLOATS
+from fp8kit_torch.weight_scales import scales_of
 
 
 class Quantizer:
@@ -250,13 +249,8 @@ class Float8CurrentScalingQuantizer(_OneScale):
         if not self.use_existing_amax:
             return super().cast(values)
         amax = self.amax.detach().to(values.device).view(1)
-        scale, inverse, taken = (torch.zeros_like(amax) for _ in range(3))
-        views = [as_view(each) for each in (amax, scale, inverse)]
-        most, limit = format_of("Quantizer", self.dtype).max, formats.float32.max
-        how = most, self.force_pow_2_scales, self.amax_epsilon, limit
-        device = views[0].device
-        dispatch.kernels(device).scale_from_amax(*views, *how, _stream(device))
-        made = Float8Quantizer(scale, taken, self.dtype).cast(values)
+        scale, _ = scales_of(amax, self.rule(), values.dtype)
+        made = Float8Quantizer(scale, torch.zeros_like(amax), self.dtype).cast(values)
         made._how = scaled_as(self.rule(), self.partner())  # multiplied as one with a scale of its own
         return made
 
@@ -385,6 +379,3 @@ def _want(operation: str, value: Any) -> Tensor:
     if tensor(operation, "tensor", value).ndim < 1:
         raise ShapeError(operation, "tensor", "no dimension", "at least one")
     return value  # type: ignore[no-any-return]
-
-
-__all__ = ["Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]

@@ -44,6 +44,3 @@ def get_activation_recompute_contexts() -> tuple[AbstractContextManager[Any], Ab
     """The contexts of a first and of a recompute pass, for ``torch.utils.checkpoint.checkpoint(...,
     use_reentrant=False, context_fn=get_activation_recompute_contexts)``."""
     return recompute.checkpoint_contexts()
-
-
-__all__ = ["activation_recompute_forward", "get_activation_recompute_contexts"]

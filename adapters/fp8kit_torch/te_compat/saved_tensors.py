@@ -172,14 +172,3 @@ def _cast_part(weight: OperandTensor, values: Tensor | None, first: int, group: 
     if not rowwise.is_contiguous():
         weight._rowwise_data = rowwise = rowwise.contiguous()
     rowwise.view(-1)[first : first + values.numel()] = part
-
-
-__all__ = [
-    "cast_master_weights_to_fp8",
-    "post_all_gather_processing",
-    "prepare_for_saving",
-    "quantize_master_weights",
-    "replace_raw_data",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit_torch.availability import get_cudnn_version, get_device_compute_capability, is_bf16_available
+from fp8kit_torch.availability import get_cudnn_version as get_cudnn_version
+from fp8kit_torch.availability import get_device_compute_capability, is_bf16_available
 from fp8kit_torch.checks import tensor
 from fp8kit_torch.parameters import default_device, normal_init
 from fp8kit_torch.torch_compat import base
@@ -327,49 +328,3 @@ def nvtx_range_pop(msg: str | None = None) -> None:
     """End the range that began last."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
-
-
-__all__ = [
-    "SplitAlongDim",
-    "all_close",
-    "assert_dim_for_fp8_exec",
-    "assert_viewless_tensor",
-    "attention_mask_func",
-    "canonicalize_device",
-    "canonicalize_dtype",
-    "canonicalize_process_group",
-    "cast_if_needed",
-    "ceil_div",
-    "check_dim_for_fp8_exec",
-    "clear_tensor_data",
-    "combine_tensors",
-    "compare_tensors",
-    "deinterleave_glu_tensor",
-    "devices_match",
-    "divide",
-    "ensure_divisibility",
-    "get_cudnn_version",
-    "get_default_init_method",
-    "get_device_compute_capability",
-    "get_nvtx_range_context",
-    "get_sm_count",
-    "gpu_autocast_ctx",
-    "init_method_constant",
-    "init_method_normal",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_bf16_compatible",
-    "is_non_tn_fp8_gemm_supported",
-    "make_weak_ref",
-    "nvtx_range_pop",
-    "nvtx_range_push",
-    "print_rank_0",
-    "requires_grad",
-    "round_up_to_nearest_multiple",
-    "safely_set_viewless_tensor_data",
-    "scaled_init_method_normal",
-    "split_tensor_along_dim",
-    "torch_get_autocast_gpu_dtype",
-    "validate_ctx_manager",
-    "validate_rng_states_func",
-]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fp8kit_torch import autocast, convert, coverage, revert
-from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
-from fp8kit_torch.converted import standing_for
+from fp8kit_torch.converted import ConvertedLinear, ConvertedNorm, standing_for
 from torch import nn
 from torch.nn.utils import prune
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from fp8kit_torch import convert
-from fp8kit_torch.convert import ConvertedNorm
+from fp8kit_torch.converted import ConvertedNorm
 from torch import nn
 
 from fp8kit.testing.compare import assert_same_bits, relative_error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from fp8kit_torch import autocast, checkpoint_contexts, convert, revert
-from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
+from fp8kit_torch.converted import ConvertedLinear, ConvertedNorm
 from fp8kit_torch.optimizers import FusedAdam
 from transformers import (
     BertConfig,
