@@ -80,8 +80,8 @@ class AttentionHeads(AttentionBase):
         return found
 
     def shows_heads(self, core: Any) -> bool:
-        """Whether the core attention is called as Transformer Engine calls it, by ``heads_of``, since somebody
-        else's code sees its arguments: a hook or an override."""
+        """Whether the core attention is called as Transformer Engine calls it, by ``heads_of``: where a hook
+        or an override sees its arguments."""
         return False
 
     def heads_of(self, layers: Mapping[str, Any]) -> Sequence[Any]:

@@ -214,7 +214,7 @@ class Watched(ft.DotProductAttention):
 @pytest.mark.parametrize("norm", [None, "RMSNorm"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_hooks_and_subclasses_of_the_core_attention_see_heads(interleaved, norm, kind, again):
-    """Queries, keys and values in heads, by position, as Transformer Engine hands them over; the same bits."""
+    """Queries, keys and values, by position, as Transformer Engine hands them over; the same bits."""
     groups = H // 2
     options = {"qkv_weight_interleaved": interleaved, "fuse_qkv_params": interleaved, "qk_norm_type": norm}
     options |= {"attention_type": kind, "attention_dropout": 0.0, "num_gqa_groups": groups}
