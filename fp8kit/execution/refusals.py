@@ -27,7 +27,8 @@ class GivenMetas(Mapping[str, Meta]):
         self.operation, self.own, self.asked = operation, metas, set[str]()
 
     def __getitem__(self, name: str) -> Meta:
-        if name in self:
+        self.asked.add(name)
+        if name in self.own:
             return self.own[name]
         given = ", ".join(map(repr, self.own)) or "none"
         other = f" as {name!r}" if self.operation.argument(name) != name else ""
@@ -39,7 +40,8 @@ class GivenMetas(Mapping[str, Meta]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As a dict's."""
-        return self.own[name] if name in self else default
+        self.asked.add(name)
+        return self.own.get(name, default)
 
     def __iter__(self) -> Iterator[str]:
         self.asked.update(self.own)
@@ -47,6 +49,9 @@ class GivenMetas(Mapping[str, Meta]):
 
     def __len__(self) -> int:
         return len(self.own)
+
+    def __or__(self, other: Mapping[str, Meta]) -> dict[str, Meta]:
+        return {**self, **other}
 
     def want_no_others(self, needs: Needs) -> None:
         """ArgumentError for an input that nobody asked for, but for a state's scales, which come whether the

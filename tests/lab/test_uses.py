@@ -61,10 +61,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(
         gemm, "_plan", lambda *arguments: SimpleNamespace(run=lambda *arguments: None, tuned=True)
     )
-    for module in (hopper_gemm, hopper_grouped, hopper_fused, hopper_flash):
+    for module in (hopper_gemm, hopper_grouped, hopper_flash):
         monkeypatch.setattr(module, "tensor_map", lambda *arguments: bytes(120))
-    for module in (hopper_gemm, hopper_grouped, hopper_fused):
-        monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
+    planned = hopper_gemm.planned.__wrapped__
+    for module in (hopper_gemm, hopper_fused):
+        monkeypatch.setattr(module, "planned", planned)
+    monkeypatch.setattr(hopper_grouped, "_plan", hopper_grouped._plan.__wrapped__)
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_fp8.why_not", lambda *arguments: None)
     monkeypatch.setattr("fp8kit.backends.cuda.cudnn_plans.put", lambda *arguments: None)
