@@ -353,7 +353,7 @@ class MultiHeadAttention(NamedWell, nn.Module):
         o = o if past is None else past.checked(o)
         out = projection(DenseGeneral, "out", inputs_q.shape[-1])
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
-        y = out(o.reshape(*o.shape[:-2], -1), stream)
+        y = out(o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1]), stream)
         return returned(self, *(y if self.return_bias else (y,)), normed=ln, residual=residual)
 
 

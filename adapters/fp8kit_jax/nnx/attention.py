@@ -190,7 +190,7 @@ class MultiHeadAttention(NamedWell, nnx.Module):
         layers = attention_layers(self, projections, separate, (self.q_norm, self.k_norm), rotate)
         o = self.core(*layers, **options)
         y = self.out(
-            o.reshape(*o.shape[:-2], -1),
+            o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1]),
             return_bias=return_bias,
             residual=residual if join_residual else None,
         )
