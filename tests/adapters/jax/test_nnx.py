@@ -139,3 +139,11 @@ def test_an_attention_layer_of_nothing_gives_nothing(shape):
         assert layer(x).shape == shape
     y, _ = flax_modules.MultiHeadAttention(8, 4).init_with_output(jax.random.key(0), x, x)[0]
     assert y.shape == shape
+
+
+def test_tabulate_takes_every_layer():
+    x = jnp.ones((2, 8, 32))
+    with fj.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "rotary": True}
+        layer = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0), **options)
+        assert "LayerNormMLP" in nnx.tabulate(layer, x)
