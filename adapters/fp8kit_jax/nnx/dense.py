@@ -34,8 +34,8 @@ class _Quantizers(nnx.Module):
     """The slots of one product of a module of class ``kind``, where the recipe in force keeps state.
     ``layer``: the module's name, None before ``name_layers`` gave it one; ``ending``: of the product's.
 
-    ``nnx.tabulate`` has jit call ``__call__`` and the public methods of all modules: what returns other things
-    than arrays has a name that begins with "_"."""
+    ``nnx.tabulate`` has jit call ``__call__`` and the public methods of all modules: what returns anything
+    but arrays has a name that begins with "_"."""
 
     def __init__(self, kind: str, ending: str = "") -> None:
         self.kind, self.ending = kind, ending
