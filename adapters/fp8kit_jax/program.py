@@ -147,9 +147,11 @@ class XlaOp(BoundOp):
         self.temporaries = layouts.get(self.face, self.measure_scratch)
         zeroed = self.amaxes if self.face != "backward" else self.grads | self.grad_amaxes
         self._zeroed = {name for name, meta in zeroed.items() if meta.zero}
+        products = program.op.products(program.spec)
+        scales = {f"{own.prefix}{operand}_scale" for own in products for operand in ("x", "w")}
         # of delayed scaling; nothing waits for a GPU's
         looked_at = self.inputs if device == arrays.CPU and self.face == "forward" else ()
-        self._scales = [(i, name) for i, name in enumerate(looked_at) if name.endswith("_scale")]
+        self._scales = [(i, name) for i, name in enumerate(looked_at) if name in scales]
 
     @property
     def current(self) -> bool:
