@@ -425,6 +425,25 @@ def test_shard_map_over_two_axes(recipe, split):
     near(dw, want_dw)
 
 
+def test_stages_of_a_pipeline_have_scales_of_their_own():
+    """Where their axis is named; otherwise the largest stage's scale is that of all."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("pp",))
+    x, kernels = draw(0, 16, K), draw(1, 2, K, N) * jnp.array([1.0, 1e6])[:, None, None]
+
+    def stages(resource):
+        def stage(kernel, x):
+            with fj.autocast(True, RECIPES["current"], resource):
+                return fj.dense(x, kernel[0])[None]
+
+        specs = {"in_specs": (P("pp"), P()), "out_specs": P("pp")}
+        return np.asarray(jax.jit(jax.shard_map(stage, mesh=mesh, **specs))(kernels, x))
+
+    with fj.autocast(True, RECIPES["current"]):
+        want = np.stack([fj.dense(x, kernel) for kernel in kernels])
+    assert_same_bits("own", stages(fj.MeshResource(pp_resource="pp")), want)
+    assert (stages(None)[0] != want[0]).any()
+
+
 @combinations({"check": {"vma": True, "no_vma": False}}, usual=["vma"])
 def test_shard_map_outside_of_jit(check):
     """Under the policy that is in force when it is called."""
