@@ -130,9 +130,9 @@ def _attend(name: str, arguments: Mapping[str, Any]) -> Any:
     call = _resolved(arguments, name)
     inputs = call.inputs
     if call.spec.dropout:
-        inputs = inputs | rng_inputs(arguments["dropout_key"])
+        inputs = inputs | rng_inputs(arguments["dropout_key"], _OP, "dropout_key")
     elif call.spec.needs_rng:
-        inputs = inputs | rng_inputs(next_key(_OP))
+        inputs = inputs | rng_inputs(next_key(_OP), _OP, "rng")
     return apply(attention, call.spec, inputs, flat=call.flat, views={"o": call.o})["o"]
 
 
@@ -217,7 +217,10 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _OperationCall:
     scale = 0.0 if scale is None else as_number(_OP, "scale_factor", scale, least=-math.inf)
     form = options["qkv_format"]
     dims, (layout, names, packed) = 3 if form == "thd" else 4, LAYOUTS[len(layers)]
-    if ("value" in tensors and "key" not in tensors) or any(
+    missing = next((name for name in ("key", "value") if name not in tensors), None)
+    if missing is not None and ("value" in tensors or layers[-1].ndim == dims):
+        raise ShapeError(_OP, missing, None, "an array, unless the one before it holds both or all three")
+    if any(
         a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count)
         for a, count in zip(layers, packed, strict=True)
     ):
@@ -232,6 +235,10 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _OperationCall:
     inputs["alibi_slopes"] = slopes
     kind, corner = options["attn_mask_type"], options["bottom_right_diagonal"]
     longest = {side: int(options[f"max_seqlen_{side}"]) for side in ("q", "kv")}
+    for side, most in longest.items():
+        if form == "thd" and most == 0:
+            wanted = "the tokens of the longest sequence, with qkv_format 'thd'"
+            raise ShapeError(_OP, f"max_seqlen_{side}", None, wanted)
     spec = AttentionSpec(
         heads,
         head_dim,

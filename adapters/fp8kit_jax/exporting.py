@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,21 @@ import jax
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
+from fp8kit.execution.codec import decode, encode
 from fp8kit_jax import calls
+from fp8kit_jax.quantizers import QuantizerSet
+from fp8kit_jax.state import Slot
+
+# JAX takes a name once a process, and this module may be imported again
+with contextlib.suppress(ValueError):
+    jax.export.register_namedtuple_serialization(Slot, serialized_name="fp8kit.Slot")
+    jax.export.register_pytree_node_serialization(
+        QuantizerSet,
+        serialized_name="fp8kit.QuantizerSet",
+        serialize_auxdata=lambda static: encode(static).encode(),
+        deserialize_auxdata=lambda text: decode(text.decode()),
+        from_children=lambda static, slots: QuantizerSet(*slots, *static),
+    )
 
 
 def export(

@@ -123,7 +123,11 @@ def quantize(
         raise FormatError("quantize", "stochastic_bits", got, wanted)
     rule = _rule(scale_rule, kind)
     bits = bits if rounding == "stochastic" else 0
-    turn = {"hadamard": hadamard, "signs": signs, "rng": rng_inputs(key)["rng"] if random else None}
+    turn = {
+        "hadamard": hadamard,
+        "signs": signs,
+        "rng": rng_inputs(key, "quantize")["rng"] if random else None,
+    }
     fused = bool(hadamard) and kind in ("block", "mx") and scale is None and saturate
     if rule in (*MX_RULES, *FOUR_OVER_SIX) or kind == "nvfp4" or not lies or fused:
         _want_blocks(scale, saturate, scaling, rule, format, bool(bits or hadamard))
@@ -145,7 +149,7 @@ def quantize(
         )
     source, tile = "current" if scale is None else "scale", TILES[scaling]
     spec = casts.QuantizeSpec(format, tile, saturate, rule == "power_2", for_inf, source, bits)
-    inputs = {"x": x} | (rng_inputs(key) if bits else {})
+    inputs = {"x": x} | (rng_inputs(key, "quantize") if bits else {})
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
         if jnp.iscomplexobj(scales):
@@ -183,7 +187,7 @@ def _by_blocks(
     spec = casts.QuantizeSpec(
         fmt, tile, stochastic_bits=quantizer.stochastic_bits, blocks=quantizer, along=along
     )
-    out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key) if quantizer.needs_rng else {}))
+    out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key, "quantize") if quantizer.needs_rng else {}))
     codes = out.get("scale_codes")
     return ScaledTensor(
         _typed(out["q"], _native("quantize", fmt)),

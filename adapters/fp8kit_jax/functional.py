@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit.arguments import choice, flag, integer, number
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import FormatError, ShapeError, on_behalf_of
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.drop_path import DropPathSpec
@@ -27,6 +27,7 @@ from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
 
+@on_behalf_of("layernorm", norm_weight="gamma", norm_bias="beta")
 def layernorm(
     x: Any,
     gamma: Any,
@@ -47,12 +48,14 @@ def layernorm(
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
 
 
+@on_behalf_of("rmsnorm")
 def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: float = 1e-6) -> Any:
     """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as
     ``layernorm``."""
     return layernorm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
 
 
+@on_behalf_of("l2norm")
 def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
     """x / sqrt(sum of x^2 + epsilon) over the last dimension. ``x``: h (..., N). Returns alike."""
     x = as_rows("l2norm", "x", x)
@@ -89,6 +92,7 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     return jnp.where(seen, found, 0.0).astype(logits.dtype)
 
 
+@on_behalf_of("fused_cross_entropy")
 def fused_cross_entropy(
     logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100
 ) -> Any:
@@ -164,7 +168,7 @@ def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.
     if rate and key is None:
         raise ShapeError("dropout_add", "key", None, f"a JAX key with rate {rate}")
     spec = DropoutAddSpec(x.shape[-1], rate)
-    inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
+    inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key, "dropout_add") if rate else {})
     return apply(dropout_add_operation, spec, inputs)["y"]
 
 
@@ -182,5 +186,5 @@ def drop_path(
     choice("drop_path", "qkv_format", qkv_format, FORMATS)
     spec = DropPathSpec(x.shape[-1], rate, qkv_format)
     check_sums("drop_path", {"cu_seqlens": cu_seqlens}, "cu_seqlens", x.shape[0])
-    inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key)}
+    inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key, "drop_path")}
     return apply(drop_path_operation, spec, inputs)["y"]

@@ -284,7 +284,7 @@ def _run(
 def drawn(operation: str, found: QuantizerSet) -> dict[str, Any]:
     """Returns the input ``rng`` of an operation whose casts draw random bits."""
     fp8 = fp8_of(found)
-    return rng_inputs(next_key(operation)) if fp8 is not None and fp8.needs_rng else {}
+    return rng_inputs(next_key(operation), operation, "rng") if fp8 is not None and fp8.needs_rng else {}
 
 
 def _want_features(operation: str, x: Any, gamma: Any, kernel: str, features: int) -> None:

@@ -93,7 +93,8 @@ def attention_layers(
     if separate:
         parts = [[y] if y.ndim == 3 else [y[..., i, :] for i in range(y.shape[-2])] for y in projections]
         projections = [part for own in parts for part in own]
-    layers = [y.reshape(*y.shape[:-1], -1, module.head_dim) for y in projections]
+    dim = module.head_dim
+    layers = [y.reshape(*y.shape[:-1], y.shape[-1] // dim, dim) for y in projections]
     if separate:
         if module.qk_norm_type == "L2Normalization":
             norms = [lambda x: functional.l2norm(x, module.qk_norm_eps)] * 2

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -131,7 +132,28 @@ def _compiled(program: Program) -> Callable[..., Any]:
 @call_p.def_impl
 def _eager(*arrays: Any, program: Program, split: Any) -> Any:
     with jax.disable_jit(False):  # the call exists in compiled form only
-        return _compiled(program)(*arrays)
+        if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+            return _compiled(program)(*arrays)
+        # JAX would run the function again op by op where it finds such a value: this call, without end
+        with jax.debug_nans(False), jax.debug_infs(False):
+            results = _compiled(program)(*arrays)
+    _want_finite(program, results)
+    return results
+
+
+def _want_finite(program: Program, results: Sequence[Any]) -> None:
+    """FloatingPointError that names the operation where an output or a gradient has what ``jax.debug_nans``
+    or ``jax.debug_infs`` looks for."""
+    own = program.interface
+    searches = {"nan": (jax.config.jax_debug_nans, np.isnan), "inf": (jax.config.jax_debug_infs, np.isinf)}
+    for (name, _), result in zip(program.results, results, strict=True):
+        if not (name in own.outputs or name in own.grads) or not jnp.issubdtype(result.dtype, jnp.floating):
+            continue
+        for kind, (asked, search) in searches.items():
+            if asked and any(search(np.asarray(shard.data)).any() for shard in result.addressable_shards):
+                raise FloatingPointError(
+                    f"invalid value ({kind}) encountered in {program.operation}, {program.face}: {name}"
+                )
 
 
 # --- lowering -----------------------------------------------------------------------------------------------

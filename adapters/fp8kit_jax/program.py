@@ -8,10 +8,12 @@ to run the program in a fresh process.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
@@ -27,6 +29,8 @@ from fp8kit.execution.codec import decode, encode
 from fp8kit.inspection import Entry
 from fp8kit.ops.registry import OPERATIONS
 from fp8kit.spec import Meta, Operation
+
+log = logging.getLogger("fp8kit")
 
 FORM = 2  # of the text; another number where older texts can no longer be run
 Named = tuple[tuple[str, Meta], ...]
@@ -143,6 +147,11 @@ class XlaOp(BoundOp):
         self.temporaries = layouts.get(self.face, self.measure_scratch)
         zeroed = self.amaxes if self.face != "backward" else self.grads | self.grad_amaxes
         self._zeroed = {name for name, meta in zeroed.items() if meta.zero}
+        products = program.op.products(program.spec)
+        scales = {f"{own.prefix}{operand}_scale" for own in products for operand in ("x", "w")}
+        # of delayed scaling; nothing waits for a GPU's
+        looked_at = self.inputs if device == arrays.CPU and self.face == "forward" else ()
+        self._scales = [(i, name) for i, name in enumerate(looked_at) if name in scales]
 
     @property
     def current(self) -> bool:
@@ -178,6 +187,9 @@ class XlaOp(BoundOp):
             self.run_backward(kept, scales, held, cotangents, grads, amaxes, scratch(), stream)
             return
         inputs, outputs = some(self.inputs), some(self.outputs) if self.face == "forward" else []
+        for i, name in self._scales:
+            if ctypes.c_float.from_address(inputs[i]).value == 0:
+                _warn_of_zero(f"{self.operation.name}: {name}")
         amaxes = some(self.amaxes)
         views(self.amaxes, amaxes)
         watched = some(self.watched) if self.face == "forward" else []
@@ -186,6 +198,16 @@ class XlaOp(BoundOp):
         else:
             amaxes += watched
             self.run_forward(inputs, outputs, amaxes, views(saved, some(saved)), scratch(), stream)
+
+
+@cache
+def _warn_of_zero(what: str) -> None:
+    """Said once, and not raised: other devices may wait for this one at a collective."""
+    log.warning(
+        "%s is 0, which makes NaN. Where pmap, or shard_map with check_vma=False, goes around jax.grad, the "
+        "next state is the sum of the devices' gradients: psum it, do not take it as it is",
+        what,
+    )
 
 
 def prepare(text: str, device: Device) -> XlaOp:

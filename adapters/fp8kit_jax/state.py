@@ -4,7 +4,8 @@ A slot belongs to one quantised tensor of one layer. Its cotangent is its next v
 cotangents:
 
 * over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the
-  manual axes, then every device but the first gives zeros, so that the sum is the value;
+  manual axes, then every device but the first gives zeros, so that the sum is the value. A gradient that is
+  taken inside, without ``check_vma``, JAX does not sum, and nothing tells that case: the caller does (psum);
 * over the elements of a vmap that share the state: likewise, amaxes are reduced by max over the batch, and
   all elements but the first give zeros;
 * over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from fp8kit import attention_quantization, inspection, ops, quantization, recipe
+from fp8kit import attention_quantization, inspection, layer_recipes, ops, quantization, recipe, recipe_fields
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
 from fp8kit.spec import Operation
@@ -92,7 +92,8 @@ def _register_all() -> None:
             for value in vars(module).values():
                 if isinstance(value, Operation):
                     register_operation(value)
-    for module in (recipe, quantization, attention_quantization, inspection):
+    recipes = (recipe, recipe_fields, layer_recipes)
+    for module in (*recipes, quantization, attention_quantization, inspection):
         SPECS.update({kind.__name__: kind for kind in _dataclasses_of(module)})
 
 

@@ -44,6 +44,14 @@ _OPTIONS = "attn_mask_type", "attn_bias_type", "scale_factor", "window_size", "s
 GROUPINGS = {"consecutive": False, "alternate": True}
 
 
+def want_lengths(operation: str, kind: str, argument: str, mask: Any, descriptor: Any) -> None:
+    """ShapeError that names the ``argument`` for the mask of ``operation`` where nothing says what a padding
+    mask hides."""
+    if mask is None and descriptor is None and "padding" in str(kind):
+        wanted = f"a mask, or a sequence_descriptor, with mask {kind!r}"
+        raise ShapeError(operation, argument, None, wanted)
+
+
 class DotProductAttention(NamedWell, nn.Module):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
     with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
@@ -151,6 +159,8 @@ class DotProductAttention(NamedWell, nn.Module):
         options = {name: getattr(self, name) for name in (*SPLIT, *_OPTIONS)}
         options |= {"qkv_format": "thd" if packed else form(self), "mask": mask, "bias": bias}
         how = placed(options)
+        if not packed:
+            want_lengths(op, self.attn_mask_type, "mask", mask, sequence_descriptor)
         if packed:
             if not isinstance(sequence_descriptor, SequenceDescriptor):
                 wanted = f"a SequenceDescriptor with qkv_layout {self.qkv_layout!r}"
@@ -313,6 +323,7 @@ class MultiHeadAttention(NamedWell, nn.Module):
             "scale_factor": usual if self.scale_factor is None else self.scale_factor,
             "window_size": window,
         }
+        want_lengths(op, kind, "mask", mask, sequence_descriptor)
         core = DotProductAttention(**shared_fields(self, DotProductAttention, options))
         rotate = None
         if self.enable_rotary_pos_emb:
@@ -353,7 +364,7 @@ class MultiHeadAttention(NamedWell, nn.Module):
         o = o if past is None else past.checked(o)
         out = projection(DenseGeneral, "out", inputs_q.shape[-1])
         stream = ln if self.join_layernorm_output else residual if self.join_residual else None
-        y = out(o.reshape(*o.shape[:-2], -1), stream)
+        y = out(o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1]), stream)
         return returned(self, *(y if self.return_bias else (y,)), normed=ln, residual=residual)
 
 

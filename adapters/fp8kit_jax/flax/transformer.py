@@ -15,7 +15,7 @@ from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.residual import want_arrangement
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.flax import lora
-from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
+from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases, want_lengths
 from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 from fp8kit_jax.modules import joined
@@ -135,6 +135,8 @@ class TransformerLayer(NamedWell, nn.Module):
         if decoder and encoded is None:
             raise ShapeError(op, "encoded", None, "an array, for a decoder")
         encoded = want_array(self, "encoded", encoded) if decoder else None
+        if not decode:  # which refuses them all
+            want_lengths(op, self.self_attn_mask_type, "attention_mask", attention_mask, sequence_descriptor)
         mine = "self_attention" if decoder else "attention"
         bias = (
             self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None

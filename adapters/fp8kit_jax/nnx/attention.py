@@ -31,7 +31,7 @@ class Dropout(NamedWell, nnx.Module):
         """Whether nothing is dropped now."""
         return self.stream is None or self.deterministic
 
-    def __call__(self) -> tuple[float, Any]:
+    def _drawn(self) -> tuple[float, Any]:
         """(rate, key) to use now, (0, None) where nothing is dropped."""
         return (0.0, None) if self.idle or self.stream is None else (self.rate, self.stream())
 
@@ -65,12 +65,12 @@ class DotProductAttention(NamedWell, nnx.Module):
         ``cu_seqlens_q`` and so on."""
         functions.known("DotProductAttention", options)
         if self.dropout.stream is not None:  # whose state changes with a draw
-            self.validate(query, key, value, **options)
-        rate, dropout_key = self.dropout()
+            self._validate(query, key, value, **options)
+        rate, dropout_key = self.dropout._drawn()
         options = self._options() | options | {"dropout_rate": rate, "dropout_key": dropout_key}
         return functions.dot_product_attention(query, key, value, **options)
 
-    def validate(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
+    def _validate(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
         """Raise what a call would raise, and compute nothing. ``query``, ``key``, ``value``: arrays or
         ``jax.ShapeDtypeStruct``s."""
         functions.validate(query, key, value, **self._options() | options)
@@ -181,7 +181,7 @@ class MultiHeadAttention(NamedWell, nnx.Module):
                 raise ShapeError(op, name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})")
         count = 3 if separate else 1 if self.kv is None else 2
         structs = layer_structs(x, source, heads, self.groups, self.head_dim, count)
-        self.core.validate(*structs, **options)
+        self.core._validate(*structs, **options)
         first = self.qkv or self.query
         normed = isinstance(first, LayerNormDenseGeneral)
         y, residual = first(x, return_residual=True) if normed else (first(x), x)
@@ -190,7 +190,7 @@ class MultiHeadAttention(NamedWell, nnx.Module):
         layers = attention_layers(self, projections, separate, (self.q_norm, self.k_norm), rotate)
         o = self.core(*layers, **options)
         y = self.out(
-            o.reshape(*o.shape[:-2], -1),
+            o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1]),
             return_bias=return_bias,
             residual=residual if join_residual else None,
         )

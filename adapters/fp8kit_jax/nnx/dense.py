@@ -32,7 +32,10 @@ def update_fp8(module: nnx.Module, grads: Any) -> None:
 
 class _Quantizers(nnx.Module):
     """The slots of one product of a module of class ``kind``, where the recipe in force keeps state.
-    ``layer``: the module's name, None before ``name_layers`` gave it one; ``ending``: of the product's."""
+    ``layer``: the module's name, None before ``name_layers`` gave it one; ``ending``: of the product's.
+
+    ``nnx.tabulate`` has jit call ``__call__`` and the public methods of all modules: what returns anything
+    but arrays has a name that begins with "_"."""
 
     def __init__(self, kind: str, ending: str = "") -> None:
         self.kind, self.ending = kind, ending
@@ -51,7 +54,8 @@ class _Quantizers(nnx.Module):
         for name, value in variables.items():
             setattr(self, name, Fp8Meta(value))
 
-    def __call__(self) -> QuantizerSet:
+    def _in_force(self) -> QuantizerSet:
+        """Returns the set of the recipe in force."""
         recipe = recipe_in_force(self.kind, self.layer)
         layer = "" if self.layer is None else f"{self.layer}{self.ending}"
         if history_of(recipe) is None:
@@ -123,14 +127,14 @@ class LayerNorm(NamedWell, nnx.Module):
         self.scale = nnx.Param(jnp.full((num_features,), gain - bool(zero_centered_gamma), dtype))
         self.ln_bias = _zeros((num_features,), dtype, layernorm_type == "layernorm")
 
-    def arguments(self, dtype: Any) -> tuple[Any, ...]:
+    def _arguments(self, dtype: Any) -> tuple[Any, ...]:
         """Returns the arguments of ``fp8kit_jax.layernorm`` after x, parameters in ``dtype``."""
         return _value(self.scale, dtype), _value(self.ln_bias, dtype), *self.options
 
     def __call__(self, x: Any) -> Any:
         """Normalise."""
         x = as_array("LayerNorm", "x", x)
-        return functional.layernorm(x, *self.arguments(x.dtype))
+        return functional.layernorm(x, *self._arguments(x.dtype))
 
 
 class DenseGeneral(NamedWell, nnx.Module):
@@ -163,7 +167,7 @@ class DenseGeneral(NamedWell, nnx.Module):
         with ``return_bias``."""
         x = as_array("DenseGeneral", "x", x)
         more = {"return_bias": return_bias, "residual": residual}
-        return layers.dense(x, *self._arrays(x.dtype), quantizer_set=self.quantizers(), **more)
+        return layers.dense(x, *self._arrays(x.dtype), quantizer_set=self.quantizers._in_force(), **more)
 
 
 class LayerNormDenseGeneral(DenseGeneral):
@@ -193,9 +197,9 @@ class LayerNormDenseGeneral(DenseGeneral):
         """``x``: h (..., K). Returns h (..., features), with ``return_residual`` a pair with x itself, for a
         residual connection to start at: see ``fp8kit_jax.layernorm_dense``."""
         x = as_array("LayerNormDenseGeneral", "x", x)
-        (kernel, bias), (gamma, beta, *norm) = self._arrays(x.dtype), self.norm.arguments(x.dtype)
+        (kernel, bias), (gamma, beta, *norm) = self._arrays(x.dtype), self.norm._arguments(x.dtype)
         return layers.layernorm_dense(
-            x, kernel, gamma, beta, bias, *norm, self.quantizers(), return_residual=return_residual
+            x, kernel, gamma, beta, bias, *norm, self.quantizers._in_force(), return_residual=return_residual
         )
 
 
@@ -254,7 +258,7 @@ class LayerNormMLP(NamedWell, nnx.Module):
         x = as_array("LayerNormMLP", "x", x)
         parameters = ((self.wi_kernel, self.wo_kernel), (self.wi_bias, self.wo_bias))
         kernels, biases = ([_value(p, x.dtype) for p in pair] for pair in parameters)
-        gamma, beta, *norm = NO_NORM if self.norm is None else self.norm.arguments(x.dtype)
+        gamma, beta, *norm = NO_NORM if self.norm is None else self.norm._arguments(x.dtype)
         alphas = [_value(getattr(self, key), x.dtype) for key in self.learned]
         return layers.layernorm_mlp(
             x,
@@ -264,7 +268,7 @@ class LayerNormMLP(NamedWell, nnx.Module):
             biases,
             *norm,
             self.activations,
-            (self.quantizers_0(), self.quantizers_1()),
+            (self.quantizers_0._in_force(), self.quantizers_1._in_force()),
             activation_params=dict(self.activation_params or ()),
             return_residual=return_residual,
             return_bias=return_bias,

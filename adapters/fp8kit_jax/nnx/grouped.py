@@ -46,5 +46,5 @@ class GroupedDense(NamedWell, nnx.Module):
         grouped.want_scales_of_data("GroupedDense", recipe)
         arrays = _value(self.kernel, x.dtype), group_sizes
         return grouped.grouped_dense(
-            x, *arrays, bias=_value(self.bias, x.dtype), quantizer_set=self.quantizers()
+            x, *arrays, bias=_value(self.bias, x.dtype), quantizer_set=self.quantizers._in_force()
         )

@@ -97,7 +97,7 @@ class TransformerLayer(NamedWell, nnx.Module):
         functions.known("TransformerLayer", options)
 
         def add(*summands: Any) -> Any:
-            return residual_sum(*summands, self.dropout(), self.path())
+            return residual_sum(*summands, self.dropout._drawn(), self.path._drawn())
 
         idle = self.dropout.idle and self.path.idle
         branches = (self.attention, self.attention_norm, options), (self.mlp, self.mlp_norm, {})

@@ -19,11 +19,14 @@ from fp8kit_jax.program import Program
 
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, AutogradError, BackendError
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, PerLayer
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
 from tests.support.gate import GateSpec, gate
 from tests.support.jax_calls import KEEPING, Plus, PlusSpec, child, keeping, plus
+
+_CURRENT = Float8CurrentScaling()
+EXPORTED = DelayedScaling(amax_history_len=4), _CURRENT, PerLayer(_CURRENT, (("two*", None),)), None
 
 
 def test_a_users_operation_runs_and_subnormals_are_kept():
@@ -237,6 +240,23 @@ def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
 def test_an_exported_model_in_another_process(tmp_path):
     path = tmp_path / "exported"
     assert child("write", path, XLA_FLAGS="") == child("read", path, XLA_FLAGS="")
+
+
+@pytest.mark.parametrize("recipe", EXPORTED, ids=["delayed", "current", "by layer", "high"])
+def test_a_set_is_an_argument_of_an_exported_program(recipe):
+    """Its form, recipe and names included, is that of before; so is what the program computes."""
+    arguments = fj.create_set(recipe), jnp.ones((16, 32)), jnp.ones((32, 48))
+
+    @jax.jit
+    def step(quantizers, x, kernel):
+        return jax.grad(lambda own: fj.dense(x, kernel, quantizer_set=own, name="one").sum())(quantizers)
+
+    exported = fj.export(step)(*arguments)
+    again = jax.export.deserialize(exported.serialize())
+    assert (again.in_tree, again.out_tree) == (exported.in_tree, exported.out_tree)
+    got, want = again.call(*arguments), step(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert programs.digest(got) == programs.digest(want)
 
 
 def test_what_cannot_be_exported():

@@ -19,7 +19,8 @@ from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError, UnsupportedErr
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
-Q = np.ones((5, 2, 4), np.float32)
+Q, SUMS = np.ones((5, 2, 4), np.float32), jnp.array([0, 5], jnp.int32)
+KEYS = jax.random.split(jax.random.key(0), 2)
 
 
 def slots(**changed):
@@ -38,11 +39,28 @@ REFUSED = {
     ),
     "layernorm_mlp: kernels: got None": lambda: fj.layernorm_mlp(X, jnp.ones(4), None, None),
     "layernorm: norm_type: got 3": lambda: fj.layernorm(X, jnp.ones(4), norm_type=3),
-    "norm: norm_weight: got 'w'": lambda: fj.layernorm(X, "w"),
+    "layernorm: gamma: got 'w'": lambda: fj.layernorm(X, "w"),
+    "rmsnorm: gamma: got shape (5,)": lambda: fj.rmsnorm(X, jnp.ones(5)),
+    "fused_cross_entropy: targets: got shape (5,)": lambda: fj.fused_cross_entropy(
+        X, jnp.zeros(5, jnp.int32)
+    ),
     "activation: activation_type: got 3": lambda: fj.activation(X, 3),
     "l2norm: x: got None": lambda: fj.l2norm(None),
     "softmax: mask: got 'm'": lambda: fj.softmax(X, "m"),
     "dropout_add: rate: got 2": lambda: fj.dropout_add(X, rate=2),
+    "dropout_add: key: got 3, expected one JAX key": lambda: fj.dropout_add(X, rate=0.5, key=3),
+    "dropout_add: key: got a tensor of key<fry>, shape (2,)": lambda: fj.dropout_add(X, rate=0.5, key=KEYS),
+    "dropout_add: key: got a tensor of uint32, shape (2, 2)": lambda: fj.dropout_add(
+        X, rate=0.5, key=jax.random.key_data(KEYS)
+    ),
+    "dot_product_attention: dropout_key: got a tensor": lambda: fj.dot_product_attention(
+        Q[None], Q[None], Q[None], dropout_rate=0.5, dropout_key=KEYS
+    ),
+    "dot_product_attention: key: missing": lambda: fj.dot_product_attention(Q[None], None, None),
+    "dot_product_attention: value: missing": lambda: fj.dot_product_attention(Q[None], Q[None]),
+    "dot_product_attention: max_seqlen_q: missing": lambda: fj.dot_product_attention(
+        Q, Q, Q, qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=SUMS, cu_seqlens_kv=SUMS
+    ),
     "drop_path: rate: got 'r'": lambda: fj.drop_path(X, X, "r", jax.random.key(0)),
     "rope_frequencies: dim: got 3, expected an even": lambda: fj.rope_frequencies(3, 2),
     "dot_product_attention: qkv_format: got 'x'": lambda: fj.dot_product_attention(Q, Q, Q, qkv_format="x"),
@@ -68,7 +86,7 @@ REFUSED = {
     "linear: quantizer_set: got slots": lambda: jax.grad(lambda s: fj.dense(X, W, quantizer_set=s).sum())(
         slots(recipe=Float8CurrentScaling())
     ),
-    "norm: x: got shape (b, 4), expected sizes that are known": lambda: jax.export.export(
+    "rmsnorm: x: got shape (b, 4), expected sizes that are known": lambda: jax.export.export(
         jax.jit(lambda x: fj.rmsnorm(x, jnp.ones(4)))
     )(jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), jnp.float32)),
     "gemm: dtype: got int32": lambda: fj.gemm(fj.quantize(X), fj.quantize(X), jnp.int32),
@@ -112,6 +130,15 @@ IN_FLAX = {
     ),
     "TransformerLayer: encoder_decoder_mask: got an array, expected None": lambda: apply(
         ff.TransformerLayer(8, 8, 2), H3, None, None, jnp.zeros((2, 1, 3, 3), bool)
+    ),
+    "TransformerLayer: attention_mask: missing": lambda: apply(
+        ff.TransformerLayer(8, 8, 2, self_attn_mask_type="padding"), H3
+    ),
+    "MultiHeadAttention: mask: missing": lambda: apply(
+        ff.MultiHeadAttention(4, 2, attn_mask_type="padding_causal"), H3, H3
+    ),
+    "DotProductAttention: mask: missing": lambda: apply(
+        ff.DotProductAttention(4, 2, attn_mask_type="padding"), *(H3.reshape(2, 3, 2, 4),) * 3
     ),
     "DenseGeneral: x: got 'x', expected an array": lambda: fn.DenseGeneral(8, 8, **LAYER)("x"),
     "LayerNormDenseGeneral: x: got 'x', expected an array": lambda: fn.LayerNormDenseGeneral(8, 8, **LAYER)(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as modules
 
 from fp8kit import recipe
@@ -129,3 +130,20 @@ def test_a_module_that_was_made_without_state():
         layer(jnp.ones((4, 16)))
     with fj.autocast(enabled=True, recipe=RECIPES["current"]):
         assert layer(jnp.ones((4, 16))).shape == (4, 32)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 32), (2, 0, 32)])
+def test_an_attention_layer_of_nothing_gives_nothing(shape):
+    x, packed = jnp.ones(shape), modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0))
+    for layer in (packed, modules.MultiHeadAttention(32, 4, rotary=True, rngs=nnx.Rngs(0))):
+        assert layer(x).shape == shape
+    y, _ = flax_modules.MultiHeadAttention(8, 4).init_with_output(jax.random.key(0), x, x)[0]
+    assert y.shape == shape
+
+
+def test_tabulate_takes_every_layer():
+    x = jnp.ones((2, 8, 32))
+    with fj.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "rotary": True}
+        layer = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0), **options)
+        assert "attention/core" in nnx.tabulate(layer, x, console_kwargs={"width": 200})

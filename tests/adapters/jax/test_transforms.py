@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import program
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -349,6 +350,54 @@ def test_shard_map_is_one_device(recipe, check):
         near(got, want)
 
 
+@combinations({"way": ["pmap", "no_vma"]}, usual=["pmap"])
+def test_inside_of_devices_the_next_state_is_their_sum(way, caplog):
+    """Where the gradient is taken in each device's function and JAX does not sum it: psum of the state is one
+    device's, and a state that is not summed is named at its next use."""
+    arguments, (_, (_, _, want)) = on_one_device("delayed")
+    *shared, x = arguments
+    devices = jax.devices("cpu")[:8]
+
+    def own(w, b, sets, x):
+        return jax.lax.psum(jax.grad(squares, (0, 1, 2))(w, b, sets, x)[2], "data")
+
+    if way == "pmap":
+        parts = jax.pmap(own, "data", in_axes=(None, None, None, 0), devices=devices)
+        got = jax.tree.map(lambda leaf: leaf[0], parts(*shared, x.reshape(8, -1, K)))
+    else:
+        mesh, specs = Mesh(np.array(devices), ("data",)), (P(), P(), P(), P("data"))
+        run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        got = jax.jit(run)(*shared, x)
+    same("state", got, want)
+    w, b, sets = shared
+    zero = jax.tree.map(jnp.zeros_like, sets)
+    program._warn_of_zero.cache_clear()
+    jax.block_until_ready([layer(x, w, b, zero) for _ in range(2)])
+    said = {record.getMessage().partition(",")[0] for record in caplog.records}
+    assert said == {"linear: w_scale is 0", "linear: x_scale is 0"}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_debug_nans_names_the_operation(jitted):
+    """Forward and backward, as do jax.debug_infs; where all is finite nothing is raised."""
+
+    def run(x, g):
+        y, back = jax.vjp(lambda x: fj.rmsnorm(x, jnp.ones(K)), x)
+        return y, back(g)
+
+    call, fine = jax.jit(run) if jitted else run, jnp.ones((2, K))
+    bad = fine.at[0, 0].set(jnp.inf)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        call(fine, fine)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) .* norm, forward: y"):
+        call(bad, fine)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) .* norm, backward: x"):
+        call(fine, bad)
+    tiny = jax.jit(fj.l2norm, static_argnums=1) if jitted else fj.l2norm
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) .* norm, forward: y"):
+        tiny(jnp.full((1, K), 1e-30), 0.0)
+
+
 @combinations(
     {"recipe": RECIPES.keys(), "split": {"one axis": False, "both axes": True}}, usual=["delayed-both axes"]
 )
@@ -374,6 +423,25 @@ def test_shard_map_over_two_axes(recipe, split):
     same("state", new, want_new)
     near(got, want)
     near(dw, want_dw)
+
+
+def test_stages_of_a_pipeline_have_scales_of_their_own():
+    """Where their axis is named; otherwise the largest stage's scale is that of all."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("pp",))
+    x, kernels = draw(0, 16, K), draw(1, 2, K, N) * jnp.array([1.0, 1e6])[:, None, None]
+
+    def stages(resource):
+        def stage(kernel, x):
+            with fj.autocast(True, RECIPES["current"], resource):
+                return fj.dense(x, kernel[0])[None]
+
+        specs = {"in_specs": (P("pp"), P()), "out_specs": P("pp")}
+        return np.asarray(jax.jit(jax.shard_map(stage, mesh=mesh, **specs))(kernels, x))
+
+    with fj.autocast(True, RECIPES["current"]):
+        want = np.stack([fj.dense(x, kernel) for kernel in kernels])
+    assert_same_bits("own", stages(fj.MeshResource(pp_resource="pp")), want)
+    assert (stages(None)[0] != want[0]).any()
 
 
 @combinations({"check": {"vma": True, "no_vma": False}}, usual=["vma"])
