@@ -25,6 +25,7 @@ from fp8kit.spec import Meta, Operation
 from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes
 from fp8kit_torch.availability import want_fp8
+from fp8kit_torch.finite import warn_of_hidden_overflow
 from fp8kit_torch.memory import TorchMemory, memory_of, place_of
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.views import has_kind, kind_of
@@ -190,6 +191,8 @@ def bind(
             found = TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, operation, names, kinds) from None
+        if needs and kinds[0][1] is torch.float16:
+            warn_of_hidden_overflow(spec, needs)
         del found.wanted[len(names) :]  # scales are no tensors of the call
         plans.keep(key, found)
     return found  # type: ignore[return-value]
