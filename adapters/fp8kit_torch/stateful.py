@@ -128,7 +128,9 @@ class StatefulModule(FP8Layer, ParameterModule):
             for name, state in self.fp8_meta.items()
             for field, part in zip(FIELDS, state.parts, strict=True)
         }
-        return extra_state.pack(parts)
+        found = extra_state.pack(parts)
+        found.owner = weakref.WeakMethod(self.set_extra_state)
+        return found
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).
