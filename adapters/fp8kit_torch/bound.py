@@ -172,7 +172,8 @@ def bind(
     """The bound operation for tensors of these names and kinds, and scales of these names; made once.
 
     ``kernels``: what a compiled graph works by; None for those in force, for an eager call. Raises what
-    ``infer`` raises, and BackendError when the tensors are on different devices.
+    ``infer`` raises, BackendError when the tensors are on different devices, and UnsupportedError within
+    ``torch.jit.trace``.
     """
     device, chosen = kinds[0][2], kernels
     try:
@@ -186,6 +187,9 @@ def bind(
     key = plans.key_of(operation, spec, needs, chosen, mine)
     found = plans.plans.get(key)
     if found is None:
+        if torch.jit.is_tracing():  # where shapes are of tensors: no plan is ever found again
+            got, wanted = "a call that torch.jit.trace traces", "torch.compile, torch.export or onnx_export"
+            raise UnsupportedError(operation.name, operation.argument(names[0], names), got, wanted)
         metas = _metas(operation, names, kinds, scales)
         try:
             found = TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
