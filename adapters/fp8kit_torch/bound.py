@@ -26,7 +26,7 @@ from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes
 from fp8kit_torch.availability import want_fp8
 from fp8kit_torch.finite import warn_of_hidden_overflow
-from fp8kit_torch.memory import TorchMemory, memory_of, place_of
+from fp8kit_torch.memory import KINDS, TorchMemory, memory_of, place_of
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.views import has_kind, kind_of
 
@@ -242,9 +242,12 @@ _SCALE = Meta((1,), float32)
 
 
 def _want_one_device(operation: Operation, names: Sequence[str], kinds: Sequence[Kind]) -> None:
-    """BackendError where the tensors are on several devices."""
+    """BackendError where the tensors are on several devices, FormatError for one that computes nothing."""
     device = kinds[0][2]
     if all(kind[2] == device for kind in kinds):
+        if device.type not in KINDS:
+            argument = operation.argument(names[0], names)
+            raise FormatError(operation.name, argument, f"device {device}", "cpu or cuda")
         return
     first, *rest = (operation.argument(name, names) for name in names)
     devices = {name: str(kind[2]) for name, kind in zip(rest, kinds[1:], strict=True)}

@@ -106,9 +106,14 @@ class StatefulModule(FP8Layer, ParameterModule):
         set_own_parameters(self, plain)
         try:
             super()._apply(fn, recurse)
-            for parameter in whole.values():
+            for name, parameter in whole.items():
                 if isinstance(parameter, QuantizedTensor):
-                    parameter.follow(fn)
+                    probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+                    if probe.is_meta:  # where layers have plain parameters until these are made
+                        shell = probe.new_empty(parameter.shape)
+                        whole[name] = Parameter(shell, parameter.requires_grad)
+                    else:
+                        parameter.follow(fn)
         finally:
             plain = own_parameters(self)  # which torch may have replaced
             set_own_parameters(self, {name: plain.get(name, parameter) for name, parameter in whole.items()})
