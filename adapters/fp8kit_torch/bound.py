@@ -25,7 +25,8 @@ from fp8kit.spec import Meta, Operation
 from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes
 from fp8kit_torch.availability import want_fp8
-from fp8kit_torch.memory import TorchMemory, memory_of, place_of
+from fp8kit_torch.finite import warn_of_hidden_overflow
+from fp8kit_torch.memory import KINDS, TorchMemory, memory_of, place_of
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.views import has_kind, kind_of
 
@@ -171,7 +172,8 @@ def bind(
     """The bound operation for tensors of these names and kinds, and scales of these names; made once.
 
     ``kernels``: what a compiled graph works by; None for those in force, for an eager call. Raises what
-    ``infer`` raises, and BackendError when the tensors are on different devices.
+    ``infer`` raises, BackendError when the tensors are on different devices, and UnsupportedError within
+    ``torch.jit.trace``.
     """
     device, chosen = kinds[0][2], kernels
     try:
@@ -185,11 +187,16 @@ def bind(
     key = plans.key_of(operation, spec, needs, chosen, mine)
     found = plans.plans.get(key)
     if found is None:
+        if torch.jit.is_tracing():  # where shapes are of tensors: no plan is ever found again
+            got, wanted = "a call that torch.jit.trace traces", "torch.compile, torch.export or onnx_export"
+            raise UnsupportedError(operation.name, operation.argument(names[0], names), got, wanted)
         metas = _metas(operation, names, kinds, scales)
         try:
             found = TorchOp(operation, spec, metas, needs, memory_of(device, kernels is not None), chosen)
         except Fp8kitError as error:
             raise as_the_user_calls_it(error, operation, names, kinds) from None
+        if needs and kinds[0][1] is torch.float16:
+            warn_of_hidden_overflow(spec, needs)
         del found.wanted[len(names) :]  # scales are no tensors of the call
         plans.keep(key, found)
     return found  # type: ignore[return-value]
@@ -235,9 +242,12 @@ _SCALE = Meta((1,), float32)
 
 
 def _want_one_device(operation: Operation, names: Sequence[str], kinds: Sequence[Kind]) -> None:
-    """BackendError where the tensors are on several devices."""
+    """BackendError where the tensors are on several devices, FormatError for one that computes nothing."""
     device = kinds[0][2]
     if all(kind[2] == device for kind in kinds):
+        if device.type not in KINDS:
+            argument = operation.argument(names[0], names)
+            raise FormatError(operation.name, argument, f"device {device}", "cpu or cuda")
         return
     first, *rest = (operation.argument(name, names) for name in names)
     devices = {name: str(kind[2]) for name, kind in zip(rest, kinds[1:], strict=True)}

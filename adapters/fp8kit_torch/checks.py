@@ -168,6 +168,14 @@ def betas(operation: str, name: str, value: Any) -> None:
         probability(operation, name, beta)
 
 
+def layer_number(operation: str, name: str, value: Any) -> None:
+    """None or an int, a positive one but for the core attention alone: Transformer Engine's rule."""
+    if operation == "DotProductAttention":
+        optional(integer)(operation, name, value)
+    elif value is not None:
+        integer(operation, name, value, 1)
+
+
 # of modules' constructors
 CONSTRUCTED: dict[str, Rule] = {
     **arguments.CONSTRUCTED,
@@ -179,6 +187,7 @@ CONSTRUCTED: dict[str, Rule] = {
     "get_rng_state_tracker": optional(function),
     "delay_wgrad_compute": flag,
     "return_max_logit": flag,
+    "layer_number": layer_number,
 }
 
 # of modules' calls, and of functions

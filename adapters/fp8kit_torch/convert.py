@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import nn
+from torch import jit, nn
 
 from fp8kit.arguments import flag, function, named_well
 from fp8kit.errors import ArgumentError
@@ -64,6 +64,7 @@ def convert(
 
     What stays as it is (``coverage`` tells why):
 
+    * modules that ``torch.jit`` has compiled; as ``model`` they are an ArgumentError;
     * modules of other dtypes than float32, bfloat16 and float16, and those whose ``forward`` was replaced;
     * weights that are made of others before each call (pruned, with a spectral or weight norm), or are not
       made yet (lazy), and experts' weights in one array of three dimensions that lie in another way;
@@ -79,6 +80,9 @@ def convert(
     nothing was replaced, neither now nor before.
     """
     module("convert", "model", model)
+    if isinstance(model, jit.ScriptModule):
+        wanted = "a model of Python modules, as it was before torch.jit"
+        raise ArgumentError("convert", "model", type(model).__name__, wanted)
     if filter_fn is not None:
         said = "a function of a module and its name"
         function("convert", "filter_fn", filter_fn, takes=(model, ""), said=said)

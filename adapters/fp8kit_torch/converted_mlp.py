@@ -120,7 +120,7 @@ def _empty(kind: type[nn.Module]) -> Any:
 def fuse(model: nn.Module) -> None:
     """Have every MLP of ``model`` run as one operation that is known by what its forward does."""
     for mlp in list(model.modules()):
-        if not isinstance(mlp, GatedMLP) and (activation := _activation_of(mlp)):
+        if not isinstance(mlp, GatedMLP | torch.jit.ScriptModule) and (activation := _activation_of(mlp)):
             mlp.__class__ = _standing_for(type(mlp))
             vars(mlp)[_TRIED] = _Tried(_read(mlp), activation)
 
@@ -311,7 +311,8 @@ def layer_by_layer(model: nn.Module) -> dict[str, str]:
     "" where it would run as one operation."""
     found = {}
     for name, mlp in model.named_modules():
-        layers = [own_modules(mlp).get(own) for own in LAYERS]
+        within = dict(own_modules(mlp).items())  # TorchScript's mapping has no get
+        layers = [within.get(own) for own in LAYERS]
         if isinstance(mlp, GatedMLP):
             found[name] = _passed_by(mlp)
             if not found[name]:

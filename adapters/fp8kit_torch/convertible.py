@@ -25,6 +25,8 @@ _PRODUCTS = ("Linear", "Conv", "Bilinear", "Attention", "Expert", "Router", "LST
 def replacement(module: nn.Module, linears: tuple[type[nn.Module], ...] = ()) -> Make | str:
     """What makes the module that takes this one's place, or why it stays. ``linears``: subclasses of
     ``nn.Linear`` that are replaced too."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by TorchScript"
     own = dict(module.named_parameters(recurse=False))
     weight, kind = own.get("weight"), type(module)
     if isinstance(module, Converted):

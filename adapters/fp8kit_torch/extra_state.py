@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,41 @@ from torch import Tensor
 from fp8kit import checkpoint_format
 from fp8kit.errors import CheckpointError
 
+_ARITHMETIC = {"add", "div", "lerp", "mul", "sub"}
+
 
 class ExtraState(torch.Tensor):
     """uint8 (n,), a plain tensor to everybody but ``torch.distributed.checkpoint``, which writes it as bytes:
     a model that has not run yet has none, and takes what was saved, whatever its length. Files have plain
-    tensors."""
+    tensors.
+
+    Programs that average all of two state dicts compute with it, too. Bytes have no mean: the result is the
+    last operand that is not empty. What is written in place takes another state's length, and so does the
+    layer whose state it is (``owner``), as it does of a parameter in a state dict.
+    """
+
+    # the layer's set_extra_state as a weak reference, None for a copy
+    owner: Callable[[], Callable[[Tensor], None] | None] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own, in_place = func.__name__.rstrip("_"), func.__name__.endswith("_")
+        states = [part for part in args if isinstance(part, ExtraState)]
+        if own in _ARITHMETIC and states and not (in_place and states[0] is not args[0]):
+            found = next((part for part in reversed(states) if part.numel()), states[0])
+        elif func is Tensor.copy_ and states and states[0] is args[0] and is_state(args[1]):
+            found = args[1]
+        else:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        if in_place and found is args[0]:
+            return found
+        made = found.detach().cpu().clone().as_subclass(ExtraState)
+        if not in_place:
+            return made
+        take = args[0].owner and args[0].owner()
+        if take:
+            take(made)
+        return super().__torch_function__(Tensor.set_, types, (args[0], made))
 
     def __create_write_items__(self, fqn: str, state: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -42,10 +72,17 @@ def pack(parts: Mapping[str, Tensor]) -> ExtraState:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).as_subclass(ExtraState)
 
 
+def is_state(value: Any) -> bool:
+    """Whether it is uint8 (n,), as states are."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
+
+
 def unpack(state: Tensor) -> dict[str, Tensor]:
     """What ``pack`` packed, in memory of its own. CheckpointError for anything else, a pickle among it."""
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-        raise CheckpointError("_extra_state", "state", type(state).__name__, "a one-dimensional uint8 tensor")
+    if not is_state(state):
+        got = f"{state.dtype} {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+        wanted = "uint8 (n,): a cast of a state dict leaves its _extra_state out"
+        raise CheckpointError("_extra_state", "state", got, wanted)
     data = state.as_subclass(Tensor).detach().cpu().contiguous().numpy()
     if data.size == 0:
         return {}

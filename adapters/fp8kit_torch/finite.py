@@ -1,8 +1,13 @@
 """``fp8kit.autocast(check_finite=True)`` around eager layers: which layer and which tensor was the first to
-hold Inf or NaN, as ``fp8kit.nn`` says it. It waits for the device at every operation."""
+hold Inf or NaN, as ``fp8kit.nn`` says it. It waits for the device at every operation.
+
+And a warning of float16 gradients whose Inf a cast to FP8 hides from ``torch.amp.GradScaler``.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,10 +15,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.execution.chain import ChainSpec
 from fp8kit.layers.finite import MAY_BE_INFINITE, refuse
+from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.views import FLOATS
 
+log = logging.getLogger("fp8kit")
 _PLAIN = (Tensor, nn.Parameter)
+
+
+@functools.cache
+def _say_hidden() -> None:
+    """Warn once that an overflow may go unseen."""
+    log.warning(
+        "a float16 gradient is cast to FP8 in a layer without a bias: its Inf becomes a finite number there, "
+        "so torch.amp.GradScaler may not see an overflow. bfloat16 needs no GradScaler; MXFP8BlockScaling "
+        "keeps Inf; fp8kit.autocast(check_finite=True) finds it"
+    )
+
+
+def warn_of_hidden_overflow(spec: Any, needs: Collection[str]) -> None:
+    """Where products of an operation's spec cast a float16 gradient in a way that saturates Inf, and no bias
+    gets its sums in high precision. ``needs``: names of the inputs whose gradient is wanted."""
+    products = [
+        product
+        for own in (spec.specs if isinstance(spec, ChainSpec) else [spec])
+        for product in getattr(own, "__dict__", {}).values()
+        if isinstance(product, ProductSpec) and product.fp8 is not None
+    ]
+    for product in products:
+        gemms = product.fp8.dgrad, product.fp8.wgrad
+        casts = [gemm.a for gemm in gemms if gemm.compute == "quantized" and gemm.plain != "a"]
+        saturates = any(not own.granularity.startswith("mx") for own in casts)  # a block of MX becomes NaN
+        if saturates and not any(f"{product.prefix}bias0" in name for name in needs):
+            _say_hidden()
 
 
 class Look:

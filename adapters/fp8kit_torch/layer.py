@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from fp8kit_torch.call import apply
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, tensor
 from fp8kit_torch.collectives import ranks_of
+from fp8kit_torch.constants import constant_result
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
 from fp8kit_torch.specs import spec_for
@@ -32,6 +33,17 @@ def next_rng(device: torch.device) -> Tensor:
     Drawn on the device: nothing waits for the host, and a captured graph draws anew at each replay.
     """
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+@constant_result
+def _said_of(kind: type[Layer], unknown: tuple[str, ...]) -> str:
+    """What ``refuse_names`` raises for a layer of this class, "" where it raises nothing. Dynamo cannot
+    follow how the name that was meant is found."""
+    try:
+        Layer.refuse_names(object.__new__(kind), unknown)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 # the constructor's arguments that programs read of Transformer Engine's modules
@@ -135,6 +147,10 @@ class TorchLayer(Layer, torch.nn.Module):
         if features is None:
             return tensor(self.layer_name, argument, value)
         return want_input(self.layer_name, argument, value, features, qkv_format)
+
+    def refuse_names(self, unknown: Iterable[str]) -> None:
+        if said := _said_of(type(self), tuple(unknown)):
+            raise TypeError(said)
 
     def set_spec(self, spec: Any) -> None:
         self._spec, self._spec_text = spec, encode(spec)

@@ -7,6 +7,8 @@ backward pass ends (backward).
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -51,9 +53,20 @@ from fp8kit_torch.te_compat.methods import TransformerEngineMethods
 from fp8kit_torch.te_compat.module_state import TransformerEngineState
 from fp8kit_torch.te_compat.own_layers import OwnLayer
 
+log = logging.getLogger("fp8kit")
 _placed = attrgetter("placed")
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, OperandTensor]  # weights that are held in FP8, by their name in the operation
+
+
+@functools.cache
+def _say_unset() -> None:
+    """Warn once that a pass multiplies by scales that nothing has set."""
+    log.warning(
+        "a layer runs by DelayedScaling without gradients before anything has set its scales: it computes "
+        "with scales of 1, and goes on so. A pass with gradients, autocast(enabled=False, calibrating=True) "
+        "or a loaded _extra_state sets them; Float8CurrentScaling needs none"
+    )
 
 
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
@@ -446,6 +459,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
         """What is kept as ``_binding``: for whom, the state's addresses by the operation's names, and where
         it lies. Where amaxes are to be recorded, the history gets the recipe's length."""
         history: Any = recipe.history
+        unset = not record and "scaling_fwd" not in self.fp8_meta
+        if unset and dict(recipe.quantization.stateful).keys() & {"x", "w"}:
+            _say_unset()
         self.prepare(history.length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         front, back = forward_slots(self.gemms), backward_slots(self.gemms)

@@ -106,9 +106,14 @@ class StatefulModule(FP8Layer, ParameterModule):
         set_own_parameters(self, plain)
         try:
             super()._apply(fn, recurse)
-            for parameter in whole.values():
+            for name, parameter in whole.items():
                 if isinstance(parameter, QuantizedTensor):
-                    parameter.follow(fn)
+                    probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+                    if probe.is_meta:  # where layers have plain parameters until these are made
+                        shell = probe.new_empty(parameter.shape)
+                        whole[name] = Parameter(shell, parameter.requires_grad)
+                    else:
+                        parameter.follow(fn)
         finally:
             plain = own_parameters(self)  # which torch may have replaced
             set_own_parameters(self, {name: plain.get(name, parameter) for name, parameter in whole.items()})
@@ -128,7 +133,9 @@ class StatefulModule(FP8Layer, ParameterModule):
             for name, state in self.fp8_meta.items()
             for field, part in zip(FIELDS, state.parts, strict=True)
         }
-        return extra_state.pack(parts)
+        found = extra_state.pack(parts)
+        found.owner = weakref.WeakMethod(self.set_extra_state)
+        return found
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what ``get_extra_state`` gave, or Transformer Engine's (``te_compat.extra_state``).

@@ -13,7 +13,7 @@ from fp8kit_torch.converted import ConvertedLinear, ConvertedNorm, standing_for
 from torch import nn
 from torch.nn.utils import prune
 
-from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, UnsupportedError
 from fp8kit.layer_recipes import PerLayer
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
@@ -354,6 +354,23 @@ def test_a_conversion_of_nothing_is_told():
         convert(some, lambda module, name: False)
     assert type(some[0]) is nn.Linear
     assert isinstance(convert(convert(some))[0], ConvertedLinear)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_modules_of_torch_jit_stay():
+    """A layer of ours says itself that ``torch.jit.trace`` cannot follow it."""
+    x = torch.randn(4, D)
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(D, D)), x)
+    with pytest.raises(
+        ArgumentError, match=r"^convert: model: got TopLevelTracedModule, expected a model of "
+    ):
+        convert(traced)
+    model = convert(nn.Sequential(traced, nn.Linear(D, D)))
+    assert isinstance(model[1], ConvertedLinear)
+    rows = {row.name: row for row in coverage(model).modules}
+    assert (rows["0.0"].why, rows["1"].fp8) == ("compiled by TorchScript", True)
+    with pytest.raises(UnsupportedError, match=r"^Linear: inp: got a call that torch.jit.trace traces"):
+        torch.jit.trace(model[1], x)
 
 
 def test_hooks_and_modes_go_along():

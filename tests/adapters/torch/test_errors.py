@@ -168,6 +168,8 @@ def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, 
             match=rf"^{name}: {parameter}: got device meta, expected device cpu, as {inp}: .* reset_param",
         ):
             call(make().to("meta"), x)
+        with pytest.raises(FormatError, match=rf"^{name}: \w+: got device meta, expected cpu or cuda$"):
+            call(make().to("meta"), x.to("meta"))
     assert call(layer, x.bfloat16().to(torch.float32)).dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert call(layer, x).dtype is torch.bfloat16

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import finite
 
 import fp8kit as fk
 from fp8kit.errors import NonFiniteError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.support.combinations import combinations
 
 H = 32
@@ -121,3 +122,34 @@ def test_compiled_layers_refuse():
     layer, x = ft.Linear(H, H, device="cpu"), torch.ones(4, H)
     with fk.autocast(check_finite=True), pytest.raises(Exception, match=r"check_finite of fp8kit\.autocast"):
         torch.compile(layer, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "bias", "said"),
+    [
+        (DelayedScaling(), torch.float16, False, 1),
+        (Float8BlockScaling(), torch.float16, False, 1),
+        (Float8BlockScaling(), torch.float16, True, 0),
+        (Float8BlockScaling(), torch.bfloat16, False, 0),
+        (MXFP8BlockScaling(), torch.float16, False, 0),
+    ],
+)
+def test_overflow_that_a_cast_hides_from_a_grad_scaler_is_told_once(recipe, dtype, bias, said, caplog):
+    """Where nothing is said, Inf reaches a parameter's gradient, or the dtype needs no GradScaler."""
+    finite._say_hidden.cache_clear()
+
+    def told():
+        return sum("GradScaler" in message for message in caplog.messages)
+
+    for size in (32, 48):  # plans of their own
+        layer = ft.Linear(size, size, bias=bias, params_dtype=dtype, device="cpu")
+        x = torch.ones(32, size, dtype=dtype, device="cpu")
+        with torch.no_grad(), ft.autocast(recipe=recipe):
+            layer(x)
+        assert told() == (said if size == 48 else 0)
+        with ft.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(bad(y.shape, float("inf"), "cpu").to(dtype))
+        seen = any(not own.grad.isfinite().all() for own in layer.parameters())
+        assert seen or said or dtype is torch.bfloat16
+    assert told() == said

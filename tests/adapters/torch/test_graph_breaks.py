@@ -150,6 +150,17 @@ def test_attention_gives_fp8_from_eager_code():
     assert torch.equal(compiled.dequantize(), function(q).dequantize())
 
 
+@pytest.mark.filterwarnings("ignore:.*Dynamo detected a call:UserWarning")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_a_wrong_keyword_is_told_the_right_one(kind, whole):
+    layer = getattr(ft, kind)(16, 16, device="cpu")
+    call = torch.compile(layer, fullgraph=whole, backend="eager")
+    kind_of_error = torch._dynamo.exc.Unsupported if whole else TypeError
+    with pytest.raises(kind_of_error, match=rf"{kind}.forward\(\) .* did you mean is_first_microbatch\?"):
+        call(torch.ones(16, 16), first=True)
+
+
 def test_attention_gives_no_fp8_in_one_graph():
     function, q = _attention()
     with pytest.raises(Exception, match="fp8_output of DotProductAttention is not supported within"):

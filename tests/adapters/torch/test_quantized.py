@@ -318,6 +318,21 @@ def test_recipes_of_one_format_may_differ(device, init, recipe):
             same(got, want, "result")
 
 
+def test_on_the_meta_device_and_back(device):
+    """There a layer is as one that was made there: its weights are plain until ``reset_parameters``."""
+    held, _ = held_pair("Linear", device, "current")
+    held.to("meta", torch.bfloat16)
+    assert not held_names(held)
+    assert {(p.device.type, p.dtype, p.requires_grad) for p in held.parameters()} == {
+        ("meta", torch.bfloat16, True)
+    }
+    held.to_empty(device=device)
+    held.reset_parameters()
+    assert held_names(held) == ["weight"]
+    with ft.autocast(recipe=RECIPES["current"]):
+        held(torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)).sum().backward()
+
+
 def test_made_later(device):
     with ft.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
         layer = ft.Linear(WIDTH, 40, device="meta")

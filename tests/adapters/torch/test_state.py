@@ -14,11 +14,13 @@ import pytest
 import torch
 from fp8kit_torch import state, torch_compat
 from fp8kit_torch.bound import TorchOp
+from fp8kit_torch.module import _say_unset
 from fp8kit_torch.state import _RECORDED
 
 from fp8kit.collectives import Collectives
 from fp8kit.errors import CheckpointError
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.testing.compare import assert_close
 
 from .twins import RECIPES, WIDTH, batches, same, same_state, torch_step, twins
 
@@ -93,7 +95,7 @@ def test_a_wrong_state_changes_nothing(device):
             r"3 bytes that hold no such state, .* saved; nor is it Transformer Engine's: the pickle cannot",
         ),
         (wide, "expected float32"),
-        (torch.zeros(3), "one-dimensional uint8"),
+        (torch.zeros(3), r"uint8 \(n,\): a cast of a state dict leaves its _extra_state out"),
     ):
         with pytest.raises(CheckpointError, match=message):
             ours.set_extra_state(wrong)
@@ -390,6 +392,74 @@ def test_native_state_is_the_same_file_of_numbers(device):
     state = ours.fp8_meta["scaling_fwd"]
     assert state.scale[0].item() == 448 / 2
     assert state.scale_inv[0].item() == np.float32(1) / np.float32(224)
+
+
+AVERAGES = {
+    "copy_": lambda own, new: own.copy_(0.5 * own + 0.5 * new),
+    "copy_ alone": lambda own, new: own.copy_(new),
+    "in place": lambda own, new: own.mul_(0.5).add_(new, alpha=0.5),
+    "operators": lambda own, new: own.__isub__((own - new) / 2),
+}
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_a_state_dict_that_is_averaged_in_place_hands_over_the_scales(how, device):
+    ours = trained(device, "Linear")
+    copied, _ = twins("Linear", device)
+    before = copied.get_extra_state()
+    part = 1 if how == "copy_ alone" else 0.5
+    old, weight = (layer.weight.detach().double().cpu().numpy() for layer in (copied, ours))
+    for own, new in zip(copied.state_dict().values(), ours.state_dict().values(), strict=True):
+        AVERAGES[how](own, new)
+    same(copied.get_extra_state(), ours.get_extra_state(), "state")
+    slack = 2.0**-23 * (np.abs(old) + np.abs(weight))  # of a few operations in float32
+    mean = part * weight + (1 - part) * old
+    assert_close("weight", copied.weight.detach().cpu().numpy(), mean, "float32", slack)
+    assert before.numel() == 0  # what was taken before the step is a copy
+    copied.fp8_meta["scaling_fwd"].scale.zero_()
+    assert ours.fp8_meta["scaling_fwd"].scale[:2].all()
+
+
+@pytest.mark.parametrize("newest", ["first", "last"])
+def test_an_average_of_state_dicts_loads(newest, device):
+    """A state that is empty gives way, wherever it stands; what comes out belongs to no layer."""
+    ours = trained(device, "Linear")
+    copied, _ = twins("Linear", device)
+    own, new = copied.state_dict(), ours.state_dict()
+    first, last = (new, own) if newest == "first" else (own, new)
+    mean = {name: 0.5 * first[name] + 0.5 * last[name] for name in own}
+    copied.load_state_dict(mean)
+    same(copied.get_extra_state(), ours.get_extra_state(), "state")
+    mean["_extra_state"].copy_(torch.empty(0, dtype=torch.uint8))
+    assert not mean["_extra_state"].numel()
+    assert ours.get_extra_state().numel()
+    saved = own["_extra_state"].new_tensor([0, 1]).as_subclass(torch.Tensor)
+    with pytest.raises(CheckpointError, match="2 bytes"):
+        ours.state_dict()["_extra_state"].copy_(saved)
+    with pytest.raises(
+        CheckpointError, match=r"load_state_dict: _extra_state: got torch.float16 \(.* leaves its"
+    ):
+        ours.load_state_dict({name: part.half() for name, part in new.items()})
+
+
+@pytest.mark.parametrize("before", ["nothing", "a step", "calibration", "another recipe"])
+def test_scales_that_nothing_has_set_are_told_once(before, device, caplog):
+    _say_unset.cache_clear()
+    layer, _ = twins("Linear", device)
+    x = torch.randn(4, WIDTH, device=device)
+    if before == "a step":
+        torch_step(layer, layer, RECIPE, x)
+    elif before == "calibration":
+        with torch.no_grad(), ft.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            layer(x)
+    for one in (layer, copy.deepcopy(layer)):
+        with (
+            torch.no_grad(),
+            ft.autocast(recipe=Float8CurrentScaling() if before == "another recipe" else RECIPE),
+        ):
+            one(x)
+    said = [message for message in caplog.messages if "scales of 1" in message]
+    assert len(said) == (before == "nothing")
 
 
 def test_a_state_may_start_in_inference_mode(device):

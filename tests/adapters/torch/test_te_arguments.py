@@ -149,6 +149,18 @@ def test_a_copy_has_nothing_that_waits():
     assert twin.weight.grad is None
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_layers_are_counted_from_1(number):
+    """As Transformer Engine asserts, which takes any number for the core attention."""
+    for make in (
+        lambda **k: ft.TransformerLayer(32, 64, 4, **k),
+        lambda **k: ft.MultiheadAttention(32, 4, **k),
+    ):
+        with pytest.raises(ArgumentError, match=rf"layer_number: got {number}, expected an int >= 1$"):
+            make(layer_number=number, device="cpu")
+    assert ft.DotProductAttention(4, 8, layer_number=number).layer_number == number
+
+
 # --- random states by name ----------------------------------------------------------------------------------
 
 
