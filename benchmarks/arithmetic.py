@@ -83,7 +83,8 @@ def compare(
     space = arrays.empty((cublaslt.WORKSPACE,), uint8, device)
     one = _scale(device)
     theirs, ours = (arrays.empty((m, n), float32, device) for _ in range(2))
-    plan.run(a.ptr, b.ptr, theirs.ptr, one.ptr, one.ptr, 0, space.ptr, cublaslt.WORKSPACE, 0)
+    addresses = a.ptr, b.ptr, theirs.ptr, one.ptr, one.ptr, 0, space.ptr, 0
+    plan.run(addresses, cublaslt.WORKSPACE, 0)
     seconds = _model(a, b, ours, pair, how)
     native = arrays.provider(device).native
     same = native(theirs.view(formats.uint32)) == native(ours.view(formats.uint32))

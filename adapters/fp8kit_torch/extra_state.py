@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from fp8kit import checkpoint_format
 from fp8kit.errors import CheckpointError
 
 _ARITHMETIC = {"add", "div", "lerp", "mul", "sub"}
+
+
+class Owner(weakref.WeakMethod):
+    """A layer's ``set_extra_state``. What copies or pickles it gets None: a copy of a state is nobody's."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
 
 
 class ExtraState(torch.Tensor):
@@ -25,8 +33,7 @@ class ExtraState(torch.Tensor):
     layer whose state it is (``owner``), as it does of a parameter in a state dict.
     """
 
-    # the layer's set_extra_state as a weak reference, None for a copy
-    owner: Callable[[], Callable[[Tensor], None] | None] | None = None
+    owner: Owner | None = None  # None for a copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -134,7 +134,7 @@ class StatefulModule(FP8Layer, ParameterModule):
             for field, part in zip(FIELDS, state.parts, strict=True)
         }
         found = extra_state.pack(parts)
-        found.owner = weakref.WeakMethod(self.set_extra_state)
+        found.owner = extra_state.Owner(self.set_extra_state)
         return found
 
     def set_extra_state(self, state: Tensor) -> None:

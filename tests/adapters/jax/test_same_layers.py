@@ -275,7 +275,7 @@ def test_dropout_by_the_same_keys(dtype, device):
         twin = whole(flat, rest)
         # in the order in which both layers draw
         streams = [twin.attention.core.dropout, *(twin.dropout, twin.path) * 2]
-        keys = iter([stream()[1] for stream in streams])
+        keys = iter([stream._drawn()[1] for stream in streams])
         rest = nnx.to_pure_dict(nnx.split(twin, nnx.Param, ...)[2])  # the next step has the next keys
         with fk.draw_from(lambda device, keys=keys: fk.tensor(fj.dropout_seed(next(keys)), device=device)):
             want_y, want_dx, want = native_step(
