@@ -228,13 +228,13 @@ def own_part(setting: Setting) -> list[Row]:
     )
 
 
-def speed(rows: list[Row], scales: str) -> float | None:
-    """The geometric mean of our speed over cuBLASLt's, of "few rows" up to 64 rows; of "epilogues" the least.
-    None where a product has no figure."""
+def speed(rows: list[Row], scales: str, least: bool = False) -> float | None:
+    """The geometric mean of our speed over cuBLASLt's, or the ``least``; of "few rows" up to 64 rows. None
+    where a product has no figure."""
     found = [row for row in rows if row["case"] == OURS and row["scales"] == scales]
     if scales == FEW:
         found = [row for row in found if int(row["workload"].split(", ")[1].split(" x ")[0]) <= 64]
     shares = [float(row["of_best"]) for row in found if row["status"] == "ok" and "of_best" in row]
     if not found or len(shares) < len(found):
         return None
-    return min(shares) if scales == EPILOGUES else math.prod(shares) ** (1 / len(shares))
+    return min(shares) if least else math.prod(shares) ** (1 / len(shares))

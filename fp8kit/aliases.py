@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -61,7 +61,10 @@ def ours(operation: str, *names: str) -> ModuleType | None:
 
 
 def module(
-    name: str, parts: Iterable[ModuleType] = (), path: Sequence[str] = (), wanted: Sequence[str] | None = None
+    name: str,
+    parts: Iterable[ModuleType] = (),
+    path: Sequence[str] = (),
+    wanted: Collection[str] | None = None,
 ) -> ModuleType:
     """Returns a module of that name, a package with those folders, with the public names of ``parts``: those
     of ``__all__``, and where there is none all, or those of ``wanted``."""

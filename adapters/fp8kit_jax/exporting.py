@@ -15,7 +15,7 @@ from fp8kit_jax import calls
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.state import Slot
 
-# JAX takes a name once a process, and this module may be imported again
+# JAX takes a name once a process: where this module is imported again, sets of the new classes are not taken
 with contextlib.suppress(ValueError):
     jax.export.register_namedtuple_serialization(Slot, serialized_name="fp8kit.Slot")
     jax.export.register_pytree_node_serialization(

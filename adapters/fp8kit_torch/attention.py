@@ -11,14 +11,17 @@ from fp8kit import layers
 from fp8kit.layers.attention_inputs import PARTS
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.dot_product_attention import DotProductAttention
-from fp8kit_torch.torch_compat import FORWARD_HOOKS, FORWARD_PRE_HOOKS, global_forward_hooks
+from fp8kit_torch.torch_compat import HOOKS, global_hooks
+
+_FORWARD = DotProductAttention.forward  # which a program may put another one in the place of
 
 
 class MultiheadAttention(layers.MultiheadAttention, AttentionBase):
     def shows_heads(self, core: Any) -> bool:
         own = core.__dict__
-        hooked = own[FORWARD_HOOKS] or own[FORWARD_PRE_HOOKS] or "forward" in own or global_forward_hooks()
-        return bool(hooked) or type(core).forward is not DotProductAttention.forward
+        if "forward" in own or getattr(type(core), "forward", None) is not _FORWARD:
+            return True
+        return any(map(own.get, HOOKS)) or global_hooks()
 
     def heads_of(self, layers: Mapping[str, Tensor]) -> list[Tensor]:
         core, dim = self.core_attention, self.core_attention.kv_channels
@@ -26,7 +29,8 @@ class MultiheadAttention(layers.MultiheadAttention, AttentionBase):
         for name, layer in layers.items():
             counts = [self._heads[part] for part in PARTS[name]]
             if len(counts) == 1:
-                found.append(layer.reshape(*layer.shape[: core.qkv_format.count("s") + 1], counts[0], dim))
+                leading = layer.shape[: 1 if core.qkv_format == "thd" else 2]
+                found.append(layer.reshape(*leading, counts[0], dim))
             elif self._interleaved:  # group by group
                 groups = core.num_gqa_groups
                 parts = layer.unflatten(-1, (groups, -1, dim)).split([n // groups for n in counts], -2)

@@ -13,7 +13,9 @@ from torch import Tensor
 from fp8kit import checkpoint_format
 from fp8kit.errors import CheckpointError
 
-_ARITHMETIC = {"add", "div", "lerp", "mul", "sub"}
+# what averages are made of; a difference stays one, for programs that compare
+_IN_PLACE = {"add_", "copy_", "div_", "lerp_", "mul_"}
+_AVERAGING = {"add", "div", "lerp", "mul"} | _IN_PLACE
 
 
 class Owner(weakref.WeakMethod):
@@ -29,26 +31,27 @@ class ExtraState(torch.Tensor):
     tensors.
 
     Programs that average all of two state dicts compute with it, too. Bytes have no mean: the result is the
-    last operand that is not empty. What is written in place takes another state's length, and so does the
-    layer whose state it is (``owner``), as it does of a parameter in a state dict.
+    last operand that is a state and not empty. ``copy_`` and averages in place take another state's length,
+    and the layer whose state it is (``owner``) takes the state, as it does of a parameter in a state dict.
     """
 
     owner: Owner | None = None  # None for a copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own, in_place = func.__name__.rstrip("_"), func.__name__.endswith("_")
-        states = [part for part in args if isinstance(part, ExtraState)]
-        if own in _ARITHMETIC and states and not (in_place and states[0] is not args[0]):
-            found = next((part for part in reversed(states) if part.numel()), states[0])
-        elif func is Tensor.copy_ and states and states[0] is args[0] and is_state(args[1]):
-            found = args[1]
-        else:
+        name = func.__name__
+        states = [part for part in args if isinstance(part, ExtraState) or is_state(part)]
+        if name == "copy_":
+            states = states[1:]  # of what is written, nothing is left
+        written = name in _IN_PLACE
+        if name not in _AVERAGING or not states or (written and not isinstance(args[0], ExtraState)):
             return super().__torch_function__(func, types, args, kwargs or {})
-        if in_place and found is args[0]:
+        found = next((part for part in reversed(states) if part.numel()), states[0])
+        if written and found is args[0]:
             return found
-        made = found.detach().cpu().clone().as_subclass(ExtraState)
-        if not in_place:
+        where = args[0].device if written else found.device
+        made = found.detach().clone().to(where, torch.uint8).as_subclass(ExtraState)
+        if not written:
             return made
         take = args[0].owner and args[0].owner()
         if take:

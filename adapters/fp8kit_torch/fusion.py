@@ -236,7 +236,7 @@ def _of_each(
     op_kwargs: Sequence[Mapping[str, Any] | None] | None,
 ) -> tuple[list[tuple[Tensor, ...]], list[dict[str, Any]]]:
     """(extra inputs, keyword arguments) of each module. ArgumentError for other numbers of them."""
-    options = [{}] * len(modules) if op_kwargs is None else [dict(each or {}) for each in op_kwargs]
+    options = [dict(each or {}) for each in ([None] * len(modules) if op_kwargs is None else op_kwargs)]
     if len(options) != len(modules):
         raise ArgumentError("ops.Sequential", "op_kwargs", len(options), f"{len(modules)} mappings")
     counts = [getattr(module, "num_extra_inputs", 0) for module in modules]

@@ -201,17 +201,17 @@ def global_hooks() -> bool:
 # forward. In the path of every call ``module.__dict__[PARAMETERS]`` saves the call of a function.
 PARAMETERS, MODULES = "_parameters", "_modules"
 FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
-_HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 _OF_HOOKS = (  # what there is beside them: how hooks are called
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
     "_is_full_backward_hook",
 )
 _COMPILED = "_compiled_call_impl"
-for _name in (PARAMETERS, MODULES, *_HOOKS, *_OF_HOOKS, _COMPILED):
+for _name in (PARAMETERS, MODULES, *HOOKS, *_OF_HOOKS, _COMPILED):
     _required(nn.Module(), _name)
-_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
+_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 # What comes into a module's own call: hooks, and what ``compile()`` made of it.
-call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(_COMPILED, *_HOOKS)
+call_changes: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(_COMPILED, *HOOKS)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -221,7 +221,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def take_hooks(module: nn.Module, source: nn.Module) -> None:
     """Let a module have another one's hooks, those that come later among them."""
-    for name in (*_HOOKS, *_OF_HOOKS):
+    for name in (*HOOKS, *_OF_HOOKS):
         vars(module)[name] = vars(source)[name]
 
 

@@ -53,6 +53,9 @@ class GivenMetas(Mapping[str, Meta]):
     def __or__(self, other: Mapping[str, Meta]) -> dict[str, Meta]:
         return {**self, **other}
 
+    def __ror__(self, other: Mapping[str, Meta]) -> dict[str, Meta]:
+        return {**other, **self}
+
     def want_no_others(self, needs: Needs) -> None:
         """ArgumentError for an input that nobody asked for, but for a state's scales, which come whether the
         spec uses them or not. Those of ``needs`` are left to the error about their gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,6 +31,7 @@ _DEBUG_NAMES = {
     "query_layer": "linear_q",
     "key_value": "linear_kv",
 }
+_WRAPPED = "qkv_format", "kv_channels", "num_attention_heads", "num_gqa_groups"  # asked of the core attention
 _PREPARED: LRU[Any, PreparedCall] = LRU(SHAPES, name="attention calls")  # checked ones
 
 
@@ -306,10 +307,11 @@ class MultiheadAttention(AttentionHeads):
         return self.proj.bias
 
     def own_core(self) -> Any:
-        """The core attention. ArgumentError for a module in its place that is none."""
+        """The core attention, or what wraps it. ArgumentError for another module in its place."""
         core = self.parts["core_attention"]
-        if not isinstance(core, self.frontend.DotProductAttention):
-            wanted = "a DotProductAttention or a subclass, which knows what the layer asks of it"
+        own = isinstance(core, self.frontend.DotProductAttention)
+        if not own and not all(hasattr(core, name) for name in _WRAPPED):
+            wanted = "a DotProductAttention, a subclass, or a wrapper that shows its attributes"
             raise ArgumentError(self.layer_name, "core_attention", f"a {type(core).__name__}", wanted)
         return core
 
@@ -426,18 +428,14 @@ class MultiheadAttention(AttentionHeads):
         if self._separate or rotary_pos_emb is not None:
             rotate = None if rotary_pos_emb is None else rotated
             layers = normed_and_rotated(layers, self._normed, rotate, self.qk_norm_before_rope)
-        given: Sequence[Any] = ()
-        arguments: dict[str, Any] = dict(options)
+        call, arguments = core, dict(options)
         if self.shows_heads(core):
-            given = self.heads_of(layers)
+            call = partial(core, *self.heads_of(layers))
         else:
             arguments |= {**layers, "qkv_interleave_dim": self._interleave_dim}
             if prepared.core is not None:
                 arguments["prepared"] = prepared.core
-        if checkpoint_core:
-            o = self.call_checkpointed(partial(core, *given), **arguments)
-        else:
-            o = core(*given, **arguments)
+        o = self.call_checkpointed(call, **arguments) if checkpoint_core else call(**arguments)
         asked: dict[str, Any] = {"bias": bias}
         if fused_residual is not None:
             asked["residual"] = self.same_dtype(getattr(out, fused_residual), o)

@@ -69,6 +69,7 @@ def test_speed():
     rows = [_row(TENSORS, 0.5), _row(TENSORS, 2.0), _row(FEW, 2.0, 16), _row(FEW, 0.72), _row(FEW, 0.5, 256)]
     assert speed(rows, TENSORS) == pytest.approx(1.0)
     assert speed(rows, FEW) == pytest.approx(1.2)
+    assert speed(rows, FEW, least=True) == 0.72
     assert speed(rows, BLOCKS) is None
     assert speed([*rows, _row(TENSORS, 1.0, status="WRONG")], TENSORS) is None
 
@@ -76,5 +77,5 @@ def test_speed():
 def test_targets_without_figures():
     report = Report({"settings": {"sizes": FULL.name}})
     found = {row["what"]: row for row in targets.evaluate(report) if row["part"] == "own"}
-    assert len(found) == 4
+    assert len(found) == 5
     assert all(row["verdict"] == "not measured" for row in found.values())

@@ -12,9 +12,11 @@ module it has it: programs import more than they call. What there is nothing for
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -109,10 +111,16 @@ _LATER = {name: module for module, names in _LAZY.items() for name in names.spli
 _BASE = "transformer_engine.pytorch"
 
 
+@cache
+def _everywhere() -> frozenset[str]:
+    return frozenset(itertools.chain.from_iterable(public_names().values()))
+
+
 def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
     """A module of that name with the names of ``parts``: those of ``__all__``, and where there is none those
-    that the module has in Transformer Engine. A package, so that ``Finder`` is asked for what it lacks."""
-    made = aliases.module(name, parts, wanted=public_names().get(name))
+    that any module of Transformer Engine has, since programs take names from where they are imported, too. A
+    package, so that ``Finder`` is asked for what it lacks."""
+    made = aliases.module(name, parts, wanted=_everywhere())
     made.__getattr__ = lambda key: found_in(name, key, vars(made))  # type: ignore[method-assign]
     return made
 

@@ -3,9 +3,12 @@ in every layout, redundant arguments, the softmax's offset."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import fp8kit_torch as ft
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
@@ -241,10 +244,37 @@ def test_hooks_and_subclasses_of_the_core_attention_see_heads(interleaved, norm,
     assert seen[0] == layer.core_attention.seen == [(S, B, H, D), keys, keys]
 
 
+WRAPPERS = {"checkpoint": checkpoint_wrapper, "compile": partial(torch.compile, backend="eager")}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile asks of views
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_what_wraps_a_core_attention_is_called(wrap):
+    layer = ft.MultiheadAttention(H * D, H, attention_dropout=0.0, device="cpu")
+    x = torch.randn(S, B, H * D, requires_grad=True)
+
+    def run():
+        y = layer(x)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+    want = run()
+    layer.core_attention = wrap(layer.core_attention)
+    assert all(torch.equal(*pair) for pair in zip(want, run(), strict=True))
+
+
+def test_gradients_of_heads_reach_a_backward_hook():
+    layer, seen = ft.MultiheadAttention(H * D, H, device="cpu"), []
+    layer.core_attention.register_full_backward_hook(
+        lambda module, dx, dy: seen.append([tuple(one.shape) for one in dx])
+    )
+    layer(torch.randn(S, B, H * D, requires_grad=True)).sum().backward()
+    assert seen == [[(S, B, H, D)] * 3]
+
+
 def test_a_core_attention_that_is_none_is_refused():
     layer = ft.TransformerLayer(H * D, 2 * H * D, H, device="cpu")
     layer.self_attention.core_attention = torch.nn.Identity()
-    with pytest.raises(ArgumentError, match="core_attention: got a Identity, expected a DotProductAttention"):
+    with pytest.raises(ArgumentError, match="core_attention: got a Identity, expected a DotProduct"):
         layer(torch.randn(S, B, H * D))
 
 
