@@ -67,12 +67,16 @@ def module(
     wanted: Collection[str] | None = None,
 ) -> ModuleType:
     """Returns a module of that name, a package with those folders, with the public names of ``parts``: those
-    of ``__all__``, and where there is none all, or those of ``wanted``."""
+    of ``__all__``, and where there is none all, or those of ``wanted`` that are no modules."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
     made.__spec__, made.__path__ = ModuleSpec(name, None, is_package=True), list(path)
     for part in parts:
         made.__dict__.setdefault("__file__", part.__file__)
-        public = [key for key in vars(part) if (key[0] != "_" if wanted is None else key in wanted)]
+        public = [
+            key
+            for key, value in vars(part).items()
+            if (key[0] != "_" if wanted is None else key in wanted and not isinstance(value, ModuleType))
+        ]
         for key in getattr(part, "__all__", public):
             setattr(made, key, getattr(part, key))
     return made

@@ -196,7 +196,7 @@ def test_a_run_in_small(tmp_path, capsys):
     assert list(made.parts) == ["gemm", "memory", "error"]
     assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
     assert len(made.rows("error")) == 4
-    assert len(made.targets) == 33
+    assert len(made.targets) == 34
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said
