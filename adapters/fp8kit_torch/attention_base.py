@@ -17,6 +17,7 @@ from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType
 from fp8kit.layers.attention_base import AttentionBase as Shared
 from fp8kit.layers.attention_inputs import MISPLACED, alibi_slopes
+from fp8kit.layers.parallel import Grouped
 from fp8kit_torch import recompute
 from fp8kit_torch.arguments import has_foreign_code, want_like
 from fp8kit_torch.autocast import recipe_key
@@ -76,7 +77,7 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
         return True
 
     def has_hooks(self, part: Any) -> bool:
-        return has_foreign_code(part)
+        return not isinstance(part, Grouped) or has_foreign_code(part)
 
     def dtype_of(self, kind: DType) -> torch.dtype:
         return dtype_of(kind)

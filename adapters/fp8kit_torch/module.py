@@ -11,7 +11,8 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -69,15 +70,25 @@ def _say_unset() -> None:
     )
 
 
+@cache
+def _hands_on(kind: type[torch.nn.Module]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in signature(kind.forward).parameters.values())
+
+
 def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
-    """A part of a layer that computes in FP8. ArgumentError for another module in its place."""
-    if not isinstance(part, TransformerEngineBaseModule):
-        wanted = (
-            "a module of fp8kit_torch or a subclass, which knows what the layer asks of it; "
-            "a hook may change what it gives"
-        )
-        raise ArgumentError(layer, name, f"a {type(part).__name__}", wanted)
-    return part
+    """A part of a layer that computes in FP8, or the one in it where a module wraps it (LoRA). ArgumentError
+    for another module in its place."""
+    if isinstance(part, TransformerEngineBaseModule):
+        return part
+    if "forward" in vars(part) or _hands_on(type(part)):
+        for inner in part.modules():
+            if isinstance(inner, TransformerEngineBaseModule):
+                return inner
+    wanted = (
+        "a module of fp8kit_torch or a subclass, which knows what the layer asks of it, or what wraps one "
+        "and hands it all arguments: forward(x, **kwargs); a hook may change what it gives"
+    )
+    raise ArgumentError(layer, name, f"a {type(part).__name__}", wanted)
 
 
 def _chained(call: Call, binding: StateBinding, main: MainGrads | None) -> Any:

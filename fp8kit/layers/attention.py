@@ -70,6 +70,7 @@ class MultiheadAttention(AttentionHeads):
     """
 
     layer_name = "MultiheadAttention"
+    hidden_size: int
     input_layernorm: bool
     attention_type: str
     qk_norm_before_rope: bool
@@ -128,9 +129,10 @@ class MultiheadAttention(AttentionHeads):
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
-            """input_layernorm return_bias return_layernorm_output attention_type layer_number
+            """hidden_size input_layernorm return_bias return_layernorm_output attention_type layer_number
             rotary_pos_interleaved qk_norm_before_rope name""",
         )
+        self.use_bias = arguments.bias
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ArgumentError(
                 op,
@@ -281,18 +283,18 @@ class MultiheadAttention(AttentionHeads):
         }
         self.check_arguments({**options, **beside})
         form = self.own_core().qkv_format
-        x = self.as_input("hidden_states", hidden_states, self.proj.out_features, form)
+        x = self.as_input("hidden_states", hidden_states, self.hidden_size, form)
         if (encoder_output is not None) != cross:
             got, wanted = ("None", self.array_name) if cross else (self.array_name, "None")
             raise ArgumentError(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention")
         source = encoder_output
         if source is not None:
-            source = self.as_input("encoder_output", source, self.proj.out_features, form)
+            source = self.as_input("encoder_output", source, self.hidden_size, form)
         prepared = self.prepare(op, x, source, options, rotary_pos_emb)
         out = self.compute(
             x,
             is_first_microbatch,
-            "add" if self.proj.use_bias and not self.return_bias else "none",
+            "none" if self.return_bias else self.bias_of(self.proj),
             options,
             prepared,
             checkpoint_core_attention,
@@ -404,14 +406,14 @@ class MultiheadAttention(AttentionHeads):
         micro = is_first_microbatch
         if self.input_layernorm:
             out = self.call_branch(
-                first, x, micro, bias=first.bias_mode, residual=residual, return_norm=return_norm
+                first, x, micro, bias=self.bias_of(first), residual=residual, return_norm=return_norm
             )
         else:
-            out = Branch(self.call_part(first, x, micro, bias=first.bias_mode), x)
+            out = Branch(self.call_part(first, x, micro, bias=self.bias_of(first)), x)
         layers = {"qkv_layer" if source is None else "query_layer": out.y}
         if source is not None:
             key_value = parts["key_value"]
-            layers["kv_layer"] = self.call_part(key_value, source, micro, bias=key_value.bias_mode)
+            layers["kv_layer"] = self.call_part(key_value, source, micro, bias=self.bias_of(key_value))
         if self._separate:
             layers = self._split(layers)
 

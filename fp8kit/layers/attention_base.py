@@ -11,6 +11,7 @@ from fp8kit.arguments import check
 from fp8kit.arrays import ArrayView
 from fp8kit.attention_quantization import AttentionQuantization
 from fp8kit.autocast import current
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import DType
 from fp8kit.layers.base import Branch, as_branch
 from fp8kit.layers.context_group import ContextGroup, context_group
@@ -31,6 +32,7 @@ class AttentionBase(Grouped):
     # the ranks that divide the sequences; None for one
     context: ContextGroup | None = None
     layer_number: int | None = None
+    use_bias: bool  # of layers with others in them
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
@@ -98,9 +100,21 @@ class AttentionBase(Grouped):
         return part(x, is_first_microbatch=is_first_microbatch, part=asked)
 
     def call_branch(self, part: Any, x: Any, is_first_microbatch: bool | None, **asked: Any) -> Branch:
-        """``call_part`` of a layer that returns a ``Branch``."""
+        """``call_part`` of a layer that may return a ``Branch``. ArgumentError where what wraps one would
+        have to give more than y."""
+        if not isinstance(part, Grouped):
+            asked.pop("residual", None)  # which is x
+            if asked.get("return_norm"):
+                name = next(name for name, own in self.parts.items() if own is part)
+                wanted = "a layer of this library, which gives its norm's output too"
+                raise ArgumentError(self.layer_name, name, f"a {type(part).__name__}", wanted)
         value = self.call_part(part, x, is_first_microbatch, **asked)
         return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
+
+    def bias_of(self, part: Any) -> str:
+        """Returns what a part does with its bias: "add", or "none" where it has none. What wraps a part
+        (LoRA) need not know: then as this layer."""
+        return "add" if getattr(part, "use_bias", self.use_bias) else "none"
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
         """Check the parameters of the part ``name`` against inputs like ``x``: FormatError for another dtype,

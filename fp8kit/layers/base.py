@@ -36,7 +36,7 @@ def as_branch(layer: str, value: Any, x: Any, normed: bool) -> Branch:
         return value
     if isinstance(value, tuple) and len(value) == len(Branch._fields):
         return Branch(*value)
-    if isinstance(value, tuple) or not hasattr(value, "shape") or normed:
+    if isinstance(value, tuple) or not hasattr(value, "dtype") or normed:
         got = f"{type(value).__name__} from a hook"
         wanted = "y, or the tuple (y, residual, normed) that the hook was given, changed"
         if normed:

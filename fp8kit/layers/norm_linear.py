@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8kit.errors import ArgumentError
-from fp8kit.layers.base import Branch, Init, branch_of
+from fp8kit.layers.base import Init, branch_of
 from fp8kit.layers.linear import LinearBase
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -83,7 +83,8 @@ class LayerNormLinear(LinearBase):
         bias: str,
         residual: bool = False,
         return_norm: bool = False,
-    ) -> Branch:
-        """y, and the residual stream and norm(x) where asked for."""
+    ) -> Any:
+        """y, in a ``Branch`` where the residual stream or norm(x) was asked for."""
         options = {"residual": residual, "return_norm": return_norm}
-        return branch_of(self.run(self.operands(x, bias), is_first_microbatch, bias, **options))
+        found = self.run(self.operands(x, bias), is_first_microbatch, bias, **options)
+        return branch_of(found) if residual or return_norm else found["y"]

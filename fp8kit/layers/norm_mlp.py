@@ -249,7 +249,8 @@ class LayerNormMLP(ParallelLayer):
         x = self.as_input("inp", inp, self.hidden_size)
         self.check_options(is_first_microbatch)
         bias = "add" if self.use_bias and not self.return_bias else "none"
-        out = self.compute(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
+        found = self.compute(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
+        out = found if isinstance(found, Branch) else Branch(found)
         return self.returned(out.y, "fc2_bias", out.normed)
 
     def compute(
@@ -260,13 +261,14 @@ class LayerNormMLP(ParallelLayer):
         residual: bool = False,
         return_norm: bool = False,
         fused_residual: bool = False,
-    ) -> Branch:
-        """y, x added to it where it is the ``fused_residual``, and the residual stream and norm(x) where
-        asked for; ``bias``: fc2's."""
+    ) -> Any:
+        """y, x added to it where it is the ``fused_residual``, in a ``Branch`` where the residual stream or
+        norm(x) was asked for; ``bias``: fc2's."""
         names = [*NORM_INPUTS, *_INPUTS, *self._learned]
         inputs = {"x": x, **self.parameters_by(names)}
         if bias == "none":
             inputs["fc2_bias0"] = None
         options = {"residual": residual, "return_norm": return_norm, "fused_residual": fused_residual}
         options["recompute"] = self.checkpoint
-        return branch_of(self.run(inputs, is_first_microbatch, bias, **options))
+        found = self.run(inputs, is_first_microbatch, bias, **options)
+        return branch_of(found) if residual or return_norm else found["y"]

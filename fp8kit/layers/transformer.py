@@ -183,6 +183,7 @@ class TransformerLayer(AttentionBase):
             """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
             parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
+        self.use_bias = arguments.bias
         decoder = layer_type == "decoder"
         if not decoder:
             want_no_encoder(
@@ -378,7 +379,7 @@ class TransformerLayer(AttentionBase):
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
         if self.parallel_attention_mlp:
-            bias = "add" if attention.proj.use_bias else "none"
+            bias = self.bias_of(attention.parts["proj"])
             out = self.call_branch(attention, x, first, bias=bias, residual=True, **core)
             other = self.call_branch(mlp, out.residual, first, bias=bias, residual=True)
             both = self.call(add, self.spec_for("AddSpec"), {"a": out.y, "b": other.y})["y"]
@@ -406,7 +407,7 @@ class TransformerLayer(AttentionBase):
     ) -> Any:
         """x, or with ``post`` its norm, after a branch, whose last product is that of ``last``; ``norm``: the
         branch's own, or None. ``more``: further arguments of its ``compute``."""
-        bias = "add" if last.use_bias else "none"
+        bias = self.bias_of(last)
         if norm is not None:
             y = self.call_branch(branch, x, first, bias=bias, **more).y
             return self._add_residual(norm(y), None, x, paths)
@@ -414,7 +415,10 @@ class TransformerLayer(AttentionBase):
         if not (post and is_mlp) and self._may_fuse(paths, branch, last):
             ask = {"fused_residual": True} if is_mlp else {"fused_residual": stream, **ask}
             return self.call_branch(branch, x, first, bias=bias, **more, **ask).y
-        bias = self._last_bias(branch, last)
+        if bias == "add" and not (self.has_hooks(branch) or self.has_hooks(last)):
+            # dropout_add adds it, and the product's backward makes its gradient; hooks may supply the
+            # parameter within the branch's call only
+            bias = "deferred"
         out = self.call_branch(branch, x, first, bias=bias, **more, **ask)
         unadded = getattr(branch, "fc2_bias" if is_mlp else "proj_bias") if bias == "deferred" else None
         return self._add_residual(out.y, unadded, getattr(out, stream), paths)
@@ -425,13 +429,6 @@ class TransformerLayer(AttentionBase):
         if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
             return False
         return self.may_fuse(*parts)
-
-    def _last_bias(self, branch: Any, last: Any) -> str:
-        """Returns "deferred" where dropout_add adds a branch's last bias and the product's backward makes its
-        gradient; "add" where hooks may supply the parameter within the branch's call only."""
-        if not last.use_bias:
-            return "none"
-        return "add" if self.has_hooks(branch) or self.has_hooks(last) else "deferred"
 
     def _check_starts(self, x: Any, starts: Any) -> None:
         """Check the sequences as ``drop_path`` does: ShapeError, FormatError, and on the CPU

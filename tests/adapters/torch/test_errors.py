@@ -327,6 +327,9 @@ def test_another_module_in_the_place_of_a_part(where):
     setattr(layer.get_submodule(owner), name, torch.nn.Sequential(layer.get_submodule(where)))
     with pytest.raises(ArgumentError, match=f"{name}: got a Sequential, expected a module of fp8kit_torch"):
         layer(torch.randn(3, 2, 64))
+    setattr(layer.get_submodule(owner), name, torch.nn.Linear(64, 64))
+    with pytest.raises(ArgumentError, match=f"{name}: got a Linear, expected a module of fp8kit_torch"):
+        layer(torch.randn(3, 2, 64))
 
 
 def test_a_hook_may_change_what_a_part_gives():
