@@ -203,5 +203,7 @@ def want_plain(
         ("fp8_output", fp8_output),
         ("fp8_grad", fp8_grad),
     ):
-        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
-            raise ArgumentError(operation, name, shown(value), "True or False")
+        allowed = (True, False, None) if name == "is_first_microbatch" else (True, False)
+        if not any(value is each for each in allowed):
+            wanted = "True, False or None" if None in allowed else "True or False"
+            raise ArgumentError(operation, name, shown(value), wanted)

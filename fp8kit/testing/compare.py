@@ -79,7 +79,7 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
 
     def said(at: tuple[int, ...]) -> str:
         allowed = np.broadcast_to(limit, r.shape)[at]
-        return f"got {g.astype(np.float64)[at]!r}, expected {r[at]!r} +- {allowed:.3g}"
+        return f"got {float(g[at])!r}, expected {float(r[at])!r} +- {allowed:.3g}"
 
     assert_nowhere(what, (error > 0) & ~(error <= limit), said)  # a slack of NaN allows nothing
 

@@ -112,7 +112,7 @@ class Joining(nn.LayerNormMLP):
     """As ``fp8kit.nn.TransformerLayer`` has it."""
 
     def forward(self, x):
-        return self.compute(x, None, "add", fused_residual=True).y
+        return self.compute(x, None, "add", fused_residual=True)
 
 
 @combinations({"recipe": RECIPES.keys()}, usual=["delayed", "current", "block"])
