@@ -69,7 +69,7 @@ TABLE: dict[str, tuple[_Field, ...]] = {
         softmax_type="vanilla",
         attention_type="self",
     ),
-    "MultiheadAttention": (*_fields("hidden_size", "attention_type", "input_layernorm", return_bias=False),),
+    "MultiheadAttention": _fields("hidden_size", "attention_type", "input_layernorm", return_bias=False),
     "TransformerLayer": _fields(
         "hidden_size", "layer_type", "hidden_dropout", drop_path_rate=0.0, parallel_attention_mlp=False
     ),

@@ -132,7 +132,6 @@ class MultiheadAttention(AttentionHeads):
             """hidden_size input_layernorm return_bias return_layernorm_output attention_type layer_number
             rotary_pos_interleaved qk_norm_before_rope name""",
         )
-        self.use_bias = arguments.bias
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ArgumentError(
                 op,
@@ -294,9 +293,9 @@ class MultiheadAttention(AttentionHeads):
         out = self.compute(
             x,
             is_first_microbatch,
-            "none" if self.return_bias else self.bias_of(self.proj),
             options,
             prepared,
+            "none" if self.return_bias else None,
             checkpoint_core_attention,
             return_norm=self.return_layernorm_output,
             rotary_pos_emb=rotary_pos_emb,
@@ -389,9 +388,9 @@ class MultiheadAttention(AttentionHeads):
         self,
         x: Any,
         is_first_microbatch: bool | None,
-        bias: str,
         options: Mapping[str, Any],
         prepared: PreparedCall,
+        bias: str | None = None,
         checkpoint_core: bool = False,
         residual: bool = False,
         return_norm: bool = False,
@@ -399,21 +398,20 @@ class MultiheadAttention(AttentionHeads):
         fused_residual: str | None = None,
     ) -> Branch:
         """y, and "residual", the residual stream, and "normed", norm(x), where asked for, one of which proj's
-        product adds to y where it is the ``fused_residual``; ``bias``: proj's; ``options``: the core
-        attention's, and ``prepared`` what ``prepare`` returned for them and ``rotary_pos_emb``."""
+        product adds to y where it is the ``fused_residual``; ``options``: the core attention's, and
+        ``prepared`` what ``prepare`` returned for them and ``rotary_pos_emb``; ``bias``: proj's, see
+        ``Linear.compute``."""
         parts: Mapping[str, Any] = self.parts
         first, core, source = parts[self._first], parts["core_attention"], prepared.source
         micro = is_first_microbatch
         if self.input_layernorm:
-            out = self.call_branch(
-                first, x, micro, bias=self.bias_of(first), residual=residual, return_norm=return_norm
-            )
+            out = self.call_branch(first, x, micro, residual=residual, return_norm=return_norm)
         else:
-            out = Branch(self.call_part(first, x, micro, bias=self.bias_of(first)), x)
+            out = Branch(self.call_part(first, x, micro), x)
         layers = {"qkv_layer" if source is None else "query_layer": out.y}
         if source is not None:
             key_value = parts["key_value"]
-            layers["kv_layer"] = self.call_part(key_value, source, micro, bias=self.bias_of(key_value))
+            layers["kv_layer"] = self.call_part(key_value, source, micro)
         if self._separate:
             layers = self._split(layers)
 

@@ -32,7 +32,6 @@ class AttentionBase(Grouped):
     # the ranks that divide the sequences; None for one
     context: ContextGroup | None = None
     layer_number: int | None = None
-    use_bias: bool  # of layers with others in them
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
@@ -110,11 +109,6 @@ class AttentionBase(Grouped):
                 raise ArgumentError(self.layer_name, name, f"a {type(part).__name__}", wanted)
         value = self.call_part(part, x, is_first_microbatch, **asked)
         return as_branch(self.layer_name, value, x, bool(asked.get("return_norm")))
-
-    def bias_of(self, part: Any) -> str:
-        """Returns what a part does with its bias: "add", or "none" where it has none. What wraps a part
-        (LoRA) need not know: then as this layer."""
-        return "add" if getattr(part, "use_bias", self.use_bias) else "none"
 
     def check_part(self, operation: str, name: str, x: Any) -> None:
         """Check the parameters of the part ``name`` against inputs like ``x``: FormatError for another dtype,

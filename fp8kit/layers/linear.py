@@ -211,7 +211,10 @@ class Linear(LinearBase):
     def calibrate(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[int, Any]]:
         return [(0, inputs["x"]), *((1, inputs[name]) for name, _ in self._weight_names)]
 
-    def compute(self, x: Any, is_first_microbatch: bool | None, bias: str, residual: Any = None) -> Any:
+    def compute(
+        self, x: Any, is_first_microbatch: bool | None, bias: str | None = None, residual: Any = None
+    ) -> Any:
         """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made
-        here ("deferred"), and with ``residual`` added, like y."""
+        here ("deferred"); None: as ``forward``. ``residual``, like y, is added to it."""
+        bias = bias or self.bias_mode
         return self.run({**self.operands(x, bias), "residual": residual}, is_first_microbatch, bias)["y"]

@@ -80,11 +80,12 @@ class LayerNormLinear(LinearBase):
         self,
         x: Any,
         is_first_microbatch: bool | None,
-        bias: str,
+        bias: str | None = None,
         residual: bool = False,
         return_norm: bool = False,
     ) -> Any:
-        """y, in a ``Branch`` where the residual stream or norm(x) was asked for."""
+        """y, in a ``Branch`` where the residual stream or norm(x) was asked for; ``bias``: as ``Linear``."""
+        bias = bias or self.bias_mode
         options = {"residual": residual, "return_norm": return_norm}
         found = self.run(self.operands(x, bias), is_first_microbatch, bias, **options)
         return branch_of(found) if residual or return_norm else found["y"]

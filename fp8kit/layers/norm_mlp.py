@@ -257,13 +257,14 @@ class LayerNormMLP(ParallelLayer):
         self,
         x: Any,
         is_first_microbatch: bool | None,
-        bias: str,
+        bias: str | None = None,
         residual: bool = False,
         return_norm: bool = False,
         fused_residual: bool = False,
     ) -> Any:
         """y, x added to it where it is the ``fused_residual``, in a ``Branch`` where the residual stream or
-        norm(x) was asked for; ``bias``: fc2's."""
+        norm(x) was asked for; ``bias``: fc2's, added where it is None."""
+        bias = bias or ("add" if self.use_bias else "none")
         names = [*NORM_INPUTS, *_INPUTS, *self._learned]
         inputs = {"x": x, **self.parameters_by(names)}
         if bias == "none":

@@ -183,7 +183,6 @@ class TransformerLayer(AttentionBase):
             """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
             parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
-        self.use_bias = arguments.bias
         decoder = layer_type == "decoder"
         if not decoder:
             want_no_encoder(
@@ -379,9 +378,8 @@ class TransformerLayer(AttentionBase):
         parts: Mapping[str, Any] = self.parts
         attention, mlp, inter = parts["self_attention"], parts["layernorm_mlp"], self.inter_attention
         if self.parallel_attention_mlp:
-            bias = self.bias_of(attention.parts["proj"])
-            out = self.call_branch(attention, x, first, bias=bias, residual=True, **core)
-            other = self.call_branch(mlp, out.residual, first, bias=bias, residual=True)
+            out = self.call_branch(attention, x, first, residual=True, **core)
+            other = self.call_branch(mlp, out.residual, first, residual=True)
             both = self.call(add, self.spec_for("AddSpec"), {"a": out.y, "b": other.y})["y"]
             return self._add_residual(both, None, other.residual, paths)
 
@@ -407,15 +405,15 @@ class TransformerLayer(AttentionBase):
     ) -> Any:
         """x, or with ``post`` its norm, after a branch, whose last product is that of ``last``; ``norm``: the
         branch's own, or None. ``more``: further arguments of its ``compute``."""
-        bias = self.bias_of(last)
         if norm is not None:
-            y = self.call_branch(branch, x, first, bias=bias, **more).y
+            y = self.call_branch(branch, x, first, **more).y
             return self._add_residual(norm(y), None, x, paths)
         (stream, ask), is_mlp = _STREAMS[post], branch is last
         if not (post and is_mlp) and self._may_fuse(paths, branch, last):
             ask = {"fused_residual": True} if is_mlp else {"fused_residual": stream, **ask}
-            return self.call_branch(branch, x, first, bias=bias, **more, **ask).y
-        if bias == "add" and not (self.has_hooks(branch) or self.has_hooks(last)):
+            return self.call_branch(branch, x, first, **more, **ask).y
+        bias = None
+        if not (self.has_hooks(branch) or self.has_hooks(last)) and last.use_bias:
             # dropout_add adds it, and the product's backward makes its gradient; hooks may supply the
             # parameter within the branch's call only
             bias = "deferred"
