@@ -118,10 +118,11 @@ def test_recorded_calls_before_and_after_are_not_looked_at():
 
 
 def test_calls_that_are_looked_at_are_replayed(monkeypatch):
-    """Their statistics with them: from the tenth step on no Python of theirs runs; and every step has the
-    values of its own batch, through PyTorch and natively."""
+    """Their statistics with them: once addresses have come again for some steps no Python of theirs runs; and
+    every step has the values of its own batch, through PyTorch and natively."""
     torch, te = pytest.importorskip("torch"), pytest.importorskip("fp8kit_torch")
-    ran, own = [], type(statistics).forward
+    # 13 to record all; what another test left may free memory within the first of them, and addresses change
+    ran, own, steps = [], type(statistics).forward, 32
     monkeypatch.setattr(
         type(statistics), "forward", lambda self, plan, ws: (ran.append(1), own(self, plan, ws))[1]
     )
@@ -138,7 +139,7 @@ def test_calls_that_are_looked_at_are_replayed(monkeypatch):
     there = tensor(np.zeros((32, 256), np.float32), dtype="bfloat16", device=GPU)
     for layer, inspect, torchs in zip(layers, (te.inspect, fk.inspect), (True, False), strict=True):
         with inspect(layer, section(features)) as log:
-            for number in range(16):
+            for number in range(steps):
                 x = np.full((32, 256), number + 1.0, np.float32)
                 if torchs:
                     with torch.no_grad():
@@ -155,11 +156,11 @@ def test_calls_that_are_looked_at_are_replayed(monkeypatch):
                     for parameter in layer.parameters():
                         parameter.grad = None
                 log.step()
-                if number == 12:
+                if number == steps - 4:
                     ran.clear()
         assert not ran
         found = {(row["step"], row["tensor"], row["stat"]): row["value"] for row in log.rows()}
-        for number in range(16):
+        for number in range(steps):
             for operand in ("activation", "gradient"):
                 assert found[number, operand, "max"] == found[number, operand, "mean"] == number + 1.0
                 assert found[number, operand, "scale_inv_max"] == pytest.approx(
