@@ -25,7 +25,7 @@ from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.library import policy_now
 from fp8kit_torch.module import part_of
 from fp8kit_torch.specs import attention_draws, attention_text
-from fp8kit_torch.te_compat.methods import TransformerEngineMethods
+from fp8kit_torch.te_compat.methods import TransformerEngineMethods, within
 from fp8kit_torch.torch_compat import FORWARD_HOOKS, MODULES, global_forward_hooks
 from fp8kit_torch.views import FLOATS, as_view, dtype_of, kind_of
 
@@ -44,6 +44,9 @@ class AttentionBase(Shared, TransformerEngineMethods, TorchLayer):
     @property
     def parts(self) -> Mapping[str, Any]:
         return self.__dict__[MODULES]  # type: ignore[no-any-return]
+
+    def grouped_parts(self) -> list[Grouped]:
+        return [*within(self, Grouped)]
 
     def attention_quantization(self) -> AttentionQuantization | None:
         found = super().attention_quantization()

@@ -3,12 +3,24 @@ else refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from torch.nn import Module
 
 from fp8kit_torch.checks import of_one
 from fp8kit_torch.collectives import ranks_of
+
+Kind = TypeVar("Kind")
+
+
+def within(module: Module, kind: type[Kind]) -> Iterator[Kind]:
+    """A module's own layers of a kind, those that another module wraps too (LoRA); not theirs."""
+    for part in module.children():
+        if isinstance(part, kind):
+            yield part
+        else:
+            yield from within(part, kind)
 
 
 class TransformerEngineMethods:
@@ -32,8 +44,7 @@ class TransformerEngineMethods:
             ranks_of(type(self).__name__, "cp_group", group)
 
     def _within(self) -> list[TransformerEngineMethods]:
-        parts = self.children() if isinstance(self, Module) else ()
-        return [part for part in parts if isinstance(part, TransformerEngineMethods)]
+        return [*within(self, TransformerEngineMethods)] if isinstance(self, Module) else []
 
     def need_backward_dw(self) -> bool:
         """Whether weights' gradients wait for ``backward_dw`` in a part."""

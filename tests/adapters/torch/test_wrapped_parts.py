@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError
+from fp8kit.layers.parallel import Grouped, ParallelLayer
 from fp8kit.testing import assert_close
 
 RECIPES = {
@@ -134,3 +136,24 @@ def test_what_wraps_a_part_gives_no_norm():
     wanted = "MultiheadAttention: layernorm_qkv: got a LowRank, expected .* which gives its norm's output too"
     with pytest.raises(ArgumentError, match=wanted):
         layer(torch.randn(16, 2, HIDDEN))
+
+
+def test_a_group_passes_through_what_wraps_parts():
+    layer = made(tp_size=2, set_parallel_mode=True)
+    adapted(layer)
+    ranks = FakeCollectives(2).ranks[0]
+    layer.set_tensor_parallel_group(ranks)
+    parts = [each for each in layer.modules() if isinstance(each, Grouped)]
+    assert sum(isinstance(each, ParallelLayer) for each in parts) == 3
+    assert all(each.tp_group is ranks for each in parts)
+
+
+def test_late_gradients_of_wrapped_parts():
+    layer = made()
+    mlp = ft.LayerNormMLP(HIDDEN, 64, params_dtype=torch.float32, device="cpu", delay_wgrad_compute=True)
+    layer.layernorm_mlp = LowRank(mlp, HIDDEN)
+    passed(layer, None, torch.randn(16, 2, HIDDEN))
+    assert layer.need_backward_dw()
+    assert mlp.fc1_weight.grad is None
+    layer.backward_dw()
+    assert all(each.grad is not None for each in layer.parameters())
