@@ -367,8 +367,12 @@ def _matrices(x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...
         raise ShapeError("dense", "contracting_dims", shown(dims), wanted) from None
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
-        got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
-        like = f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"
+        plural = "" if len(ks) == len(xs) == 1 else "s"
+        got, like = (
+            f"{', '.join(map(str, sizes))} along dimension{plural} {', '.join(map(str, own))} of {array.shape}"
+            for sizes, own, array in ((summed, ks, kernel), (wanted, xs, x))
+        )
+        like = f"x's {like}"
         transposed = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
         hint = "; a kernel is (in, out), contracting_dims=((-1,), (1,)) takes (out, in)" if transposed else ""
         raise ShapeError("dense", "kernel", got, f"{like}{hint}")
