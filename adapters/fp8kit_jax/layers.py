@@ -367,9 +367,8 @@ def _matrices(x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...
         raise ShapeError("dense", "contracting_dims", shown(dims), wanted) from None
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
-        plural = "" if len(ks) == len(xs) == 1 else "s"
         got, like = (
-            f"{', '.join(map(str, sizes))} along dimension{plural} {', '.join(map(str, own))} of {array.shape}"
+            f"{', '.join(map(str, sizes))} along {', '.join(map(str, own))} of shape {array.shape}"
             for sizes, own, array in ((summed, ks, kernel), (wanted, xs, x))
         )
         like = f"x's {like}"
