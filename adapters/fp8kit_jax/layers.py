@@ -368,8 +368,8 @@ def _matrices(x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...
     summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
     if summed != wanted or len(set(xs)) != len(xs) or not xs:
         got, like = (
-            f"{', '.join(map(str, sizes))} along {', '.join(map(str, own))} of shape {array.shape}"
-            for sizes, own, array in ((summed, ks, kernel), (wanted, xs, x))
+            "{} along dimension {} of shape {}".format(*(", ".join(map(str, each)) for each in told), shape)
+            for *told, shape in ((summed, ks, kernel.shape), (wanted, xs, x.shape))
         )
         like = f"x's {like}"
         transposed = summed != wanted and kernel.ndim == 2 and list(ks) == [0] and kernel.shape[1:] == wanted
