@@ -356,7 +356,9 @@ def test_a_conversion_of_nothing_is_told():
     assert isinstance(convert(convert(some))[0], ConvertedLinear)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:`torch.jit:FutureWarning"
+)
 def test_modules_of_torch_jit_stay():
     """A layer of ours says itself that ``torch.jit.trace`` cannot follow it."""
     x = torch.randn(4, D)
