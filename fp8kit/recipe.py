@@ -484,7 +484,8 @@ class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
     * ``backward_override``: as in ``MXFP8BlockScaling``.
 
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad`` are what the flags mean for
-    each operand, as QParams; they cannot be set.
+    each operand, as QParams. Setting one of a made recipe sets its flags: a rotation is that of both operands
+    of wgrad.
 
     There is no state. Raises RecipeError.
     """

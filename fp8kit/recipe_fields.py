@@ -404,6 +404,17 @@ class Recipe(Strict):
         self._want_override()
 
 
+# NVFP4BlockScaling's attributes -> its flags, and what of QParams each of them switches off
+_FLAGS_OF_FP4 = {
+    "fp4_quant_fwd_inp": {"disable_rht": "random_hadamard_transform"},
+    "fp4_quant_fwd_weight": {"disable_2d_quantization": "fp4_2d_quantization"},
+    "fp4_quant_bwd_grad": {
+        "disable_rht": "random_hadamard_transform",
+        "disable_stochastic_rounding": "stochastic_rounding",
+    },
+}
+
+
 class OperandsOfFP4(Recipe):
     """What the flags of ``NVFP4BlockScaling`` mean for each operand, by Transformer Engine's names."""
 
@@ -411,13 +422,20 @@ class OperandsOfFP4(Recipe):
     disable_stochastic_rounding: bool
     disable_2d_quantization: bool
 
-    follows = MappingProxyType(
-        {
-            "fp4_quant_fwd_inp": "disable_rht",
-            "fp4_quant_fwd_weight": "disable_2d_quantization",
-            "fp4_quant_bwd_grad": "disable_rht and disable_stochastic_rounding",
-        }
-    )
+    follows = MappingProxyType({name: " and ".join(said) for name, said in _FLAGS_OF_FP4.items()})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """As of any recipe; an operand's QParams set the flags that say them, the rotation for both of its
+        operands. RecipeError for QParams that no flags say."""
+        flags = _FLAGS_OF_FP4.get(name)
+        if flags is None or not isinstance(value, QParams):
+            return super().__setattr__(name, value)
+        asked = {field: getattr(value, field) for field in flags.values()}
+        if value != QParams(**asked):
+            wanted = f"QParams of {' and '.join(asked)} alone"
+            raise RecipeError(type(self).__name__, name, shown(value), wanted)
+        for flag, field in flags.items():
+            super().__setattr__(flag, not asked[field])
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:

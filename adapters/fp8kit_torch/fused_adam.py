@@ -37,7 +37,8 @@ class FusedAdam(Fused):
     * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
     * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values,
       and ``torch.amp.GradScaler`` hands its factor over to the kernel (``grad_scale`` and ``found_inf``
-      during its call), which skips a step with Inf or NaN without the host.
+      during its call), which skips a step with Inf or NaN without the host. The step takes the factor out of
+      the gradients, as ``GradScaler.unscale_`` does.
     * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master
       (``master_param``) of ``master_weight_dtype``, float32 or float16, on which the update is made and which
       is then cast; without it the update is made on the parameter's own value. A list gives the masters:
@@ -207,7 +208,7 @@ class FusedAdam(Fused):
             return
         start = param.detach()
         if isinstance(param, QuantizedTensor):
-            start = stored.local(start)
+            start = start.dequantize(dtype=torch.float32)  # not rounded to the parameter's dtype
         for name in self._names(param):
             if name == "master_param" and self._masters is not None:
                 self.state[param][name] = self._masters[param]
@@ -271,6 +272,9 @@ class FusedAdam(Fused):
             self._count(group)
         for device, entries in taking.items():
             self._update(group, device, entries)
+            if (scale := getattr(self, "grad_scale", None)) is not None:
+                grads = [stored.local(getattr(param, self.grad_name)) for param, *_ in entries]
+                torch._foreach_mul_(grads, (1.0 / scale.double()).to(device, torch.float32).reshape(()))
 
     def _count(self, group: dict[str, Any]) -> None:
         """Count a step of a group on its device, unless GradScaler has found Inf or NaN."""

@@ -41,7 +41,7 @@ from fp8kit_torch.fusible_activations import (
     SReLU,
     SwiGLU,
 )
-from fp8kit_torch.fusible_products import BasicLinear, GroupedLinear, Linear, Quantize
+from fp8kit_torch.fusible_products import BasicLinear, CastsInput, GroupedLinear, Linear, Quantize
 from fp8kit_torch.fusible_ranks import AllGather, AllReduce, ReduceScatter, tensor_ranks
 from fp8kit_torch.fusion import (
     BasicOperation,
@@ -53,12 +53,9 @@ from fp8kit_torch.fusion import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from fp8kit_torch.norm import L2Normalization
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
-
-
-class L2Normalization(FusibleOperation, norm.L2Normalization):
-    """``fp8kit_torch.L2Normalization``."""
 
 
 class Identity(BasicOperation):
@@ -97,7 +94,7 @@ class Bias(FusibleOperation, ParameterModule):
         return apply(add, spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 
-class _Norm(FusibleOperation):
+class _Norm(CastsInput, FusibleOperation):
     """How the norms here are made."""
 
     def __init__(

@@ -16,13 +16,29 @@ from fp8kit_torch.fusible_ranks import tensor_ranks
 from fp8kit_torch.fusion import BasicOperation, FusibleOperation
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
+from fp8kit_torch.torch_compat import any_autocast
+from fp8kit_torch.views import FLOATS
 
 
 def _start(weight: Tensor) -> None:
     torch.nn.init.kaiming_uniform_(weight, math.sqrt(5))
 
 
-class _Products(FusibleOperation):
+class CastsInput:
+    """Of an operation with weights: its input in another floating dtype is cast to theirs, and the input's
+    gradient back, as ``torch.autocast`` does it to both where that is on."""
+
+    parameters: Any
+
+    def as_input(self, argument: str, value: Any, *shape: Any) -> Any:
+        """The input, cast."""
+        x = super().as_input(argument, value, *shape)  # type: ignore[misc]
+        dtype = next(self.parameters(recurse=False)).dtype
+        plain = argument == "inp" and isinstance(x, Tensor) and not isinstance(x, QuantizedTensor)
+        return x.to(dtype) if plain and x.dtype in FLOATS and not any_autocast() else x
+
+
+class _Products(CastsInput, FusibleOperation):
     """What operations with weights share: three quantizers of a product."""
 
     def num_quantizers(self, mode: str) -> int:
@@ -148,6 +164,7 @@ class GroupedLinear(_Products, grouped_linear.GroupedLinear):
     def forward(self, inp: Tensor, split_sizes: Any, scales: Tensor | None = None) -> Any:
         """``inp``: (..., K); ``split_sizes``: integer (groups,), the numbers of its rows; ``scales``: with
         ``scale_bias``, floating, one a row. Returns (..., M)."""
+        inp = self.as_input("inp", inp, self.in_features)
         if not self.scale_bias:
             return super().forward(inp, split_sizes)
         y, biases = super().forward(inp, split_sizes)

@@ -53,16 +53,16 @@ class FusibleOperation:
         return 0
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        """A quantizer as the recipe of the autocast around says; None without FP8. ArgumentError for an index
-        that there is not."""
+        """A quantizer as the recipe of the autocast around says; outside of FP8 as the last one says that it
+        ran by, None before that. ArgumentError for an index that there is not."""
         count = self.num_quantizers(mode)
         if mode not in ("forward", "backward") or not 0 <= index < count:
             got, wanted = f"{mode!r}, {index}", f"'forward' or 'backward', less than {count}"
             raise ArgumentError(f"{type(self).__name__}.get_quantizer", "mode, index", got, wanted)
         state = current()
-        if state is None or not state.enabled:
-            return None
-        return self._quantizer(state.recipe, mode, index)
+        last = getattr(self, "last_recipe", None)
+        recipe = last if state is None or not state.enabled else state.recipe
+        return None if recipe is None else self._quantizer(recipe, mode, index)
 
     def get_input_quantizer(self) -> Any:
         """The quantizer of its input, that of ``get_quantizer("forward", 0)``; None where it casts none."""

@@ -302,10 +302,12 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 
 @torch.no_grad()
-def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists) -> None:
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
+) -> None:
     """E8M0 bytes of the scales of MXFP8 with E4M3: amax / 448 rounded up to a power of two, of lists (amaxes,
-    floating; scales, uint8 of their shape). Nothing where ``noop_flag`` is not 0."""
-    check("multi_tensor_compute_scale_inv_e8m0", _RULES, locals())
+    floating; scales, uint8 of their shape). Nothing where ``noop_flag``, which may be None, is not 0."""
+    check("multi_tensor_compute_scale_inv_e8m0", _RULES | {"noop_flag": optional(_flag)}, locals())
     op = "multi_tensor_compute_scale_inv_e8m0"
     (amaxes,) = _lists(op, tensor_lists[:1], (1,), noop_flag=noop_flag)
     targets = list(tensor_lists[1]) if len(tensor_lists) == 2 else []
@@ -314,5 +316,5 @@ def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Tensor, tens
     for amax, target in zip(amaxes, targets, strict=True):
         blocks = torch.zeros(amax.numel(), 32, device=amax.device)
         blocks[:, 0] = amax.reshape(-1)
-        codes = quantize(blocks, scaling="mx_1x32", scale_rule="te").scale_codes
-        target.copy_(torch.where(noop_flag.reshape(()) != 0, target, codes.view(target.shape)))
+        codes = quantize(blocks, scaling="mx_1x32", scale_rule="te").scale_codes.view(target.shape)
+        target.copy_(codes if noop_flag is None else torch.where(noop_flag.reshape(()) != 0, target, codes))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8kit import layers
 from fp8kit_torch.distributed_weights import is_distributed, rows_in_parts
+from fp8kit_torch.fusion import FusibleOperation
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.torch_compat import own_parameters, set_own_parameters
@@ -39,5 +40,5 @@ class RMSNorm(_Norm, layers.RMSNorm):
     __doc__ = layers.RMSNorm.__doc__
 
 
-class L2Normalization(layers.L2Normalization, TorchLayer):
-    pass
+class L2Normalization(layers.L2Normalization, FusibleOperation, TorchLayer):
+    __doc__ = layers.L2Normalization.__doc__

@@ -191,11 +191,17 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """As torch's; assigning a tensor of this kind takes over its memory, any other is cast."""
+        """As torch's; assigning a tensor of this kind takes over its memory, any other is cast: over what is
+        held where it has this shape and dtype, else by the quantizer, if there is one."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        other = (value.shape, value.dtype) != (self.shape, self.dtype) and value.dtype in FLOATS
+        if type(value) is not type(self) and other and (quantizer := self._get_quantizer()) is not None:
+            own = quantizer.copy()
+            own.set_usage(**self.get_usages())
+            value = own.quantize_impl(value.to(self.device))
         if type(value) is type(self):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             vars(self).update((name, vars(value)[name]) for name in self._held if name in vars(value))

@@ -139,6 +139,12 @@ class FP8Layer(Layer):
         known = ("_fp8", "_binding", "_last", "_weights", "_own")
         return vars(self) | {"_specs": {}, **dict.fromkeys(known)}
 
+    @property
+    def last_recipe(self) -> Recipe | None:
+        """The recipe that it ran by last, within ``autocast`` and outside of a compiled function; None before
+        that."""
+        return None if self._fp8 is None else self._fp8[0]
+
     # --- what a subclass gives ------------------------------------------------------------------------------
 
     def weight_inputs(self) -> dict[str, Any]:

@@ -594,4 +594,21 @@ def test_nvfp4_says_what_its_flags_mean_for_each_operand():
     recipe.disable_rht = recipe.disable_2d_quantization = recipe.disable_stochastic_rounding = True
     assert recipe.fp4_quant_fwd_inp == recipe.fp4_quant_fwd_weight == recipe.fp4_quant_bwd_grad == QParams()
     with pytest.raises(RecipeError, match="disable_rht and disable_stochastic_rounding to be set"):
-        recipe.fp4_quant_bwd_grad = QParams()
+        recipe.fp4_quant_bwd_grad = None
+
+
+def test_nvfp4s_flags_follow_from_what_an_operand_is_given():
+    recipe = NVFP4BlockScaling()
+    recipe.fp4_quant_fwd_weight = QParams()
+    recipe.fp4_quant_bwd_grad = QParams(stochastic_rounding=True)
+    assert recipe == NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
+    recipe.fp4_quant_fwd_inp = QParams(random_hadamard_transform=True)  # of wgrad's other operand too
+    assert recipe == NVFP4BlockScaling(disable_2d_quantization=True)
+    for name, value in (
+        ("fp4_quant_fwd_inp", QParams(stochastic_rounding=True)),
+        ("fp4_quant_fwd_weight", QParams(random_hadamard_transform=True)),
+        ("fp4_quant_bwd_grad", QParams(power_2_scale=True)),
+    ):
+        with pytest.raises(RecipeError, match=f"{name}: got QParams.* alone"):
+            setattr(recipe, name, value)
+    assert recipe == NVFP4BlockScaling(disable_2d_quantization=True)

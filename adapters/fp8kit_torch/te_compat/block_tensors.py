@@ -262,6 +262,16 @@ class NVFP4Tensor(BlockTensor):
 
     _fp4_dtype = DType.kFloat4E2M1
 
+    @property
+    def _row_scaled_nvfp4(self) -> bool:
+        """Whether each row has a scale of its own for the tensor's."""
+        return self._how.row_scaled
+
+    @property
+    def _nvfp4_use_4over6(self) -> bool:
+        """Whether each block has the better of two scales."""
+        return self._how.rule.startswith("4over6")
+
     def _amax(self, name: str) -> Tensor | None:
         scale = self._parts.get(f"{name}_tensor_scale_inv")
         return None if scale is None else scale * (self._how.most * _NVFP4_MAX)

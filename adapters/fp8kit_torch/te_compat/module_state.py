@@ -67,6 +67,7 @@ class TransformerEngineState:
     fp8_meta: dict[str, Any]
     prepare: Any
     weight_inputs: Any
+    last_recipe: Recipe | None
     activation_dtype: torch.dtype | None = None  # see ``set_activation_dtype``
     fsdp_group: Any = None
     ub_name: str | None = None
@@ -123,19 +124,21 @@ class TransformerEngineState:
     @property
     def quantizers(self) -> dict[str, list[Any]]:
         """``fp8_meta``'s keys -> a quantizer for each slot: input, weight, output of each GEMM; grad_output,
-        grad_input of each. By the autocast's recipe; none outside of FP8."""
-        state = self._scope()
-        if state is None or not (state.enabled or state.calibrating):
+        grad_input of each. By the autocast's recipe; outside of FP8 by the one that the layer ran by last,
+        none before that."""
+        state, outer = self._scope(), current()
+        running = state is not None and (state.enabled or state.calibrating)
+        recipe, custom = (state.recipe, outer.recipe) if running else (self.last_recipe, None)
+        if recipe is None:
             return {"scaling_fwd": [], "scaling_bwd": []}
 
         numbers = range(len(self.gemms))
-        custom: Any = current().recipe  # type: ignore[union-attr]
-        if custom.custom() and self._has_own_roles:
+        if custom is not None and custom.custom() and self._has_own_roles:
             slots = {"scaling_fwd": 3 * len(numbers), "scaling_bwd": 2 * len(numbers)}
             return {key: self._answers(custom, key == "scaling_fwd", n) for key, n in slots.items()}
 
         def of(operand: str, gemm: int) -> Any:
-            return quantizer_of_operand(state.recipe, operand, self.prepare, self.fp8_meta, gemm)
+            return quantizer_of_operand(recipe, operand, self.prepare, self.fp8_meta, gemm)
 
         return {
             "scaling_fwd": [of(operand, i) for i in numbers for operand in "xwx"],

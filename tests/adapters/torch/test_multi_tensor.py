@@ -308,3 +308,6 @@ def test_scales_of_mxfp8(device):
         65536, torch.zeros(1, dtype=torch.int32, device=device), [amaxes, scales]
     )
     assert scales[0].tolist() == [[127, 127], [0, 126]]  # 449 is 448 in bfloat16
+    again = [torch.zeros_like(scales[0])]
+    multi_tensor_applier(multi_tensor_compute_scale_inv_e8m0, None, [amaxes, again])
+    assert torch.equal(again[0], scales[0])

@@ -444,6 +444,7 @@ def test_a_scaler_that_is_handed_over(place):
         else:
             other.step()
         opt.step(grad_scaler=scaler)
+        assert torch.equal(param.grad[1:], twin.grad[1:])
         scaler.update(256.0)
     assert torch.equal(param, twin)
     assert int(opt.param_groups[0]["step"]) == 2

@@ -367,6 +367,18 @@ def test_a_transformer_layer_trains(device):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_masters_start_at_the_codes_values(device):
+    """In float32, not rounded to the weight's dtype."""
+    with ft.quantized_model_init(recipe=RECIPES["current"]):
+        layer = ft.Linear(WIDTH, WIDTH, bias=False, device=device, params_dtype=torch.bfloat16)
+    optimizer = ft.optimizers.FusedAdam(layer.parameters(), lr=0.0, master_weights=True)
+    values, codes = layer.weight.detach().float(), layer.weight._data.clone()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert torch.equal(optimizer.get_unscaled_state(layer.weight, "master_param"), values)
+    assert torch.equal(layer.weight._data, codes)
+
+
 def test_what_does_not_fit_says_so(device):
     held, _ = held_pair("Linear", device, "current")
     x = torch.randn(4, WIDTH, device=device)

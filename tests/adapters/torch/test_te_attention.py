@@ -8,6 +8,7 @@ from functools import partial
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import fusible
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fp8kit.errors import ArgumentError, ShapeError
@@ -210,6 +211,11 @@ class Watched(ft.DotProductAttention):
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None, **more):
         self.seen = [tuple(layer.shape) for layer in (query_layer, key_layer, value_layer)]
         return super().forward(query_layer, key_layer, value_layer, attention_mask, **more)
+
+
+def test_the_norm_without_parameters_is_that_of_the_operations():
+    layer = ft.MultiheadAttention(H * D, H, qk_norm_type="L2Normalization", device="cpu")
+    assert isinstance(layer.q_norm, fusible.L2Normalization)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])

@@ -103,6 +103,17 @@ def test_quantizers_are_the_recipes_with_the_layers_scales():
     assert all(isinstance(each, te.Float8CurrentScalingQuantizer) for each in found)
 
 
+def test_quantizers_after_a_step_are_those_of_its_recipe():
+    layer = LAYERS["Linear"]()
+    step(layer, te.DelayedScaling(amax_history_len=4))
+    found = layer.quantizers
+    assert found["scaling_fwd"][1].scale.data_ptr() == layer.fp8_meta["scaling_fwd"].scale[1:].data_ptr()
+    assert [type(each).__name__ for each in found["scaling_bwd"]] == ["Float8Quantizer"] * 2
+    step(layer, te.MXFP8BlockScaling())
+    with te.autocast(enabled=False):
+        assert {type(each).__name__ for each in layer.quantizers["scaling_fwd"]} == {"MXFP8Quantizer"}
+
+
 def test_arguments_of_the_constructor_can_be_read():
     layer = te.TransformerLayer(
         32, 64, 2, device="cpu", normalization="RMSNorm", activation="swiglu", window_size=(4, 0)

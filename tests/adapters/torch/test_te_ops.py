@@ -183,6 +183,32 @@ def test_a_gradient_is_cast(device):
     assert (dx.dequantize() - g).norm() < 2.0**-3 * g.norm()
 
 
+# --- dtypes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: ops.Linear(32, 32, **how),
+        lambda **how: ops.LayerNorm(32, **how),
+        lambda **how: ops.RMSNorm(32, **how),
+    ],
+)
+def test_an_input_in_another_dtype_is_cast_to_the_weights(device, make):
+    op = make(device=device, dtype=torch.bfloat16)
+    x = torch.randn(8, 32, device=device, requires_grad=True)
+    y = op(x)
+    assert torch.equal(y, op(x.bfloat16()))
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, op.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+def test_groups_of_rows_in_another_dtype(device):
+    op = ops.GroupedLinear(2, 32, 32, device=device, dtype=torch.bfloat16)
+    x, sizes = torch.randn(32, 32, device=device), torch.tensor([16, 16], device=device)
+    assert torch.equal(op(x, sizes), op(x.bfloat16(), sizes))
+
+
 # --- quantizers ---------------------------------------------------------------------------------------------
 
 
@@ -216,6 +242,16 @@ def test_quantizers_of_a_recipe(device, recipe, kinds):
     x = torch.randn(64, 64, device=device)
     for quantizer in found:
         assert (quantizer(x).dequantize() - x).norm() < 0.25 * x.norm()
+
+
+def test_quantizers_after_a_step_have_the_layers_scales(device):
+    op, recipe = ops.BasicLinear(32, 32, device=device), ft.DelayedScaling(amax_history_len=4)
+    x = torch.full((32, 32), 2.0, device=device, requires_grad=True)
+    with ft.autocast(recipe=recipe):
+        y = op(x)
+    y.backward(torch.full_like(y, 4.0))
+    assert op.get_quantizer("forward", 0).scale.item() == 448 / 2
+    assert op.get_quantizer("backward", 0).scale.item() == 57344 / 4
 
 
 def test_a_quantizer_casts_as_its_layer(device):

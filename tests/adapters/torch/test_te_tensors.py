@@ -140,7 +140,10 @@ def test_rotated_columns_decode_to_the_values(w):
 )
 def test_nvfp4s_levers(host, options, rule):
     wanted = fk.quantize(host.numpy(), **{"scaling": "nvfp4_1x16", **rule}).dequantize()
-    assert torch.equal(te.NVFP4Quantizer(**options)(host).dequantize(), torch.from_numpy(wanted))
+    made = te.NVFP4Quantizer(**options)(host)
+    assert torch.equal(made.dequantize(), torch.from_numpy(wanted))
+    assert made._row_scaled_nvfp4 == options.get("row_scaled_nvfp4", False)
+    assert made._nvfp4_use_4over6 == options.get("nvfp4_use_4over6", False)
 
 
 def test_stochastic_rounding_draws_from_torch(w):
@@ -258,6 +261,16 @@ def test_copies_between_memory_of_ones_own_and_a_padded_one():
         padded.copy_(own)
     assert torch.equal(padded.dequantize(), other.dequantize())
     assert torch.equal(padded._columnwise_data, other._columnwise_data)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_data_of_another_shape_and_dtype(name, w):
+    held = QUANTIZERS[name](columnwise=False)(w)
+    other = torch.randn(64, 2, 64, device=w.device, dtype=torch.bfloat16)
+    held.data = other
+    assert (type(held).__name__, held.shape, held.dtype) == (CLASSES[name], other.shape, other.dtype)
+    assert held.get_usages() == {"rowwise": True, "columnwise": False}
+    assert torch.equal(held.dequantize(), QUANTIZERS[name]()(other).dequantize())
 
 
 @pytest.mark.parametrize("kind", OPERANDS)
