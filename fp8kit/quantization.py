@@ -22,8 +22,8 @@ from fp8kit.errors import RecipeError, meant
 from fp8kit.formats import E2M1, FORMATS, Format, float32
 
 HostArray = np.ndarray[Any, Any]
-AmaxCompute = Callable[[HostArray], HostArray]
-ScaleCompute = Callable[[HostArray, HostArray, float, Any], HostArray]
+AmaxCompute = Callable[[Any], Any]  # of arrays, in PyTorch of tensors
+ScaleCompute = Callable[[Any, Any, float, Any], Any]
 
 _INF = 2.0**128 - 2.0**103  # the least number that float32 rounds to Inf
 _BLOCKS = [(rows, n) for n in (16, 32, 64, 128) for rows in (1, n)]

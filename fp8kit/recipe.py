@@ -95,13 +95,13 @@ class DelayedScaling(Recipe):
     * ``fp8_format``: Format.HYBRID, Format.E4M3 or Format.E5M2. Products of two operands in E5M2 are
       emulated, since no tensor core takes them; Transformer Engine refuses them.
     * ``amax_history_len``: int >= 1, steps.
-    * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32
+    * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on float32
       ``(H, n) -> (n,)``.
     * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe)
-      -> scale`` on NumPy float32 ``(n,)``. Positive answers are brought into [2^-126, FLT_MAX], as by the
+      -> scale`` on float32 ``(n,)``. Positive answers are brought into [2^-126, FLT_MAX], as by the
       rule above. One that is not positive, or NaN, leaves the old scale where amax is 0, Inf or NaN;
       elsewhere it is a RecipeError, and nothing is updated. Callables run on the host and cost a
-      synchronisation per update.
+      synchronisation per update; they get NumPy arrays, in PyTorch tensors on the CPU.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing
       to reduce.
     * ``fp8_dpa``, ``fp8_mha``: bool; FP8 attention, as in ``Float8CurrentScaling``: its scales have no state
@@ -484,8 +484,8 @@ class NVFP4BlockScaling(OperandsOfFP4, _BlockRecipe):
     * ``backward_override``: as in ``MXFP8BlockScaling``.
 
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad`` are what the flags mean for
-    each operand, as QParams. Setting one of a made recipe sets its flags: a rotation is that of both operands
-    of wgrad.
+    each operand, as QParams. Setting one sets its flags: input and output gradient are rotated both or
+    neither, as the last of the two says.
 
     There is no state. Raises RecipeError.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -243,8 +243,8 @@ class Recipe(Strict):
     quantization_alignment: ClassVar[int] = 16
     # whether a layer without a name has the recipe of none, since rules go by names
     by_name: ClassVar[bool] = False
-    # Transformer Engine's attributes that follow from fields here -> those fields
-    follows: ClassVar[Mapping[str, str]] = {}
+    # Transformer Engine's QParams that follow from flags here -> their fields -> what the opposite is called
+    follows: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -292,17 +292,18 @@ class Recipe(Strict):
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field, as Transformer Engine's programs do: checked as when the recipe is made, and it counts
         from the next ``autocast`` on. RecipeError, and nothing is changed, for what is wrong."""
-        cls = type(self).__name__
+        cls, flags = type(self).__name__, self.follows.get(name)
         known = [field.name for field in fields(self) if field.init]  # type: ignore[arg-type]
-        if name in self.follows:
-            raise RecipeError(
-                cls, name, shown(value), f"{self.follows[name]} to be set, which it follows from"
-            )
-        choice(cls, "field", name, known, RecipeError)
+        if flags is None:
+            choice(cls, "field", name, known, RecipeError)
+        elif not isinstance(value, QParams) or value != _with_flags(value, flags):
+            wanted = f"QParams, of which {' and '.join(flags)} may be set"
+            raise RecipeError(cls, name, shown(value), wanted)
         if self.__dict__.get("fixed") is self:
             wanted = "the recipe that was given to autocast, which holds this copy"
             raise RecipeError(cls, name, "a recipe in force", wanted)
-        made = replace(self, **{name: value})  # type: ignore[type-var]
+        new = {name: value} if flags is None else {own: not getattr(value, of) for of, own in flags.items()}
+        made = replace(self, **new)  # type: ignore[type-var]
         self.__dict__.clear()  # with what was derived from the fields
         self.__dict__.update(made.__dict__)
 
@@ -404,15 +405,9 @@ class Recipe(Strict):
         self._want_override()
 
 
-# NVFP4BlockScaling's attributes -> its flags, and what of QParams each of them switches off
-_FLAGS_OF_FP4 = {
-    "fp4_quant_fwd_inp": {"disable_rht": "random_hadamard_transform"},
-    "fp4_quant_fwd_weight": {"disable_2d_quantization": "fp4_2d_quantization"},
-    "fp4_quant_bwd_grad": {
-        "disable_rht": "random_hadamard_transform",
-        "disable_stochastic_rounding": "stochastic_rounding",
-    },
-}
+def _with_flags(params: QParams, names: Iterable[str]) -> QParams:
+    """Those with these flags as they are, and nothing else."""
+    return QParams(**{name: getattr(params, name) for name in names})
 
 
 class OperandsOfFP4(Recipe):
@@ -422,35 +417,31 @@ class OperandsOfFP4(Recipe):
     disable_stochastic_rounding: bool
     disable_2d_quantization: bool
 
-    follows = MappingProxyType({name: " and ".join(said) for name, said in _FLAGS_OF_FP4.items()})
+    follows = MappingProxyType(
+        {
+            "fp4_quant_fwd_inp": {"random_hadamard_transform": "disable_rht"},
+            "fp4_quant_fwd_weight": {"fp4_2d_quantization": "disable_2d_quantization"},
+            "fp4_quant_bwd_grad": {
+                "random_hadamard_transform": "disable_rht",
+                "stochastic_rounding": "disable_stochastic_rounding",
+            },
+        }
+    )
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """As of any recipe; an operand's QParams set the flags that say them, the rotation for both of its
-        operands. RecipeError for QParams that no flags say."""
-        flags = _FLAGS_OF_FP4.get(name)
-        if flags is None or not isinstance(value, QParams):
-            return super().__setattr__(name, value)
-        asked = {field: getattr(value, field) for field in flags.values()}
-        if value != QParams(**asked):
-            wanted = f"QParams of {' and '.join(asked)} alone"
-            raise RecipeError(type(self).__name__, name, shown(value), wanted)
-        for flag, field in flags.items():
-            super().__setattr__(flag, not asked[field])
+    def _follow(self, name: str) -> QParams:
+        return QParams(**{of: not getattr(self, own) for of, own in self.follows[name].items()})
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:
         """Of the input."""
-        return QParams(random_hadamard_transform=not self.disable_rht)
+        return self._follow("fp4_quant_fwd_inp")
 
     @property
     def fp4_quant_fwd_weight(self) -> QParams:
         """Of the weight."""
-        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        return self._follow("fp4_quant_fwd_weight")
 
     @property
     def fp4_quant_bwd_grad(self) -> QParams:
         """Of the output gradient."""
-        return QParams(
-            random_hadamard_transform=not self.disable_rht,
-            stochastic_rounding=not self.disable_stochastic_rounding,
-        )
+        return self._follow("fp4_quant_bwd_grad")

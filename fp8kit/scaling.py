@@ -241,15 +241,17 @@ def update_among(
     history: AmaxHistory | None,
     states: Sequence[Any],
     forward: bool,
+    lend: Callable[[HostArray], Any] = np.asarray,
 ) -> None:
     """``update`` by a frontend of other ranks: ``share`` is called before with history and states where
-    ``ranks`` are not empty or a state has a group of its own."""
+    ``ranks`` are not empty or a state has a group of its own. ``lend``: makes what callables get of an
+    array."""
     if history is None or not states:
         return
     if ranks or any(map(_group, states)):
         share(history, states)
     if history.on_host:
-        _update_on_host(history, states, history.max_forward if forward else history.max_backward)
+        _update_on_host(history, states, history.max_forward if forward else history.max_backward, lend)
         return
     device = states[0].placed.device
     on = arrays.current_stream(device) if stream is None or device.kind == "cpu" else stream(device.index)
@@ -283,24 +285,24 @@ def _update_delayed(kernels: Any, there: Sequence[Placed], rule: DelayedRule, st
     kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), *rest, stream)
 
 
-def _update_on_host(history: AmaxHistory, states: Sequence[Any], fp8_max: float) -> None:
+def _update_on_host(history: AmaxHistory, states: Sequence[Any], fp8_max: float, lend: Any) -> None:
     """The update by user callables. All answers come first: one that raises leaves every state as it was."""
-    for state, updated in [(state, _updated_on_host(history, state, fp8_max)) for state in states]:
+    for state, updated in [(state, _updated_on_host(history, state, fp8_max, lend)) for state in states]:
         for view, array in zip(state.placed.arrays, updated, strict=True):
             arrays.copy(view, array)
 
 
-def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float) -> list[HostArray]:
+def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float, lend: Any) -> list[HostArray]:
     """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were
     not used."""
     scale, scale_inv, history = (view.numpy().copy() for view in state.placed.arrays)
     algo, used = rule.amax_algo, history[0] != 0
     if callable(algo):
-        amax = _answer(rule, "amax_compute_algo", algo(history.copy()), scale.shape)
+        amax = _answer(rule, "amax_compute_algo", algo(lend(history.copy())), scale.shape)
     else:
         amax = history[0].copy() if rule.most_recent else np.fmax.reduce(history, 0)
     if rule.scale_algo is not None:
-        answer = rule.scale_algo(amax.copy(), scale.copy(), fp8_max, rule.recipe)
+        answer = rule.scale_algo(lend(amax.copy()), lend(scale.copy()), fp8_max, rule.recipe)
         made = _answer(rule, "scaling_factor_compute_algo", answer, scale.shape)
         new = _scales(rule, made, amax, scale, used)
     else:

@@ -43,7 +43,7 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
             whole: Any = stacked(parts)  # type: ignore[arg-type]
             made: Any = torch.nn.Parameter(whole, parts[0].requires_grad)  # type: ignore[union-attr]
             if isinstance(whole, QuantizedTensor):
-                made._high = whole._high
+                made._high_precision_init_val = whole._high_precision_init_val
             self.register_parameter(name, made)
             for i in range(self.num_gemms):
                 self.register_parameter(f"{name}{i}", None)

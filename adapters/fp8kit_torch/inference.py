@@ -77,6 +77,10 @@ class InferenceParams(inference.InferenceParams):
             self.custom.pre_step(OrderedDict(step_dict))
         return lengths
 
+    def get_seqlens_pre_step(self) -> Tensor:  # type: ignore[override]
+        """Lengths of the step's sequences without its new tokens: int32 (batch,), on the CPU."""
+        return torch.from_numpy(super().get_seqlens_pre_step())
+
     def reset(self) -> None:
         super().reset()
         if self.custom is not None:

@@ -73,7 +73,7 @@ class HeldWeights(NamedTuple):
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
         made: Any = torch.nn.Parameter(held, weight.requires_grad)
         if self.preserve:
-            made._high = weight.detach().cpu().clone()
+            made._high_precision_init_val = weight.detach().cpu().clone()
         return made  # type: ignore[no-any-return]
 
 

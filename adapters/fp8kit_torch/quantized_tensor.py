@@ -49,7 +49,7 @@ class QuantizedTensor(torch.Tensor):
     _held = ("_parts", "_how", "_lag")  # attributes that say what is held
     _parts: dict[str, Tensor]
     _how: Any  # how it was cast: what parts of the same kind are made by
-    _high: Tensor | None = None
+    _high_precision_init_val: Tensor | None = None
     _gathered: Gathered | None = None  # while a distributed checkpoint is read
     _quantizer: Any = None  # what it was cast by, where that was one of Transformer Engine's quantizers
 
@@ -163,11 +163,11 @@ class QuantizedTensor(torch.Tensor):
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values that it was first cast from, on the CPU; None where they were not kept or were
         cleared."""
-        return self._high
+        return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
         """Drop them."""
-        self._high = None
+        self._high_precision_init_val = None
 
     def _like(
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, shape: Shape | None = None
@@ -384,7 +384,7 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         rebuild, first = self._rebuilding()
         last = tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter)
-        return rebuild, (*first, *last, self._high)
+        return rebuild, (*first, *last, self._high_precision_init_val)
 
 
 def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
@@ -403,7 +403,7 @@ def _is_copys_place(
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:
     """What was copied or loaded, as a parameter where it was one."""
     made = torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
-    made._high = high
+    made._high_precision_init_val = high
     return made
 
 

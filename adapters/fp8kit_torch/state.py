@@ -162,9 +162,10 @@ def _reduce(history: AmaxHistory, states: Sequence[Any]) -> None:
             torch_compat.foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
 
 
-# ``fp8kit.scaling.update`` on torch's current stream, with torch's processes
+# ``fp8kit.scaling.update`` on torch's current stream, with torch's processes; callables get tensors, as in
+# Transformer Engine
 update: Callable[[AmaxHistory | None, Sequence[Any], bool], None] = partial(
-    scaling.update_among, torch_compat.current_stream, torch_compat.GROUPS, _reduce
+    scaling.update_among, torch_compat.current_stream, torch_compat.GROUPS, _reduce, lend=torch.from_numpy
 )
 
 

@@ -58,6 +58,7 @@ class GroupedLinear(Products):
         if min(spec.rows, default=-1) < 0 or sum(spec.rows) != row_count(x):
             wanted = f"{len(spec.rows)} numbers of rows that sum to {row_count(x)}"
             raise ShapeError(self.name, "rows", list(spec.rows), wanted)
+        metas.get("rng")  # groups without rows draw nothing
         groups = []
         for own, rows in zip(spec.products, spec.rows, strict=True):
             if not rows:

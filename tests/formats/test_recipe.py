@@ -593,22 +593,28 @@ def test_nvfp4_says_what_its_flags_mean_for_each_operand():
     assert recipe.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
     recipe.disable_rht = recipe.disable_2d_quantization = recipe.disable_stochastic_rounding = True
     assert recipe.fp4_quant_fwd_inp == recipe.fp4_quant_fwd_weight == recipe.fp4_quant_bwd_grad == QParams()
-    with pytest.raises(RecipeError, match="disable_rht and disable_stochastic_rounding to be set"):
-        recipe.fp4_quant_bwd_grad = None
 
 
-def test_nvfp4s_flags_follow_from_what_an_operand_is_given():
+def test_nvfp4_takes_what_is_said_of_an_operand():
+    """As its flags, in any order; what no flag says is refused, and then nothing is changed."""
     recipe = NVFP4BlockScaling()
-    recipe.fp4_quant_fwd_weight = QParams()
-    recipe.fp4_quant_bwd_grad = QParams(stochastic_rounding=True)
-    assert recipe == NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
-    recipe.fp4_quant_fwd_inp = QParams(random_hadamard_transform=True)  # of wgrad's other operand too
-    assert recipe == NVFP4BlockScaling(disable_2d_quantization=True)
-    for name, value in (
-        ("fp4_quant_fwd_inp", QParams(stochastic_rounding=True)),
-        ("fp4_quant_fwd_weight", QParams(random_hadamard_transform=True)),
-        ("fp4_quant_bwd_grad", QParams(power_2_scale=True)),
+    recipe.fp4_quant_fwd_inp = recipe.fp4_quant_bwd_grad = QParams(random_hadamard_transform=True)
+    assert recipe == NVFP4BlockScaling(disable_stochastic_rounding=True)
+    recipe.fp4_quant_fwd_inp = recipe.fp4_quant_fwd_weight = recipe.fp4_quant_bwd_grad = QParams()
+    plain = NVFP4BlockScaling(True, True, True)
+    assert recipe == plain
+    assert recipe.quantization is plain.quantization
+    for name, value, words in (
+        ("fp4_quant_fwd_weight", QParams(random_hadamard_transform=True), "of which fp4_2d_quantization may"),
+        ("fp4_quant_fwd_inp", QParams(stochastic_rounding=True), "of which random_hadamard_transform may"),
+        ("fp4_quant_bwd_grad", QParams(amax_epsilon=1.0), "and stochastic_rounding may be set"),
+        ("fp4_quant_bwd_grad", None, "expected QParams"),
     ):
-        with pytest.raises(RecipeError, match=f"{name}: got QParams.* alone"):
+        with pytest.raises(RecipeError, match=words):
             setattr(recipe, name, value)
-    assert recipe == NVFP4BlockScaling(disable_2d_quantization=True)
+    four_over_six = NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all")
+    with pytest.raises(RecipeError, match="unless disable_rht=True"):
+        four_over_six.fp4_quant_fwd_inp = QParams(random_hadamard_transform=True)
+    with autocast(recipe=recipe), pytest.raises(RecipeError, match="given to autocast"):
+        current().recipe.fp4_quant_bwd_grad = QParams()
+    assert recipe == plain

@@ -48,6 +48,7 @@ def _second(history: Any) -> Any:
 
 def _halved(amax: Any, scale: Any, fp8_max: float, recipe: Any) -> Any:
     """A scale of a user's own: half of the usual one, the old one where there is no amax."""
+    amax = np.asarray(amax)  # a tensor in PyTorch
     return np.where(amax > 0, np.float32(fp8_max / 2) / np.maximum(amax, np.float32(1e-3)), scale)
 
 

@@ -316,8 +316,8 @@ class QuantizedGroupedTensor(QuantizedTensor, GroupedTensor):
         parts = {name: torch.cat([member._parts[name].reshape(-1) for member in members]) for name in names}
         made = cls._made(parts, layout, _whole(layout.shapes), first.dtype)
         made.quantizer, made._lag = quantizer, lag_of(parts)
-        highs = [member._high for member in members]
-        made._high = None if None in highs else torch.stack(highs)
+        highs = [member._high_precision_init_val for member in members]
+        made._high_precision_init_val = None if None in highs else torch.stack(highs)
         return made  # type: ignore[no-any-return]
 
     @property

@@ -8,7 +8,7 @@ import torch
 from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init
 
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, UnsupportedError
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from tests.support.combinations import combinations
 from tests.support.tensors import assert_tensor_close, largest
@@ -464,3 +464,16 @@ def test_sizes_as_an_array():
     for kind, wrong in ((FormatError, np.array(SPLITS, np.float32)), (ArgumentError, np.array([SPLITS]))):
         with pytest.raises(kind, match="GroupedLinear: m_splits"):
             layer(x, wrong)
+
+
+def test_without_any_rows_nothing_is_drawn(place):
+    """By a recipe whose gradients are rounded stochastically."""
+    layer = GroupedLinear(2, 32, 16, device=place)
+    x = torch.zeros(0, 32, device=place, requires_grad=True)
+    with autocast(recipe=NVFP4BlockScaling()):
+        layer(x, [0, 0]).sum().backward()
+    assert x.grad.shape == (0, 32)
+    assert not layer.weight1.grad.any()
+    with autocast(recipe=NVFP4BlockScaling()):
+        layer(torch.ones(3, 32, device=place), [0, 3], is_first_microbatch=True).sum().backward()
+    assert layer.weight1.grad.any()

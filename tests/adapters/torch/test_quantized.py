@@ -118,7 +118,7 @@ def test_training(device, recipe, optimizer):
             ours.initialize_state(weight)
             ours.set_scaled_state(weight, "master_param", weight.get_high_precision_init_val().to(device))
             weight.clear_high_precision_init_val()
-            assert weight.get_high_precision_init_val() is None
+            assert weight.get_high_precision_init_val() is weight._high_precision_init_val is None
     before = held.fc1_weight.dequantize()
     pointer = held.fc1_weight._parts["w_q"].data_ptr()
     for x in batches(device, steps=4):

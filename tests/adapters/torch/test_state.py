@@ -285,25 +285,39 @@ def test_a_group_of_ranks_may_change(device):
 
 
 def test_callables_run_on_the_host(device):
+    """On tensors, as in Transformer Engine; a NumPy array is an answer too."""
     seen = []
 
+    def least(history):
+        seen.append(history)
+        return torch.min(history, dim=0).values
+
     def scale(amax, old, fp8_max, recipe):
-        seen.append(amax.copy())
-        return np.full_like(old, 2.0)
+        seen.append(amax)
+        return torch.where(amax > 0, old, torch.full_like(old, 2.0))
 
     ours, _ = twins("Linear", device)
-    with ft.autocast(recipe=DelayedScaling(scaling_factor_compute_algo=scale)):
-        y = ours(torch.ones(4, WIDTH, device=device))
+    x = torch.ones(4, WIDTH, device=device)
+    how = DelayedScaling(amax_history_len=2, amax_compute_algo=least, scaling_factor_compute_algo=scale)
+    with ft.autocast(recipe=how):
+        y = ours(x)
     y.sum().backward()
-    assert len(seen) == 2
+    assert [(type(own), own.device.type, tuple(own.shape)) for own in seen[:2]] == [
+        (torch.Tensor, "cpu", (2, 3)),
+        (torch.Tensor, "cpu", (3,)),
+    ]
+    assert len(seen) == 4
     assert ours.fp8_meta["scaling_fwd"].scale.tolist() == [2.0, 2.0, 1.0]
+    with ft.autocast(recipe=DelayedScaling(scaling_factor_compute_algo=lambda *given: np.full(3, 4.0))):
+        ours(x)
+    assert ours.fp8_meta["scaling_fwd"].scale.tolist() == [4.0, 4.0, 1.0]
 
 
 def test_an_update_that_raises_drops_what_was_recorded(device):
     def refuse(history):
         if history.shape[1] == 2:
             raise ZeroDivisionError("backward")
-        return history.max(0)
+        return history.amax(0)
 
     ours, x = twins("Linear", device)[0], torch.ones(4, WIDTH, device=device)
     with ft.autocast(recipe=DelayedScaling(amax_compute_algo=refuse)):

@@ -105,6 +105,8 @@ def test_what_programs_read_of_a_cache(device):
         "bshd",
     )
     assert not hasattr(manager, "pages")
+    lengths = cache.get_seqlens_pre_step()
+    assert (lengths.dtype, lengths.device.type, lengths.tolist()) == (torch.int32, "cpu", [2])
 
 
 def _stepped(cache):
