@@ -172,9 +172,10 @@ class DotProductAttention(AttentionCall):
           bits.
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend
           over their whole sequences. The step says the lengths: cu_seqlens need not be given, and on the CPU
-          an ArgumentError says where they are others. "thd"'s ``cu_seqlens_q_padded`` says where the new
-          tokens start. No bias array, no "arbitrary" mask, no cross-attention, and no gradient: in
-          evaluation mode o has none, in training mode it must be under ``no_grad()``.
+          an ArgumentError says where they are others; ``cu_seqlens_kv`` may leave out the cached tokens.
+          "thd"'s ``cu_seqlens_q_padded`` says where the new tokens start. No bias array, no "arbitrary" mask,
+          no cross-attention, and no gradient: in evaluation mode o has none, in training mode it must be
+          under ``no_grad()``.
         * ``bf16_backward``: backward in high precision, where the recipe quantises attention.
           ``num_splits``: accepted; kernels choose their own. ``fp8_output``: o as a ``QuantizedTensor`` where
           the recipe quantises attention, as an input of the next layer with a scale of its own; PyTorch only.
