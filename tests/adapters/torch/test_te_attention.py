@@ -306,6 +306,35 @@ def test_a_decoder_of_sequences_in_a_row(device):
     assert_tensor_close("dx", found, wanted, unit * largest(wanted))
 
 
+@pytest.mark.parametrize("form", ["bshd", "sbhd"])
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "causal"])
+def test_a_padded_decoder_without_masks(device, form, mask):
+    """cu_seqlens_q and cu_seqlens_kv say what masks of the decoder's and the encoder's padding say."""
+    size, dtype = H * D, torch.float32 if device == "cpu" else torch.bfloat16
+    options = {"layer_type": "decoder", "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    options |= {"params_dtype": dtype, "self_attn_mask_type": mask, "enc_dec_attn_mask_type": "padding"}
+    layer = ft.TransformerLayer(size, 2 * size, H, attn_input_format=form, **options)
+    torch.manual_seed(1)
+    x, e = (torch.randn(2, n, size, dtype=dtype, device=device) for n in (4, 6))
+    x, e = (x, e) if form == "bshd" else (x.transpose(0, 1).contiguous(), e.transpose(0, 1).contiguous())
+    ends = {"cu_seqlens_q": sums(3, 4, device=device), "cu_seqlens_kv": sums(6, 5, device=device)}
+    lengths = {4: (3, 4), 6: (6, 5)}
+    own, source = (
+        torch.arange(n, device=device) >= torch.tensor(true, device=device)[:, None, None, None]
+        for n, true in lengths.items()
+    )
+    masks = {"attention_mask": own if "padding" in mask else None, "enc_dec_attn_mask": (own, source)}
+    y = layer(x, encoder_output=e, max_seqlen_q=4, max_seqlen_kv=6, **ends)
+    assert torch.equal(y, layer(x, encoder_output=e, **masks))
+
+
+def test_as_many_angles_as_a_tensor_says(device):
+    embedding = ft.RotaryPositionEmbedding(D, device=device)
+    assert torch.equal(embedding(sums(3, 2, device=device)[-1]), embedding(5))
+    with pytest.raises(ArgumentError, match="max_seq_len"):
+        embedding(torch.tensor(5.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_angles_of_sixteen_bits(device, dtype):
     """They are read as the values they are, by the function and by the layer."""
