@@ -105,9 +105,11 @@ class ParameterModule(TorchLayer):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         _, _, _, unexpected_keys, _ = rest
-        # Transformer Engine's norms and attention have one; there is nothing for it here
-        if f"{prefix}_extra_state" in unexpected_keys:
-            unexpected_keys.remove(f"{prefix}_extra_state")
+        # Transformer Engine's norms and attention have one, which an older attention's part had; there is
+        # nothing for it here
+        for name in ("_extra_state", "fused_attention._extra_state"):
+            if prefix + name in unexpected_keys:
+                unexpected_keys.remove(prefix + name)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does

@@ -62,6 +62,7 @@ def te_dict(seed=0):
         "mlp._extra_state": buffer,
         "norm._extra_state": nothing,
         "core_attention._extra_state": as_tensor(te_extra(0)),
+        "core_attention.fused_attention._extra_state": as_tensor(te_extra(0)),  # of an older one
     }
 
 
