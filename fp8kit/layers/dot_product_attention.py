@@ -35,7 +35,8 @@ class DotProductAttention(AttentionCall):
     * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "causal_bottom_right", "padding",
       "padding_causal" (also "padding,causal", "causal,padding"), "padding_causal_bottom_right" or
       "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
-      see ``fp8kit.ops.attention_spec.AttentionSpec``; in torch causal masks have their own, whatever it says.
+      see ``fp8kit.ops.attention_spec.AttentionSpec``. In torch causal masks have their own, whatever it says,
+      and end there, also with a window that goes on to the right.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
       and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with

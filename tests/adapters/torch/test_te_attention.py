@@ -60,6 +60,15 @@ def test_causal_masks_have_their_corner_whatever_is_said_beside(device, mask):
     assert torch.equal(layer(x, bottom_right_diagonal=True), layer(x))
 
 
+def test_causal_masks_end_at_the_diagonal_whatever_the_window_says(device):
+    q, k, v = layers(device, S, B).unbind(-3)
+    want = core(device, attn_mask_type="causal", window_size=(2, 0))(q, k, v)
+    wide = core(device, attn_mask_type="causal", window_size=(2, 2))
+    assert torch.equal(wide(q, k, v), want)
+    assert torch.equal(wide(q, k, v, window_size=(2, 1)), want)
+    assert not torch.equal(wide(q, k, v, attn_mask_type="no_mask"), want)
+
+
 def test_lengths_go_before_a_padding_mask(device):
     attend, (q, k, v) = core(device, attn_mask_type="padding"), layers(device, S, B).unbind(-3)
     hidden = torch.arange(S, device=device) >= torch.tensor([[3], [2]], device=device)
