@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8kit.arguments import choice, integer
@@ -27,16 +28,20 @@ def get_batch_on_this_cp_rank(
     """This rank's chunks r and 2 P - 1 - r of 2 P of each sequence of the three arrays.
 
     ``qvk_format``: "thd", (t,) or (1, t), with ``cu_seqlens_padded`` int32 (b + 1,), where the sequences
-    start; "bshd", (b, s, ...), or "sbhd", (s, b, ...). ``cp_group``: None is one rank. ShapeError where 2 P
-    does not divide the tokens."""
+    start; "bshd", (b, s, ...), or "sbhd", (s, b, ...). ``cp_group``: None is torch's default group, or one
+    rank where there is none. ShapeError where 2 P does not divide the tokens."""
     op = "get_batch_on_this_cp_rank"
     choice(op, "qvk_format", qvk_format, FORMATS)
+    if cp_group is None and dist.is_initialized():
+        cp_group = dist.group.WORLD
     ranks = ranks_of(op, "cp_group", cp_group)
 
     def own(name: str, x: Tensor | None) -> Tensor | None:
         if x is None or ranks is None or ranks.size == 1:
             return x
         dim = {"sbhd": 0, "bshd": 1}.get(qvk_format, tensor(op, name, x).ndim - 1)
+        if x.ndim <= dim:
+            raise ShapeError(op, name, tuple(x.shape), f"at least 2 dimensions, {qvk_format}")
         tokens, count = x.shape[dim], 2 * ranks.size
         if tokens % count:
             raise ShapeError(op, name, f"{tokens} tokens", f"a multiple of {count}")
