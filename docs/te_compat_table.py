@@ -76,7 +76,7 @@ def state_of(name: str, argument: str) -> tuple[str, str]:
             return "ignored", "the program moves rows between processes, as in Transformer Engine"
     if name.startswith("ops.") and argument in _OPS:
         return "ignored", _OPS[argument]
-    if argument == "amax_reduction_group" and name.endswith("Quantizer"):
+    if argument == "amax_reduction_group" and name == "NVFP4Quantizer":
         return "ignored", _GROUP
     for table in (
         {key: value for key, value in CONSTRUCTOR.get(name, {}).items() if key not in own},

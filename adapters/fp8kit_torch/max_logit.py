@@ -117,6 +117,15 @@ def _of_rows(array: Tensor, block: slice) -> Tensor:
     return array if array.shape[-2] == 1 else array[..., block, :]
 
 
+def _of_packed(bias: Tensor, own: _Places, other: _Places, block: slice) -> Tensor:
+    """(1, h | 1, block, columns) of a bias (b | 1, h | 1, s | 1, s_kv), whose places are those in the tokens'
+    sequences; of tokens of other sequences or of none it is any."""
+    places = own.sequence, own.position[0], other.position[0]
+    most = (bias.shape[0], *bias.shape[2:])
+    rows = [place[block, None].clamp(0, n - 1) for place, n in zip(places[:2], most[:2], strict=True)]
+    return bias[rows[0], :, rows[1], places[2].clamp(0, most[2] - 1)].permute(2, 0, 1)[None]
+
+
 def _biased(
     spec: AttentionSpec,
     inputs: Mapping[str, Tensor],
@@ -127,7 +136,9 @@ def _biased(
 ) -> Tensor:
     if spec.biased:
         factor = spec.softmax_scale if spec.bias == "pre_scale_bias" else 1.0
-        return scores + factor * _of_rows(inputs["bias"], block).float()
+        bias = inputs["bias"]
+        own_part = _of_rows(bias, block) if own.sequence is None else _of_packed(bias, own, other, block)
+        return scores + factor * own_part.float()
     if spec.bias == "alibi":
         slopes = inputs["alibi_slopes"].float()
         slopes = slopes[None] if slopes.ndim == 1 else slopes

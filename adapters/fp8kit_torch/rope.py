@@ -16,12 +16,19 @@ from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import placed
 
+_LENGTHS = (torch.int32, torch.int64)
+
 
 class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
     def place(self, device: Any) -> None:
         where = placed(self.layer_name, device)
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
         self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
+
+    def forward(self, max_seq_len: int | Tensor, offset: int = 0) -> Tensor:
+        if isinstance(max_seq_len, Tensor) and max_seq_len.ndim == 0 and max_seq_len.dtype in _LENGTHS:
+            max_seq_len = int(max_seq_len)  # such as the end of cu_seqlens
+        return super().forward(max_seq_len, offset)  # type: ignore[no-any-return]
 
     def angles(self, max_seq_len: int, offset: int, scale: float) -> Tensor:
         speeds = self.inv_freq.to(torch.float32)  # .half() on a model must not coarsen the angles further

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from fp8kit.errors import ArgumentError, FormatError, ShapeError
 if TYPE_CHECKING:
     from fp8kit.layers.inference import InferenceParams
 
+
+log = logging.getLogger("fp8kit")
 
 _OP = "CacheManager.step"
 # attribute -> the attribute of InferenceParams
@@ -90,7 +93,7 @@ class CacheManager:
             ("cu_seqlens_q", "cu_new_seqlens", cu_new_seqlens),
             ("cu_seqlens_kv", "cu_cached_seqlens", cu_cached_seqlens),
         ):
-            params.check_sums_of_step(_OP, own, name, params.on_host(given))
+            params.check_sums_of_step(_OP, own, (name,), params.on_host(given))
         form, numbers = qkv_format, (groups, dims, keys.dtype)
         metas, _ = params.check_step(
             _OP, layer_number, form, leading, *numbers, any_format=True, layers="new_k"
@@ -151,6 +154,13 @@ class CacheManager:
     def get_sequence_lengths(self) -> list[int]:
         """Their lengths, new tokens included."""
         return list(self._params.sequences.values())
+
+    def print_cache(self) -> None:
+        """Log what is in the caches, at the level DEBUG."""
+        pages = self.allocated_pages
+        log.debug("cache: %d of %d pages are free", len(self.free_pages), self.total_num_pages)
+        for name, length in self.sequences.items():
+            log.debug("cache: %r has %d tokens, in pages %s", name, length, pages.get(name, []))
 
 
 def _sizes(views: Mapping[str, ArrayView], qkv_format: str) -> tuple[tuple[int, ...], int, tuple[int, int]]:

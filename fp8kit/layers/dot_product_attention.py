@@ -35,7 +35,8 @@ class DotProductAttention(AttentionCall):
     * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "causal_bottom_right", "padding",
       "padding_causal" (also "padding,causal", "causal,padding"), "padding_causal_bottom_right" or
       "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
-      see ``fp8kit.ops.attention_spec.AttentionSpec``; in torch causal masks have their own, whatever it says.
+      see ``fp8kit.ops.attention_spec.AttentionSpec``. In torch causal masks have their own, whatever it says,
+      and end there, also with a window that goes on to the right.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
       and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with
@@ -172,9 +173,10 @@ class DotProductAttention(AttentionCall):
           bits.
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend
           over their whole sequences. The step says the lengths: cu_seqlens need not be given, and on the CPU
-          an ArgumentError says where they are others. "thd"'s ``cu_seqlens_q_padded`` says where the new
-          tokens start. No bias array, no "arbitrary" mask, no cross-attention, and no gradient: in
-          evaluation mode o has none, in training mode it must be under ``no_grad()``.
+          an ArgumentError says where they are others; ``cu_seqlens_kv`` may leave out the cached tokens.
+          "thd"'s ``cu_seqlens_q_padded`` says where the new tokens start. No bias array, no "arbitrary" mask,
+          no cross-attention, and no gradient: in evaluation mode o has none, in training mode it must be
+          under ``no_grad()``.
         * ``bf16_backward``: backward in high precision, where the recipe quantises attention.
           ``num_splits``: accepted; kernels choose their own. ``fp8_output``: o as a ``QuantizedTensor`` where
           the recipe quantises attention, as an input of the next layer with a scale of its own; PyTorch only.

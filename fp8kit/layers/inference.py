@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -320,17 +320,19 @@ class InferenceParams(NamedWell):
         return None if counts is None else _sums(np.array(list(counts.values()), np.int32))
 
     def check_sums_of_step(
-        self, operation: str, argument: str, name: str, values: np.ndarray[Any, Any] | None
+        self, operation: str, argument: str, names: Sequence[str], values: np.ndarray[Any, Any] | None
     ) -> None:
-        """ArgumentError for ``values`` of ``argument`` other than the step's own ``name``; further sequences
-        without tokens are none."""
-        own = self.host_sums(name)
-        if values is None or own is None:
+        """ArgumentError for ``values`` of ``argument`` other than one of the step's own ``names``; further
+        sequences without tokens are none."""
+        owns = [own for own in map(self.host_sums, names) if own is not None]
+        if values is None or not owns:
             return
-        more = values.size - own.size
-        if values.ndim != 1 or more < 0 or not np.array_equal(values, np.pad(own, (0, more), "edge")):
-            wanted = f"None, or {own.tolist()} of inference_params' step"
-            raise ArgumentError(operation, argument, values.tolist(), wanted)
+        for own in owns:
+            more = values.size - own.size
+            if values.ndim == 1 and more >= 0 and np.array_equal(values, np.pad(own, (0, more), "edge")):
+                return
+        wanted = f"None, or {' or '.join(str(own.tolist()) for own in owns)} of inference_params' step"
+        raise ArgumentError(operation, argument, values.tolist(), wanted)
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:

@@ -18,7 +18,7 @@ from fp8kit.ops.values import check_sequences
 
 # what the cross-attention has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
-# how sequences lie with "thd": the queries' arguments -> those of keys and values
+# how sequences lie: the queries' arguments -> those of keys and values
 _SEQUENCES = {
     "cu_seqlens_q": "cu_seqlens_kv",
     "cu_seqlens_q_padded": "cu_seqlens_kv_padded",
@@ -293,9 +293,9 @@ class TransformerLayer(AttentionBase):
           attention; the cross-attention gets the score's bias, ALiBi's slopes and
           ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see
           ``Linear``.
-        * A decoder with "thd": ``cu_seqlens_q`` and its kin say how its own sequences lie, for both
-          attentions, ``cu_seqlens_kv`` and its kin how the encoder's do. Transformer Engine gives the
-          cross-attention neither.
+        * A decoder with "thd", or whose cross-attention has a padding mask and no ``enc_dec_attn_mask``:
+          ``cu_seqlens_q`` and its kin say how its own sequences lie, for both attentions, ``cu_seqlens_kv``
+          and its kin how the encoder's do.
 
         Raises ShapeError, FormatError and BackendError for arrays that do not fit, ArgumentError and
         UnsupportedError for other arguments.
@@ -347,8 +347,10 @@ class TransformerLayer(AttentionBase):
                     op, "encoder_output", None, f"{self.array_name} with layer_type 'decoder'"
                 )
             source = self.as_input("encoder_output", source, self.hidden_size, form)
-        given = own
-        if inter is not None and form == "thd":
+        given, shared = own, inter is not None and form == "thd"
+        if inter is not None and not shared and enc_dec_attn_mask is None:
+            shared = "padding" in (enc_dec_attn_mask_type or inter.parts["core_attention"].attn_mask_type)
+        if shared:
             own = {name: value for name, value in own.items() if name not in _SEQUENCES.values()}
             own |= {kv: own[q] for q, kv in _SEQUENCES.items() if q in own}
         prepared = attention.prepare(op, x, None, own, rotary_pos_emb, _OWN)
@@ -362,7 +364,7 @@ class TransformerLayer(AttentionBase):
         core["rotary_pos_emb"] = rotary_pos_emb
         cross: dict[str, Any] = {}
         if inter is not None:
-            lengths = (*_SEQUENCES, *_SEQUENCES.values(), "pad_between_seqs") if form == "thd" else ()
+            lengths = (*_SEQUENCES, *_SEQUENCES.values(), "pad_between_seqs") if shared else ()
             asked = *_CROSS_OPTIONS, *lengths
             of_cross = {name: given[name] for name in asked if name in given}
             of_cross |= {name: of_encoder[mine] for name, mine in _CROSS.items() if mine in of_encoder}

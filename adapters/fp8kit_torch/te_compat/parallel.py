@@ -235,7 +235,13 @@ def using_cublasmp_backend() -> bool:
     return False
 
 
+# what programs' own layers give general_gemm as use_split_accumulator
+_2X_ACC_FPROP, _2X_ACC_DGRAD, _2X_ACC_WGRAD = False, True, True
+
 __all__ = [
+    "_2X_ACC_DGRAD",
+    "_2X_ACC_FPROP",
+    "_2X_ACC_WGRAD",
     "UserBufferQuantizationMode",
     "allreduce",
     "gather_along_first_dim",

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8kit.arguments import flag, number
@@ -21,13 +22,14 @@ from fp8kit.formats import E4M3
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit_torch.checks import device as checked_device
-from fp8kit_torch.checks import of_one, shown, tensor
+from fp8kit_torch.checks import shown, tensor
+from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses
+from fp8kit_torch.state import NO_STATE, StateBinding, slot_addresses, stream_of
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.unsupported import METHODS
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.views import FLOATS, as_view
 from fp8kit_torch.weight_scales import scales_of
 
 
@@ -213,9 +215,9 @@ class _OneScale(OperandQuantizer):
 class Float8CurrentScalingQuantizer(_OneScale):
     """One scale, from the tensor's own amax. ``fp8_dtype``: DType.kFloat8E4M3 or kFloat8E5M2. ``device``:
     accepted. ``force_pow_2_scales``: scales rounded down to powers of two. ``amax_epsilon``: the least amax.
-    ``with_amax_reduction`` over a group of one process changes nothing. ``use_existing_amax``: the scale is
-    that of ``amax``, float32 (1,), as it is when a tensor is cast, and not of the tensor's own. ``scale``:
-    accepted."""
+    ``with_amax_reduction``: that of the largest amax of the processes of ``amax_reduction_group``, None for
+    torch's default group. ``use_existing_amax``: the scale is that of ``amax``, float32 (1,), as it is when a
+    tensor is cast, and not of the tensor's own. ``scale``: accepted."""
 
     def __init__(
         self,
@@ -234,7 +236,11 @@ class Float8CurrentScalingQuantizer(_OneScale):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = type(self).__name__
-        of_one(name, "amax_reduction_group", amax_reduction_group)
+        group = amax_reduction_group
+        if group is None and with_amax_reduction and dist.is_initialized():
+            group = dist.group.WORLD
+        ranks = ranks_of(name, "amax_reduction_group", group)
+        self._ranks = ranks if with_amax_reduction and ranks is not None and ranks.size > 1 else None
         self.use_existing_amax = flag(name, "use_existing_amax", use_existing_amax)
         self.dtype, self.force_pow_2_scales = of_format(format_of(name, fp8_dtype)), bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
@@ -246,9 +252,15 @@ class Float8CurrentScalingQuantizer(_OneScale):
         self.scale = scale
 
     def cast(self, values: Tensor) -> OperandTensor:
-        if not self.use_existing_amax:
+        if self.use_existing_amax:
+            amax = self.amax.detach().to(values.device).view(1)
+        elif self._ranks is not None:
+            most = values.detach().abs().amax() if values.numel() else values.new_zeros(())
+            amax = most.float().view(1)
+            view = as_view(amax)
+            self._ranks.all_reduce(view, "max", stream_of(view.device), type(self).__name__)
+        else:
             return super().cast(values)
-        amax = self.amax.detach().to(values.device).view(1)
         scale, _ = scales_of(amax, self.rule(), values.dtype)
         made = Float8Quantizer(scale, torch.zeros_like(amax), self.dtype).cast(values)
         made._how = scaled_as(self.rule(), self.partner())  # multiplied as one with a scale of its own

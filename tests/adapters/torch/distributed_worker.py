@@ -30,6 +30,7 @@ from fp8kit_torch import (
 )
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.optimizers import FusedAdam
+from fp8kit_torch.te_compat.context_batches import get_batch_on_this_cp_rank
 from fp8kit_torch.te_compat.dtypes import DType
 from fp8kit_torch.te_compat.parallel import reduce_sequence_parallel_gradients
 from fp8kit_torch.te_compat.saved_tensors import cast_master_weights_to_fp8, post_all_gather_processing
@@ -497,6 +498,10 @@ def context_parallel(rank, world):
     def own(x):
         chunks = x.chunk(2 * world, 1)
         return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]], 1)
+
+    part, labels, _ = get_batch_on_this_cp_rank(None, whole[0], whole[3], qvk_format="bshd")  # of all ranks
+    assert torch.equal(part, own(whole[0]))
+    assert torch.equal(labels, own(whole[3]))
 
     def step(layer, q, k, v, g):
         for _ in range(STEPS):

@@ -99,6 +99,15 @@ PARTS = {
             else:
                 raise AssertionError(name)
     """,
+    "names with an underscore that programs take": """
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+        from transformer_engine.pytorch.module.base import _2X_ACC_DGRAD, _2X_ACC_FPROP, _2X_ACC_WGRAD
+        _attention_backends["backend_selection_requires_update"] = True
+        assert "use_flash_attention" in _attention_backends
+        assert (_2X_ACC_FPROP, _2X_ACC_DGRAD, _2X_ACC_WGRAD) == (False, True, True)
+    """,
     "modules within, and what there is nothing for": """
         import fp8kit_torch as ft
         ft.as_transformer_engine()

@@ -359,8 +359,13 @@ def test_batches_of_a_rank():
             part = batches.get_batch_on_this_cp_rank(None, x, x, None, ranks, form)
             assert part[2] is None
             assert torch.equal(part[0], Case(form, "causal", 2).part(x, ranks.rank))
+        first = padded[:, None].expand(-1, 2)
+        part = batches.get_batch_on_this_cp_rank(starts, first, first, None, ranks)[0]
+        assert torch.equal(part, found[0][0][:, None].expand(-1, 2))
         with pytest.raises(ShapeError, match="labels_padded: got 3 tokens, expected a multiple of 4"):
             batches.get_batch_on_this_cp_rank(starts, padded, targets[:3], None, ranks)
+        with pytest.raises(ShapeError, match=r"input_ids_padded: got \(8,\), expected at least 2 dimensions"):
+            batches.get_batch_on_this_cp_rank(None, whole[0], whole, None, ranks, "bshd")
         return found[0][0].tolist(), found[2].tolist()
 
     first, second = FakeCollectives(2).run(rank)

@@ -13,6 +13,7 @@ from tests.support.tensors import assert_tensor_close
 
 B, S, S_KV, H, G, D = 2, 6, 9, 4, 2, 16
 LENGTHS = {"q": [4, 6], "kv": [9, 7]}
+SIDES = ("q", "kv", "kv")  # of queries, keys and values
 SLACK = sum_slack(32, D + 2)  # sums of D products, which add up to 32 or so, a scale and a bias
 
 
@@ -134,6 +135,25 @@ def test_packed_sequences(mask, gaps):
     corner = mask.endswith("right") or mask == "padding"
     wanted = scores(q, k).masked_fill(~visible(mask, corner, LENGTHS), -torch.inf).amax((0, 2, 3))
     assert_tensor_close("max_logit", found, wanted, SLACK)
+
+
+@pytest.mark.parametrize("size", [(1, H, S, S_KV), (B, 1, S, S_KV), (B, H, 1, S_KV)], ids=str)
+def test_a_bias_of_packed_sequences(size):
+    """Its places are those within a sequence, as in the attention itself."""
+    q, k, v = layers()
+    bias = 4 * torch.randn(size)
+    pairs = zip((q, k, v), SIDES, strict=True)
+    rows = [torch.cat([x[b, : LENGTHS[side][b]] for b in range(B)]) for x, side in pairs]
+    given = {f"cu_seqlens_{side}": sums(own) for side, own in LENGTHS.items()}
+    given |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    options = {"num_gqa_groups": G, "attn_mask_type": "padding", "return_max_logit": True}
+    call = te.DotProductAttention(H, D, qkv_format="thd", **options)
+    o, found = call(*rows, **given, max_seqlen_q=S, max_seqlen_kv=S_KV)
+    wanted = (scores(q, k) + bias).masked_fill(~visible("padding", True, LENGTHS), -torch.inf)
+    assert_tensor_close("max_logit", found, wanted.amax((0, 2, 3)), SLACK)
+    whole, _ = te.DotProductAttention(H, D, qkv_format="bshd", **options)(q, k, v, **given)
+    wide = torch.cat([part[:length] for part, length in zip(whole, LENGTHS["q"], strict=True)])
+    assert_tensor_close("o", o, wide, SLACK)
 
 
 @pytest.mark.parametrize("layout", ["qkv", "interleaved", "q_kv", "sbhd"])

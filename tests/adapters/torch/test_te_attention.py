@@ -61,6 +61,15 @@ def test_causal_masks_have_their_corner_whatever_is_said_beside(device, mask):
     assert torch.equal(layer(x, bottom_right_diagonal=True), layer(x))
 
 
+def test_causal_masks_end_at_the_diagonal_whatever_the_window_says(device):
+    q, k, v = layers(device, S, B).unbind(-3)
+    want = core(device, attn_mask_type="causal", window_size=(2, 0))(q, k, v)
+    wide = core(device, attn_mask_type="causal", window_size=(2, 2))
+    assert torch.equal(wide(q, k, v), want)
+    assert torch.equal(wide(q, k, v, window_size=(2, 1)), want)
+    assert not torch.equal(wide(q, k, v, attn_mask_type="no_mask"), want)
+
+
 def test_lengths_go_before_a_padding_mask(device):
     attend, (q, k, v) = core(device, attn_mask_type="padding"), layers(device, S, B).unbind(-3)
     hidden = torch.arange(S, device=device) >= torch.tensor([[3], [2]], device=device)
@@ -310,6 +319,35 @@ def test_a_decoder_of_sequences_in_a_row(device):
     found = torch.autograd.grad(y.sum(), x)[0]
     wanted = torch.autograd.grad(want.sum(), x)[0]
     assert_tensor_close("dx", found, wanted, unit * largest(wanted))
+
+
+@pytest.mark.parametrize("form", ["bshd", "sbhd"])
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "causal"])
+def test_a_padded_decoder_without_masks(device, form, mask):
+    """cu_seqlens_q and cu_seqlens_kv say what masks of the decoder's and the encoder's padding say."""
+    size, dtype = H * D, torch.float32 if device == "cpu" else torch.bfloat16
+    options = {"layer_type": "decoder", "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    options |= {"params_dtype": dtype, "self_attn_mask_type": mask, "enc_dec_attn_mask_type": "padding"}
+    layer = ft.TransformerLayer(size, 2 * size, H, attn_input_format=form, **options)
+    torch.manual_seed(1)
+    x, e = (torch.randn(2, n, size, dtype=dtype, device=device) for n in (4, 6))
+    x, e = (x, e) if form == "bshd" else (x.transpose(0, 1).contiguous(), e.transpose(0, 1).contiguous())
+    ends = {"cu_seqlens_q": sums(3, 4, device=device), "cu_seqlens_kv": sums(6, 5, device=device)}
+    lengths = {4: (3, 4), 6: (6, 5)}
+    own, source = (
+        torch.arange(n, device=device) >= torch.tensor(true, device=device)[:, None, None, None]
+        for n, true in lengths.items()
+    )
+    masks = {"attention_mask": own if "padding" in mask else None, "enc_dec_attn_mask": (own, source)}
+    y = layer(x, encoder_output=e, max_seqlen_q=4, max_seqlen_kv=6, **ends)
+    assert torch.equal(y, layer(x, encoder_output=e, **masks))
+
+
+def test_as_many_angles_as_a_tensor_says(device):
+    embedding = ft.RotaryPositionEmbedding(D, device=device)
+    assert torch.equal(embedding(sums(3, 2, device=device)[-1]), embedding(5))
+    with pytest.raises(ArgumentError, match="max_seq_len"):
+        embedding(torch.tensor(5.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -48,6 +48,22 @@ def test_a_steps_lengths_may_be_said_again(device, form):
     assert torch.equal(outputs[0], outputs[2])
 
 
+def test_lengths_of_keys_may_be_those_of_the_new_ones(device):
+    """As Transformer Engine's programs say them, whose layers do not read them: equal bits."""
+    core = ft.DotProductAttention(HEADS, 8, qkv_format="thd", layer_number=1, device=device).eval()
+    first, then = (torch.randn(n, HEADS, 8, device=device) for n in (5, 2))
+    outputs = []
+    for with_cached in (True, False):
+        cache = cache_of("thd", device)
+        cache.pre_step({"a": 3, "b": 2})
+        core(first, first, first, inference_params=cache)
+        cache.pre_step({"a": 1, "b": 1})
+        new, whole = sums(1, 1, device=device), sums(4, 3, device=device)
+        said = {"cu_seqlens_q": new, "cu_seqlens_kv": whole if with_cached else new}
+        outputs.append(core(then, then, then, inference_params=cache, **said))
+    assert torch.equal(*outputs)
+
+
 def test_other_lengths_than_the_steps_are_refused():
     layer, cache = layer_of("bshd", "cpu"), cache_of("bshd", "cpu")
     cache.pre_step({"a": 3, "b": 2})
@@ -82,7 +98,7 @@ def test_training_over_a_cache_is_refused():
         layer(torch.randn(1, 3, WIDTH), inference_params=cache)
 
 
-def test_what_programs_read_of_a_cache(device):
+def test_what_programs_read_of_a_cache(device, caplog):
     cache = cache_of("bshd", device, is_paged=True, total_num_pages=12, page_size=4)
     layer_of("bshd", device)(torch.randn(2, 6, WIDTH, device=device), inference_params=_stepped(cache))
     manager = cache.cache_manager
@@ -107,6 +123,9 @@ def test_what_programs_read_of_a_cache(device):
     assert not hasattr(manager, "pages")
     lengths = cache.get_seqlens_pre_step()
     assert (lengths.dtype, lengths.device.type, lengths.tolist()) == (torch.int32, "cpu", [2])
+    with caplog.at_level("DEBUG", "fp8kit"):
+        manager.print_cache()
+    assert caplog.messages == ["cache: 11 of 12 pages are free", "cache: 'b' has 3 tokens, in pages [2]"]
 
 
 def _stepped(cache):

@@ -6,6 +6,7 @@ import fp8kit_torch as ft
 import pytest
 import torch
 
+from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, ShapeError
 from tests.support.tensors import assert_tensor_close
 
@@ -63,6 +64,29 @@ def test_an_amax_that_somebody_else_has_taken(x):
     made = ft.Float8CurrentScalingQuantizer(E4M3, x.device, use_existing_amax=True)
     made.amax.fill_(56.0)
     assert torch.equal(made(x)._data, quantizer(x)._data)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_an_amax_of_all_processes(kind):
+    """Their parts are cast by the scale of the whole."""
+    torch.manual_seed(0)
+    whole = torch.randn(32, 48).to(kind)
+    whole[-1, -1] = 1e4
+    wanted = ft.Float8CurrentScalingQuantizer(E4M3, "cpu")(whole)
+
+    def rank(ranks):
+        own = whole.chunk(2)[ranks.rank]
+        group = {"with_amax_reduction": True, "amax_reduction_group": ranks}
+        held = ft.Float8CurrentScalingQuantizer(E4M3, "cpu", **group)(own)
+        alone = ft.Float8CurrentScalingQuantizer(E4M3, "cpu", amax_reduction_group=ranks)(own)
+        assert torch.equal(alone._data, ft.Float8CurrentScalingQuantizer(E4M3, "cpu")(own)._data)
+        return held
+
+    parts = FakeCollectives(2).run(rank)
+    assert torch.equal(torch.cat([part._data for part in parts]), wanted._data)
+    assert [part._scale_inv.item() for part in parts] == [wanted._scale_inv.item()] * 2
+    with pytest.raises(ArgumentError, match="amax_reduction_group"):
+        ft.Float8CurrentScalingQuantizer(E4M3, "cpu", amax_reduction_group="all")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
