@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8kit_jax import flax as modules
-from fp8kit_jax.te_compat import attention, collectives, functions, policies, quantize, sharding
+from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
 
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from fp8kit.testing import assert_close
 from tests.support.combinations import combinations
 from tests.support.sharding import BITS, mesh, near, same_bits
@@ -173,6 +180,84 @@ def test_sets_of_a_state():
     mode = quantize.ScalingMode.CURRENT_TENSOR_SCALING
     with pytest.raises(RecipeError, match="fwd_dtype, bwd_dtype"):
         quantize.QuantizerFactory.create_set(1, mode, jnp.float8_e5m2, jnp.float8_e4m3fn)
+
+
+E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+MODE = quantize.ScalingMode
+CONFIGS = {
+    "delayed": (DelayedScaling(margin=3.0), E4M3, E5M2, (MODE.DELAYED_TENSOR_SCALING,) * 2),
+    "current": (Float8CurrentScaling(fp8_format=Format.E4M3), E4M3, E4M3, (MODE.CURRENT_TENSOR_SCALING,) * 2),
+    "mx": (MXFP8BlockScaling(), E4M3, E4M3, (MODE.MXFP8_1D_SCALING,) * 2),
+    "nv": (NVFP4BlockScaling(), E2M1, E2M1, (MODE.NVFP4_1D_SCALING, MODE.NVFP4_2D_SCALING)),
+    "nv plain": (
+        NVFP4BlockScaling(True, True, True),
+        E2M1,
+        E2M1,
+        (MODE.NVFP4_1D_SCALING, MODE.NVFP4_1D_SCALING),
+    ),
+    "none": (None, None, None, (MODE.NO_SCALING,) * 2),
+}
+
+
+@pytest.mark.parametrize("given", CONFIGS)
+def test_what_a_config_says(given):
+    recipe, forward, backward, (flat, kernel) = CONFIGS[given]
+    config = quantize.get_quantize_config_with_recipe(recipe)
+    assert (forward, backward) == (config.FWD_DTYPE, config.BWD_DTYPE)
+    source = quantize.TensorSource
+    assert [config.get_scaling_mode(each) for each in source] == [flat, kernel, flat]
+    assert (config.MARGIN, config.AMAX_COMPUTE_ALGO.value) == (3.0 if given == "delayed" else 0.0, "max")
+    disabled = config.DISABLE_RHT, config.DISABLE_STOCHASTIC_ROUNDING, config.DISABLE_2D_QUANTIZATION
+    assert disabled == (given == "nv plain",) * 3
+
+
+def test_a_config_of_no_mode():
+    config = quantize.get_quantize_config_with_recipe(Float8BlockScaling())
+    with pytest.raises(UnsupportedError, match=r"get_scaling_mode: recipe: .* one of DelayedScaling, "):
+        config.get_scaling_mode(quantize.TensorSource.X)
+
+
+def test_states_of_nothing_are_fresh():
+    empty = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
+    recipe = DelayedScaling(amax_history_len=3)
+    made = quantize.QuantizerFactory.create_set(fp8_recipe=recipe, quantize_meta_set=empty)
+    same_bits(made, fj.create_set(recipe))
+
+
+def test_what_the_devices_can():
+    here = quantize.get_device_compute_capability(0)
+    assert here == 0 if jax.default_backend() == "cpu" else here >= 80
+    assert quantize.is_fp8_gemm_with_all_layouts_supported() == (100 <= here < 120)
+    assert functions.is_softmax_kernel_available(functions.SoftmaxFusionType.SCALED, 2, 4, 6, 6, jnp.float16)
+
+
+def test_tokens_of_experts():
+    """With what token_dispatch gave, also through jit; without probabilities each row counts as it is."""
+    tokens, chosen = draw(0, 12, 16), np.asarray(draw(1, 12, 4)) > 0
+    rows = int(chosen.sum())
+    dispatch = jax.jit(experts.token_dispatch, static_argnums=2, static_argnames="align_size")
+    for align in (None, 8):
+        y, weights, row_map, offsets, sizes = dispatch(tokens, chosen, rows, align_size=align)
+        assert weights is None
+        assert int(sizes.sum()) >= rows
+        got = jax.jit(experts.token_combine)(y, row_map, None, offsets)
+        want = tokens * chosen.sum(1, keepdims=True)
+        # sums of at most four equal numbers
+        assert_close("combine", np.asarray(got), np.asarray(want, np.float64), "float32", 2.0**-20)
+        shares = chosen / np.maximum(chosen.sum(1, keepdims=True), 1).astype(np.float32)
+        got = experts.token_combine(y, row_map, merging_probs=shares, pad_offsets=offsets)
+        same_bits(got, fj.token_combine(y, row_map.rows, shares))
+    with pytest.raises(ArgumentError, match=r"pad_offsets: .*as token_dispatch gave them"):
+        experts.token_combine(y, row_map, pad_offsets=sizes)
+    with pytest.raises(ArgumentError, match=r"row_id_map: .*the one that token_dispatch gave"):
+        experts.token_combine(y, row_map.rows)
+
+
+@pytest.mark.parametrize("kind", experts.ScoreFunction)
+def test_a_router_by_its_score_function(kind):
+    logits = draw(2, 8, 6)
+    got = experts.fused_topk_with_score_function(logits, 2, score_function=kind)
+    same_bits(got, fj.fused_topk_with_score_function(logits, 2, score_function=kind.value))
 
 
 def test_functions_as_modules():
