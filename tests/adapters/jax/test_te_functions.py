@@ -393,6 +393,62 @@ def test_one_sequence_a_row():
     same_bits(got, want)
 
 
+def test_what_a_mask_type_hides_anyway(caplog):
+    """A window right of the diagonal, and lengths that only padding masks read."""
+    with caplog.at_level("WARNING", "fp8kit"):
+        for window in ((2, 0), (-1, 0)):
+            plain = modules.DotProductAttention(8, 4, 2, window_size=window)
+            wide = modules.DotProductAttention(8, 4, 2, window_size=(window[0], 3))
+            want = jax.jit(plain.apply)({}, Q, K, V)
+            same_bits(jax.jit(wide.apply)({}, Q, K, V), want)
+            lengths = fj.SequenceDescriptor.from_seqlens(jnp.array([10, 10]))
+            same_bits(jax.jit(plain.apply)({}, Q, K, V, lengths), want)
+    assert [record.args for record in caplog.records if "not read" in record.message] == [("causal",)]
+
+
+@pytest.mark.parametrize("kind", ["no_mask", "padding"])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_window_begins_with_the_first_key(kind, by_mask):
+    """Where there are more keys than queries, too: the window's own mask array gives the same."""
+    q = Q[:, :6]
+    at = [jnp.broadcast_to(jnp.arange(n), (2, n)) for n in (6, 10)]
+    window = attention.make_swa_mask(*at, (1, 2), bool)
+    assert window.shape == (2, 1, 6, 10)
+    np.testing.assert_array_equal(window[0, 0, 3], np.isin(np.arange(10), [2, 3, 4, 5]))
+    mask = {"mask": jnp.zeros((2, 1, 6, 10), bool)} if by_mask else {}
+    given = () if by_mask or kind == "no_mask" else ((jnp.array([6, 6]), jnp.array([10, 10])),)
+    module = modules.DotProductAttention(8, 4, 2, attn_mask_type=kind, window_size=(1, 2))
+    got = jax.jit(lambda *layers: module.apply({}, *layers, *given, **mask))(q, K, V)
+    own = jax.jit(lambda *layers: fj.dot_product_attention(*layers, attn_mask_type="arbitrary", mask=~window))
+    # sums of at most four products of magnitude below 8, in another order
+    assert_close("window", np.asarray(got), np.asarray(own(q, K, V), np.float64), "float32", 32 * 2.0**-22)
+
+
+def test_lengths_of_more_columns_than_sequences():
+    """Empty places, -1, count for none; ids may be floats, as ``jnp.ones`` makes them."""
+    module = modules.DotProductAttention(
+        8, 4, 2, attn_mask_type="padding", qkv_layout="thd_thd_thd", max_segments_per_seq=3
+    )
+    run = jax.jit(module.apply)
+    want = run({}, Q, K, V, PACKED["lengths"])
+    lengths = jnp.array([[3, -1, 4, -1, 2, -1], [-1, -1, -1, 6, -1, -1]])
+    starts = jnp.array([[0, -1, 3, -1, 7, -1, -1], [-1, -1, -1, 0, -1, -1, -1]])
+    same_bits(run({}, Q, K, V, fj.SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)), want)
+    floats = fj.SequenceDescriptor.from_segment_ids_and_pos(IDS.astype(jnp.float32))
+    same_bits(run({}, Q, K, V, floats), run({}, Q, K, V, PACKED["ids"]))
+
+
+def test_the_softmax_offset_of_a_function():
+    offset, kind = draw(12, 1, 4, 1, 1), attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
+    fixed = (attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.CAUSAL_MASK)
+    fixed = (*fixed, attention.QKVLayout.BSHD_BSHD_BSHD, kind, 8**-0.5, 0.0, True)
+    got = jax.jit(lambda o: attention.fused_attn((Q, K, V), None, None, None, *fixed, softmax_offset=o))(
+        offset
+    )
+    module = modules.DotProductAttention(8, 4, 2, softmax_type="learnable")
+    same_bits(got, jax.jit(module.apply)({"params": {"softmax_offset": offset.reshape(-1)}}, Q, K, V))
+
+
 def test_what_does_not_fit_is_said():
     thd = modules.DotProductAttention(8, 4, 2, attn_mask_type="padding", qkv_layout="thd_thd_thd")
     with pytest.raises(ArgumentError, match=r"sequence_descriptor: .*a SequenceDescriptor with qkv_layout"):
@@ -404,7 +460,7 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(ArgumentError, match="a packed qkv_layout"):
         modules.DotProductAttention(8, 4, 2, attn_mask_type="padding").apply({}, Q, K, V, PACKED["lengths"])
     with pytest.raises(ShapeError, match="segment_ids: got"):
-        fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10))
+        fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10, 1))
 
 
 @pytest.mark.parametrize("strategy", attention.ReorderStrategy)
