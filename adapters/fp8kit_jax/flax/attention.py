@@ -162,7 +162,8 @@ class DotProductAttention(NamedWell, nn.Module):
             wanted = f"{count}, with qkv_layout {self.qkv_layout!r}"
             raise ShapeError(op, "query, key and value", f"{len(layers)} arrays", wanted)
         for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
-            if layers[at].shape[-2:] != (most, dim):
+            own = layers[at].shape[-1] if at == 2 else dim  # values have features of their own
+            if layers[at].shape[-2:] != (most, own):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         packed = self.qkv_layout.startswith("t")

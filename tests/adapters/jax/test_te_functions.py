@@ -438,6 +438,14 @@ def test_lengths_of_more_columns_than_sequences():
     same_bits(run({}, Q, K, V, floats), run({}, Q, K, V, PACKED["ids"]))
 
 
+def test_values_of_other_features_than_keys():
+    module = modules.DotProductAttention(8, 4, 2)
+    got = jax.jit(module.apply)({}, Q, K, V[..., :6])
+    same_bits(got, jax.jit(fj.dot_product_attention)(Q, K, V[..., :6]))
+    with pytest.raises(ShapeError, match="value: got"):
+        module.apply({}, Q, K, V[:, :, :1])
+
+
 def test_the_softmax_offset_of_a_function():
     offset, kind = draw(12, 1, 4, 1, 1), attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
     fixed = (attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.CAUSAL_MASK)
