@@ -91,10 +91,13 @@ class Strict(KnownFields):
         return RecipeError(type(self).__name__, field, shown(getattr(self, field)), wanted)
 
     def _want(self, kind: type, *names: str) -> None:
-        """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""
+        """Refuse fields whose value is not a ``kind`` (a bool is no int here; 2.0 is one, and becomes 2)."""
         for name in names:
             value = getattr(self, name)
             if type(value) is kind:
+                continue
+            if kind is int and type(value) is float and value.is_integer():
+                object.__setattr__(self, name, int(value))
                 continue
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 wanted = {

@@ -13,17 +13,19 @@ import numpy as np
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit_jax.arguments import as_array
+from fp8kit_jax.arguments import as_array, on_host
 
 Pair = tuple[Any, Any]
 _OP = "SequenceDescriptor"
 
 
 def _pair(name: str, value: Any) -> Pair:
-    """Integers for queries and keys."""
+    """Integers for queries and keys; ids in floats, as jnp.ones makes them, become such."""
     pair = tuple(value) if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     first = as_array(_OP, name, pair[0])
     found = first, first if pair[1] is pair[0] else as_array(_OP, name, pair[1])
+    if name == "segment_ids" and all(jnp.issubdtype(one.dtype, jnp.floating) for one in found):
+        found = _each(lambda ids: ids.astype(jnp.int32), found)
     if not all(jnp.issubdtype(one.dtype, jnp.integer) and one.ndim in (1, 2) for one in found):
         got = ", ".join(f"{one.dtype} {one.shape}" for one in found)
         raise ShapeError(_OP, name, got, "integers (batch,) or (batch, ...), or a pair of them")
@@ -125,12 +127,18 @@ class SequenceDescriptor:
             raise ArgumentError(
                 _OP, "seqlens", "one a row", "several with offsets, or segment_ids, for 'thd'"
             )
-        if lengths.shape[0] != rows or lengths.shape[1] > most:
-            wanted = f"shape ({rows}, at most {most}), by max_segments_per_seq"
-            raise ShapeError(_OP, "seqlens", f"shape {lengths.shape}", wanted)
-        count = lengths.shape[1]
-        starts = self.seq_offsets[own][:, :count]
+        if lengths.shape[0] != rows:
+            raise ShapeError(_OP, "seqlens", f"shape {lengths.shape}", f"({rows}, sequences)")
+        found = 0 if on_host(lengths) is None else int(np.sum(np.asarray(lengths) > 0, 1).max(initial=0))
+        if found > most:
+            wanted = f"at most {most}, by max_segments_per_seq"
+            raise ShapeError(_OP, "seqlens", f"{found} sequences in a row", wanted)
+        starts = self.seq_offsets[own][:, : lengths.shape[1]]
         lengths = jnp.maximum(lengths, 0)  # -1: there is none
+        if lengths.shape[1] > most:
+            there = jnp.argsort(lengths == 0, axis=1)[:, :most]  # first, in their order
+            lengths, starts = (jnp.take_along_axis(a, there, 1) for a in (lengths, starts))
+        count = lengths.shape[1]
         fill = [(0, 0), (0, most - count)]
         lengths, starts = (jnp.pad(a.astype(jnp.int32), fill) for a in (lengths, starts))
         return lengths, starts

@@ -391,6 +391,13 @@ def test_predicates_are_class_methods():
         assert [recipe.nvfp4(), recipe.mxfp8(), recipe.float8_block_scaling(), recipe.custom()] == [False] * 4
 
 
+def test_whole_floats_are_ints():
+    made = DelayedScaling(margin=5.0, amax_history_len=4.0)
+    assert (made, type(made.margin)) == (DelayedScaling(margin=5, amax_history_len=4), int)
+    made.margin = 2.0
+    assert made.short_name() == DelayedScaling(margin=2, amax_history_len=4).short_name()
+
+
 def test_the_largest_margin_is_the_last_that_leaves_a_value():
     codes = codec.encode(np.float32([448 * 2.0**-18, 448 * 2.0**-19]), formats.E4M3)
     assert DelayedScaling(margin=18).margin == 18

@@ -3,8 +3,10 @@ Transformer Engine's names."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from functools import cache as once
 from typing import Any
 
 import jax
@@ -40,6 +42,7 @@ from fp8kit_jax.sequences import SequenceDescriptor
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
 # fields that are the function's arguments
 _OPTIONS = "attn_mask_type", "attn_bias_type", "scale_factor", "window_size", "softmax_type"
+log = logging.getLogger("fp8kit")
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
 
@@ -52,19 +55,26 @@ def want_lengths(operation: str, kind: str, argument: str, mask: Any, descriptor
         raise ShapeError(operation, argument, None, wanted)
 
 
+@once
+def _say_unread(mask: str) -> None:
+    """Warn once that lengths which a caller gave have no effect."""
+    log.warning("sequence_descriptor is not read with mask type %r, as in Transformer Engine", mask)
+
+
 class DotProductAttention(NamedWell, nn.Module):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
     with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
     ``softmax_offset`` of softmax "learnable".
 
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
-    queries and keys, or a ``fp8kit_jax.SequenceDescriptor``. ``mask``, instead (an array of 3 or 4 dimensions
-    in the descriptor's place is one): bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type
-    and the window hide what they hide besides. ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s,
-    2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the others None. "thd_thd_thd",
-    "thd_t2hd" and "t3hd" are the same shapes with up to ``max_segments_per_seq`` sequences in each row, as a
-    SequenceDescriptor says; tokens of none are 0. ``dtype``: what the
-    inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
+    queries and keys, or a ``fp8kit_jax.SequenceDescriptor``; other types do not read it. ``mask``, instead
+    (an array of 3 or 4 dimensions in the descriptor's place is one): bool (1 | b, 1 | heads, 1 | s_q, s_kv),
+    True masks out; a causal type and the window hide what they hide besides. ``qkv_layout``:
+    "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d), value None; "bs3hd": query is (b, s, 3,
+    heads, d), the others None. "thd_thd_thd", "thd_t2hd" and "t3hd" are the same shapes with up to
+    ``max_segments_per_seq`` sequences in each row, as a SequenceDescriptor says; tokens of none are 0. A
+    window of a mask without "bottom_right" goes from the first query and the first key on. ``dtype``: what
+    the inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
     ``context_parallel_axis``, ``context_parallel_causal_load_balanced``, ``context_parallel_strategy`` and
     ``stripe_size``: see ``fp8kit_jax.dot_product_attention``.
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
@@ -152,12 +162,18 @@ class DotProductAttention(NamedWell, nn.Module):
             wanted = f"{count}, with qkv_layout {self.qkv_layout!r}"
             raise ShapeError(op, "query, key and value", f"{len(layers)} arrays", wanted)
         for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
-            if layers[at].shape[-2:] != (most, dim):
+            own = layers[at].shape[-1] if at == 2 else dim  # values have features of their own
+            if layers[at].shape[-2:] != (most, own):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
         packed = self.qkv_layout.startswith("t")
         options = {name: getattr(self, name) for name in (*SPLIT, *_OPTIONS)}
         options |= {"qkv_format": "thd" if packed else form(self), "mask": mask, "bias": bias}
+        left, right = self.window_size or (-1, -1)
+        if "causal" in self.attn_mask_type and right > 0:  # the mask hides it
+            options["window_size"] = left, 0
+        if max(left, right) >= 0:  # from the first token on, unless the mask says otherwise
+            options["bottom_right_diagonal"] = self.attn_mask_type.endswith("bottom_right")
         how = placed(options)
         if not packed:
             want_lengths(op, self.attn_mask_type, "mask", mask, sequence_descriptor)
@@ -171,6 +187,8 @@ class DotProductAttention(NamedWell, nn.Module):
             devices = how.devices if how is not None and how.manual else 1
             sizes = tuple((a.shape[0], a.shape[1] * devices) for a in (layers[0], layers[-1]))
             options |= sequence_descriptor.packed(sizes, self.max_segments_per_seq, how)
+        elif sequence_descriptor is not None and "padding" not in self.attn_mask_type:
+            _say_unread(self.attn_mask_type)
         elif sequence_descriptor is not None:
             if isinstance(sequence_descriptor, SequenceDescriptor):
                 sequence_descriptor = sequence_descriptor.lengths(how)
@@ -185,7 +203,8 @@ class DotProductAttention(NamedWell, nn.Module):
         if mask is not None:
             if not hasattr(mask, "shape") or len(mask.shape) < 2:
                 raise ShapeError(op, "mask", shown(mask), "an array (..., s_q, s_kv)")
-            options |= functions.beside_mask(op, self.attn_mask_type, self.window_size)
+            beside = functions.beside_mask(op, self.attn_mask_type, options["window_size"])
+            options |= {name: value for name, value in beside.items() if value is not None}
             if "causal" in self.attn_mask_type:
                 abstract = isinstance(layers[0], jax.ShapeDtypeStruct)
                 options["mask"] = (

@@ -37,7 +37,7 @@ class TransformerLayer(NamedWell, nn.Module):
 
     Children ``attention`` (a decoder's: ``self_attention``, ``encoder_decoder_attention``), ``mlp``,
     ``relpos_bias`` with ``enable_relative_embedding`` (32 buckets, distances up to 128) and, with
-    ``output_layernorm``, ``LayerNorm_0`` at the end, the input's norm left out.
+    ``output_layernorm``, a child of that name at the end, the input's norm left out.
     ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability
     of dropping a whole sample from the first attention's and the MLP's branch. ``hidden_dropout_dims``,
     ``intermediate_dropout_dims``: dimensions along which one draw serves all. ``norm_position``: "after" puts
@@ -209,7 +209,7 @@ class TransformerLayer(NamedWell, nn.Module):
             **MLP_AXES,
         }
         y = after_branch(LayerNormMLP, "mlp", self.drop_path, options, x)
-        return norm()(y) if self.output_layernorm else y
+        return norm(name="output_layernorm")(y) if self.output_layernorm else y
 
     def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
         """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import choice, shown
@@ -109,6 +110,22 @@ def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
     return known[choice("canonicalize_attn_mask_type", "attn_mask_type", name, known)]
 
 
+def make_swa_mask(
+    segment_pos_q: Any,
+    segment_pos_kv: Any,
+    window_size: tuple[int, int] | None = None,
+    dtype: Any = jnp.float32,
+) -> Any:
+    """Returns a sliding window as an array (b, 1, s_q, s_kv), 1 where a query sees a key.
+    ``segment_pos_...``: each token's position in its sequence, (b, s). ``window_size``: how far it sees to
+    the left and to the right, -1 without end; None: everywhere."""
+    q, kv = jnp.asarray(segment_pos_q)[:, None, :, None], jnp.asarray(segment_pos_kv)[:, None, None, :]
+    left, right = (-1, -1) if window_size is None else window_size
+    seen = jnp.ones(jnp.broadcast_shapes(q.shape, kv.shape), bool)
+    seen = seen if left < 0 else seen & (kv >= q - left)
+    return (seen if right < 0 else seen & (kv <= q + right)).astype(dtype)
+
+
 def is_fused_attn_kernel_available(*arguments: Any, **named: Any) -> bool:
     """True: every call runs, by one kernel or another."""
     return True
@@ -146,7 +163,9 @@ def fused_attn(
         raise ArgumentError(op, "qkv", shown(qkv), "a tuple of arrays")
     dim, rate = qkv[0].shape[-1], dropout_probability if is_training else 0.0
     kind = None if attn_bias_type is AttnBiasType.NO_BIAS else attn_bias_type.value
-    learned = {"params": {"softmax_offset": softmax_offset}} if softmax_offset is not None else {}
+    learned = {}
+    if softmax_offset is not None:  # (1, heads, 1, 1) there
+        learned = {"params": {"softmax_offset": jnp.reshape(softmax_offset, -1)}}
     module = DotProductAttention(
         dim,
         qkv[0].shape[-2],
@@ -181,5 +200,6 @@ __all__ = [
     "fused_attn",
     "inverse_reorder_causal_load_balancing",
     "is_fused_attn_kernel_available",
+    "make_swa_mask",
     "reorder_causal_load_balancing",
 ]

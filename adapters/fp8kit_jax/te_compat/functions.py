@@ -31,6 +31,11 @@ class SoftmaxFusionType(Enum):
     SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
 
 
+def is_softmax_kernel_available(*arguments: Any, **named: Any) -> bool:
+    """True: every call runs."""
+    return True
+
+
 def canonicalize_norm_type(norm_type: str) -> str:
     """ "layernorm" or "rmsnorm" of any of their spellings. FormatError for others."""
     known = str(norm_type).lower().strip().replace("-", "_")

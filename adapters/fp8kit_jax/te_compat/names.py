@@ -24,10 +24,11 @@ _SAME = {
     "activation": "fp8kit_jax.te_compat.functions",
     "attention": "fp8kit_jax.te_compat.attention",
     "checkpoint_policies": "fp8kit_jax.te_compat.policies",
-    "cpp_extensions": "fp8kit_jax.te_compat.collectives",
+    "cpp_extensions": "fp8kit_jax.te_compat.collectives fp8kit_jax.te_compat.functions",
     "cpp_extensions.attention": "fp8kit_jax.te_compat.attention",
     "cpp_extensions.gemm": "fp8kit_jax.te_compat.collectives",
     "cpp_extensions.misc": "fp8kit_jax.te_compat.sharding",
+    "cpp_extensions.softmax": "fp8kit_jax.te_compat.functions",
     "dense": "fp8kit_jax.te_compat.functions",
     "flax": "fp8kit_jax.te_compat.modules fp8kit_jax.flax",
     "flax.module": "fp8kit_jax.te_compat.modules fp8kit_jax.flax",
@@ -35,17 +36,19 @@ _SAME = {
     "layernorm": "fp8kit_jax.te_compat.functions",
     "layernorm_dense": "fp8kit_jax.te_compat.functions",
     "layernorm_mlp": "fp8kit_jax.te_compat.functions",
-    "permutation": "fp8kit_jax.moe",
+    "permutation": "fp8kit_jax.te_compat.experts",
     "quantize": "fp8kit_jax.te_compat.quantize fp8kit_jax.te_compat.sharding",
+    "quantize.device_utils": "fp8kit_jax.te_compat.quantize",
     "quantize.helper": "fp8kit_jax.te_compat.quantize",
     "quantize.metadata": "fp8kit_jax.te_compat.quantize",
     "quantize.misc": "fp8kit_jax.te_compat.quantize",
     "quantize.quantizer": "fp8kit_jax.te_compat.quantize",
     "quantize.scaling_modes": "fp8kit_jax.te_compat.quantize",
     "quantize.tensor": "fp8kit_jax.te_compat.sharding",
-    "router": "fp8kit_jax.moe",
+    "router": "fp8kit_jax.te_compat.experts",
     "sharding": "fp8kit_jax.te_compat.sharding",
     "softmax": "fp8kit_jax.te_compat.functions",
+    "transformer_engine_jax": "fp8kit_jax.te_compat.quantize",
 }
 _QUANTIZER = "recipes and QuantizerFactory.create_set say how operands are cast; fp8kit_jax.quantize casts"
 # the beginning of a module's name -> why there is nothing for a name of it; the longest that fits
@@ -58,8 +61,9 @@ _WHY = {
     "flax.moe": "fp8kit_jax.flax.GroupedMLP and the functions of mixtures of experts are what is here",
     "moe": "fp8kit_jax.flax.GroupedMLP and the functions of mixtures of experts are what is here",
     "quantize": _QUANTIZER,
-    "router": "score_function is a text, and the map a bool array",
+    "router": "the routing map is a bool array",
     "sharding": "XLA reduces by the arrays' shardings",
+    "transformer_engine_jax": "it is a part of Transformer Engine's C++ library",
     "triton_extensions": "there are no Triton kernels here",
 }
 
@@ -75,8 +79,9 @@ def why_not(module: str) -> str:
 
 
 class Finder(aliases.Finder):
-    """Answers for ``transformer_engine.jax``, whose modules are in ``sys.modules`` already: any other name of
-    it is refused, lest parts of an installed Transformer Engine be mixed in."""
+    """Answers for ``transformer_engine.jax`` and ``transformer_engine_jax``, whose modules are in
+    ``sys.modules`` already: any other name of them is refused, lest parts of an installed Transformer Engine
+    be mixed in."""
 
     who = "fp8kit_jax"
 

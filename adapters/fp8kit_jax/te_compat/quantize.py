@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,6 +105,11 @@ _FORMATS = {
 }
 
 
+# and the format of 4 bits, of both directions
+_DTYPES = {value: tuple(map(jnp.dtype, key)) for key, value in _FORMATS.items()}
+_DTYPES[Format.E2M1] = (jnp.dtype(jnp.float4_e2m1fn),) * 2
+
+
 def _recipe_of(mode: ScalingMode, forward: Any, backward: Any) -> Recipe | None:
     if mode is ScalingMode.NO_SCALING:
         return None
@@ -137,9 +143,10 @@ class QuantizerFactory:
         """Returns a QuantizerSet, or a tuple of ``n_quantizer_sets`` of them: by ``fp8_recipe``, or by
         ``scaling_mode`` with the formats of both directions, or by the autocast in force.
 
-        ``quantize_meta_set``: the states with delayed scaling, None: fresh ones. ``checkpoint_name``: see
-        ``QuantizerSet``'s ``kept_as``. ``is_2x2x`` and ``n_groups`` are accepted: products ask for the
-        orientations and the groups that they need. UnsupportedError for a quantizer's other arguments.
+        ``quantize_meta_set``: the states with delayed scaling, None, or None in them: fresh ones.
+        ``checkpoint_name``: see ``QuantizerSet``'s ``kept_as``. ``is_2x2x`` and ``n_groups`` are accepted:
+        products ask for the orientations and the groups that they need. UnsupportedError for a quantizer's
+        other arguments.
         """
         op = "QuantizerFactory.create_set"
         count = integer(op, "n_quantizer_sets", n_quantizer_sets, 1, 2**16)
@@ -160,7 +167,11 @@ class QuantizerFactory:
             slots = {}
             if meta is not None and history_of(recipe) is not None:
                 own = {name: getattr(meta, name) for name in ("x", "kernel", "grad")}
-                slots = {name: Slot(each.scale, each.amax_history) for name, each in own.items()}
+                slots = {
+                    name: Slot(each.scale, each.amax_history)
+                    for name, each in own.items()
+                    if each.scale is not None
+                }
             return replace(found, kept_as=checkpoint_name or "", **slots)
 
         return one() if count == 1 else tuple(one() for _ in range(count))
@@ -183,6 +194,60 @@ class QuantizeConfig:
         """The length of histories, 0 without delayed scaling."""
         history = history_of(self.recipe)
         return 0 if history is None else history.length
+
+    @property
+    def AMAX_COMPUTE_ALGO(self) -> AmaxComputeAlgo:
+        """What of the history delayed scaling takes."""
+        return AmaxComputeAlgo(self._field("amax_compute_algo", "max"))
+
+    @property
+    def MARGIN(self) -> float:
+        """The margin of delayed scaling, 0 without it."""
+        return float(self._field("margin", 0))
+
+    @property
+    def FWD_DTYPE(self) -> Any:
+        """The dtype of inputs' and weights' codes, None without a recipe."""
+        return self._dtypes()[0]
+
+    @property
+    def BWD_DTYPE(self) -> Any:
+        """The dtype of gradients' codes, None without a recipe."""
+        return self._dtypes()[1]
+
+    @property
+    def DISABLE_STOCHASTIC_ROUNDING(self) -> bool:
+        """NVFP4BlockScaling's field, False for other recipes; so the next two."""
+        return bool(self._field("disable_stochastic_rounding", False))
+
+    @property
+    def DISABLE_RHT(self) -> bool:
+        """Whether gradients are not rotated."""
+        return bool(self._field("disable_rht", False))
+
+    @property
+    def DISABLE_2D_QUANTIZATION(self) -> bool:
+        """Whether weights have blocks of one dimension."""
+        return bool(self._field("disable_2d_quantization", False))
+
+    def get_scaling_mode(self, tensor_source: TensorSource) -> ScalingMode:
+        """Returns how the scales of an operand are found. UnsupportedError for a recipe that Transformer
+        Engine's JAX does not have."""
+        if self.recipe is None:
+            return ScalingMode.NO_SCALING
+        modes = [mode for mode, kind in _MODES.items() if isinstance(self.recipe, getattr(recipes, kind))]
+        if not modes:
+            wanted = f"one of {', '.join(dict.fromkeys(_MODES.values()))}"
+            raise UnsupportedError("get_scaling_mode", "recipe", self.recipe.short_name(), wanted)
+        flat = tensor_source is not TensorSource.KERNEL or self.DISABLE_2D_QUANTIZATION
+        return modes[0] if flat else modes[-1]
+
+    def _field(self, name: str, other: Any) -> Any:
+        return getattr(self.recipe, name, other)
+
+    def _dtypes(self) -> tuple[Any, ...]:
+        found = self._field("fp4_format", self._field("fp8_format", None))
+        return _DTYPES.get(found, (None, None))
 
 
 def get_global_quantize_recipe() -> Recipe | None:
@@ -222,6 +287,17 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def get_supported_quantization_recipes() -> list[Recipe]:
     """One of each recipe that Transformer Engine's JAX has."""
     return [getattr(recipes, name)() for name in dict.fromkeys(_MODES.values())]
+
+
+def get_device_compute_capability(gpu_id: int) -> int:
+    """Returns the compute capability of one of this process's devices, 90 of an H200; 0 of a CPU."""
+    found = getattr(jax.local_devices()[gpu_id], "compute_capability", "0")
+    return int(found.replace(".", ""))
+
+
+def is_fp8_gemm_with_all_layouts_supported() -> bool:
+    """Whether the devices' FP8 products take operands of either layout."""
+    return all(100 <= get_device_compute_capability(i) < 120 for i in range(len(jax.local_devices())))
 
 
 def get_delayed_scaling() -> DelayedScaling:

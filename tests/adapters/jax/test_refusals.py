@@ -173,11 +173,8 @@ FLAX = {
     "lengths of floats": ({"attn_mask_type": "padding"}, {"sequence_descriptor": zeros(B)}),
     "lengths below 0": ({"attn_mask_type": "padding"}, {"sequence_descriptor": sums(3, -1)}),
     "three lengths": ({"attn_mask_type": "padding"}, {"sequence_descriptor": (sums(3, 4),) * 3}),
-    "lengths without padding": ({}, {"sequence_descriptor": sums(3, 4)}),
     "a bias of a wrong shape": ({}, {"bias": zeros(1, HEADS + 1, S, S)}),
     "a bias of another dtype": ({}, {"bias": BIAS.astype(np.float16)}),
-    "a window right of a causal diagonal": ({"window_size": (1, 1)}, {}),
-    "such a window beside a mask": ({"window_size": (1, 1)}, {"mask": zeros(B, 1, S, S, dtype=bool)}),
     "an unknown norm of queries": ({"qk_norm_type": "rms"}, {}),
     "an unknown way to rotate": ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}),
     "decoding with lengths": (

@@ -70,8 +70,8 @@ PLAIN = "self_attention.qkv"  # with the norm at the layer's end instead, in Fla
 ELSEWHERE = {
     f"{PLAIN}.weight": ("attention/qkv/kernel",),
     f"{PLAIN}.bias": ("attention/qkv/bias",),
-    "layernorm.weight": ("LayerNorm_0/scale",),
-    "layernorm.bias": ("LayerNorm_0/ln_bias",),
+    "layernorm.weight": ("output_layernorm/scale",),
+    "layernorm.bias": ("output_layernorm/ln_bias",),
 }
 # native module, number of its product -> path of a slot's array in Flax, in NNX
 PRODUCTS = {

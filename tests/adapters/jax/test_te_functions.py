@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8kit_jax import flax as modules
-from fp8kit_jax.te_compat import attention, collectives, functions, policies, quantize, sharding
+from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
 
 from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from fp8kit.testing import assert_close
 from tests.support.combinations import combinations
 from tests.support.sharding import BITS, mesh, near, same_bits
@@ -175,6 +182,84 @@ def test_sets_of_a_state():
         quantize.QuantizerFactory.create_set(1, mode, jnp.float8_e5m2, jnp.float8_e4m3fn)
 
 
+E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+MODE = quantize.ScalingMode
+CONFIGS = {
+    "delayed": (DelayedScaling(margin=3.0), E4M3, E5M2, (MODE.DELAYED_TENSOR_SCALING,) * 2),
+    "current": (Float8CurrentScaling(fp8_format=Format.E4M3), E4M3, E4M3, (MODE.CURRENT_TENSOR_SCALING,) * 2),
+    "mx": (MXFP8BlockScaling(), E4M3, E4M3, (MODE.MXFP8_1D_SCALING,) * 2),
+    "nv": (NVFP4BlockScaling(), E2M1, E2M1, (MODE.NVFP4_1D_SCALING, MODE.NVFP4_2D_SCALING)),
+    "nv plain": (
+        NVFP4BlockScaling(True, True, True),
+        E2M1,
+        E2M1,
+        (MODE.NVFP4_1D_SCALING, MODE.NVFP4_1D_SCALING),
+    ),
+    "none": (None, None, None, (MODE.NO_SCALING,) * 2),
+}
+
+
+@pytest.mark.parametrize("given", CONFIGS)
+def test_what_a_config_says(given):
+    recipe, forward, backward, (flat, kernel) = CONFIGS[given]
+    config = quantize.get_quantize_config_with_recipe(recipe)
+    assert (forward, backward) == (config.FWD_DTYPE, config.BWD_DTYPE)
+    source = quantize.TensorSource
+    assert [config.get_scaling_mode(each) for each in source] == [flat, kernel, flat]
+    assert (config.MARGIN, config.AMAX_COMPUTE_ALGO.value) == (3.0 if given == "delayed" else 0.0, "max")
+    disabled = config.DISABLE_RHT, config.DISABLE_STOCHASTIC_ROUNDING, config.DISABLE_2D_QUANTIZATION
+    assert disabled == (given == "nv plain",) * 3
+
+
+def test_a_config_of_no_mode():
+    config = quantize.get_quantize_config_with_recipe(Float8BlockScaling())
+    with pytest.raises(UnsupportedError, match=r"get_scaling_mode: recipe: .* one of DelayedScaling, "):
+        config.get_scaling_mode(quantize.TensorSource.X)
+
+
+def test_states_of_nothing_are_fresh():
+    empty = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
+    recipe = DelayedScaling(amax_history_len=3)
+    made = quantize.QuantizerFactory.create_set(fp8_recipe=recipe, quantize_meta_set=empty)
+    same_bits(made, fj.create_set(recipe))
+
+
+def test_what_the_devices_can():
+    here = quantize.get_device_compute_capability(0)
+    assert here == 0 if jax.default_backend() == "cpu" else here >= 80
+    assert quantize.is_fp8_gemm_with_all_layouts_supported() == (100 <= here < 120)
+    assert functions.is_softmax_kernel_available(functions.SoftmaxFusionType.SCALED, 2, 4, 6, 6, jnp.float16)
+
+
+def test_tokens_of_experts():
+    """With what token_dispatch gave, also through jit; without probabilities each row counts as it is."""
+    tokens, chosen = draw(0, 12, 16), np.asarray(draw(1, 12, 4)) > 0
+    rows = int(chosen.sum())
+    dispatch = jax.jit(experts.token_dispatch, static_argnums=2, static_argnames="align_size")
+    for align in (None, 8):
+        y, weights, row_map, offsets, sizes = dispatch(tokens, chosen, rows, align_size=align)
+        assert weights is None
+        assert int(sizes.sum()) >= rows
+        got = jax.jit(experts.token_combine)(y, row_map, None, offsets)
+        want = tokens * chosen.sum(1, keepdims=True)
+        # sums of at most four equal numbers
+        assert_close("combine", np.asarray(got), np.asarray(want, np.float64), "float32", 2.0**-20)
+        shares = chosen / np.maximum(chosen.sum(1, keepdims=True), 1).astype(np.float32)
+        got = experts.token_combine(y, row_map, merging_probs=shares, pad_offsets=offsets)
+        same_bits(got, fj.token_combine(y, row_map.rows, shares))
+    with pytest.raises(ArgumentError, match=r"pad_offsets: .*as token_dispatch gave them"):
+        experts.token_combine(y, row_map, pad_offsets=sizes)
+    with pytest.raises(ArgumentError, match=r"row_id_map: .*the one that token_dispatch gave"):
+        experts.token_combine(y, row_map.rows)
+
+
+@pytest.mark.parametrize("kind", experts.ScoreFunction)
+def test_a_router_by_its_score_function(kind):
+    logits = draw(2, 8, 6)
+    got = experts.fused_topk_with_score_function(logits, 2, score_function=kind)
+    same_bits(got, fj.fused_topk_with_score_function(logits, 2, score_function=kind.value))
+
+
 def test_functions_as_modules():
     """An einsum whose product is in FP8, each call with a state of its own; products of experts."""
 
@@ -308,6 +393,70 @@ def test_one_sequence_a_row():
     same_bits(got, want)
 
 
+def test_what_a_mask_type_hides_anyway(caplog):
+    """A window right of the diagonal, and lengths that only padding masks read."""
+    with caplog.at_level("WARNING", "fp8kit"):
+        for window in ((2, 0), (-1, 0)):
+            plain = modules.DotProductAttention(8, 4, 2, window_size=window)
+            wide = modules.DotProductAttention(8, 4, 2, window_size=(window[0], 3))
+            want = jax.jit(plain.apply)({}, Q, K, V)
+            same_bits(jax.jit(wide.apply)({}, Q, K, V), want)
+            lengths = fj.SequenceDescriptor.from_seqlens(jnp.array([10, 10]))
+            same_bits(jax.jit(plain.apply)({}, Q, K, V, lengths), want)
+    assert [record.args for record in caplog.records if "not read" in record.message] == [("causal",)]
+
+
+@pytest.mark.parametrize("kind", ["no_mask", "padding"])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_window_begins_with_the_first_key(kind, by_mask):
+    """Where there are more keys than queries, too: the window's own mask array gives the same."""
+    q = Q[:, :6]
+    at = [jnp.broadcast_to(jnp.arange(n), (2, n)) for n in (6, 10)]
+    window = attention.make_swa_mask(*at, (1, 2), bool)
+    assert window.shape == (2, 1, 6, 10)
+    np.testing.assert_array_equal(window[0, 0, 3], np.isin(np.arange(10), [2, 3, 4, 5]))
+    mask = {"mask": jnp.zeros((2, 1, 6, 10), bool)} if by_mask else {}
+    given = () if by_mask or kind == "no_mask" else ((jnp.array([6, 6]), jnp.array([10, 10])),)
+    module = modules.DotProductAttention(8, 4, 2, attn_mask_type=kind, window_size=(1, 2))
+    got = jax.jit(lambda *layers: module.apply({}, *layers, *given, **mask))(q, K, V)
+    own = jax.jit(lambda *layers: fj.dot_product_attention(*layers, attn_mask_type="arbitrary", mask=~window))
+    # sums of at most four products of magnitude below 8, in another order
+    assert_close("window", np.asarray(got), np.asarray(own(q, K, V), np.float64), "float32", 32 * 2.0**-22)
+
+
+def test_lengths_of_more_columns_than_sequences():
+    """Empty places, -1, count for none; ids may be floats, as ``jnp.ones`` makes them."""
+    module = modules.DotProductAttention(
+        8, 4, 2, attn_mask_type="padding", qkv_layout="thd_thd_thd", max_segments_per_seq=3
+    )
+    run = jax.jit(module.apply)
+    want = run({}, Q, K, V, PACKED["lengths"])
+    lengths = jnp.array([[3, -1, 4, -1, 2, -1], [-1, -1, -1, 6, -1, -1]])
+    starts = jnp.array([[0, -1, 3, -1, 7, -1, -1], [-1, -1, -1, 0, -1, -1, -1]])
+    same_bits(run({}, Q, K, V, fj.SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)), want)
+    floats = fj.SequenceDescriptor.from_segment_ids_and_pos(IDS.astype(jnp.float32))
+    same_bits(run({}, Q, K, V, floats), run({}, Q, K, V, PACKED["ids"]))
+
+
+def test_values_of_other_features_than_keys():
+    module = modules.DotProductAttention(8, 4, 2)
+    got = jax.jit(module.apply)({}, Q, K, V[..., :6])
+    same_bits(got, jax.jit(fj.dot_product_attention)(Q, K, V[..., :6]))
+    with pytest.raises(ShapeError, match="value: got"):
+        module.apply({}, Q, K, V[:, :, :1])
+
+
+def test_the_softmax_offset_of_a_function():
+    offset, kind = draw(12, 1, 4, 1, 1), attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
+    fixed = (attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.CAUSAL_MASK)
+    fixed = (*fixed, attention.QKVLayout.BSHD_BSHD_BSHD, kind, 8**-0.5, 0.0, True)
+    got = jax.jit(lambda o: attention.fused_attn((Q, K, V), None, None, None, *fixed, softmax_offset=o))(
+        offset
+    )
+    module = modules.DotProductAttention(8, 4, 2, softmax_type="learnable")
+    same_bits(got, jax.jit(module.apply)({"params": {"softmax_offset": offset.reshape(-1)}}, Q, K, V))
+
+
 def test_what_does_not_fit_is_said():
     thd = modules.DotProductAttention(8, 4, 2, attn_mask_type="padding", qkv_layout="thd_thd_thd")
     with pytest.raises(ArgumentError, match=r"sequence_descriptor: .*a SequenceDescriptor with qkv_layout"):
@@ -319,7 +468,7 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(ArgumentError, match="a packed qkv_layout"):
         modules.DotProductAttention(8, 4, 2, attn_mask_type="padding").apply({}, Q, K, V, PACKED["lengths"])
     with pytest.raises(ShapeError, match="segment_ids: got"):
-        fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10))
+        fj.SequenceDescriptor.from_segment_ids_and_pos(draw(0, 2, 10, 1))
 
 
 @pytest.mark.parametrize("strategy", attention.ReorderStrategy)
