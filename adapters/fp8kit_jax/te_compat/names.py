@@ -35,7 +35,7 @@ _SAME = {
     "layernorm": "fp8kit_jax.te_compat.functions",
     "layernorm_dense": "fp8kit_jax.te_compat.functions",
     "layernorm_mlp": "fp8kit_jax.te_compat.functions",
-    "permutation": "fp8kit_jax.moe",
+    "permutation": "fp8kit_jax.te_compat.experts fp8kit_jax.moe",
     "quantize": "fp8kit_jax.te_compat.quantize fp8kit_jax.te_compat.sharding",
     "quantize.helper": "fp8kit_jax.te_compat.quantize",
     "quantize.metadata": "fp8kit_jax.te_compat.quantize",
@@ -43,7 +43,7 @@ _SAME = {
     "quantize.quantizer": "fp8kit_jax.te_compat.quantize",
     "quantize.scaling_modes": "fp8kit_jax.te_compat.quantize",
     "quantize.tensor": "fp8kit_jax.te_compat.sharding",
-    "router": "fp8kit_jax.moe",
+    "router": "fp8kit_jax.te_compat.experts fp8kit_jax.moe",
     "sharding": "fp8kit_jax.te_compat.sharding",
     "softmax": "fp8kit_jax.te_compat.functions",
 }
@@ -58,7 +58,6 @@ _WHY = {
     "flax.moe": "fp8kit_jax.flax.GroupedMLP and the functions of mixtures of experts are what is here",
     "moe": "fp8kit_jax.flax.GroupedMLP and the functions of mixtures of experts are what is here",
     "quantize": _QUANTIZER,
-    "router": "score_function is a text, and the map a bool array",
     "sharding": "XLA reduces by the arrays' shardings",
     "triton_extensions": "there are no Triton kernels here",
 }

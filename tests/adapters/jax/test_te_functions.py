@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8kit_jax import flax as modules
-from fp8kit_jax.te_compat import attention, collectives, functions, policies, quantize, sharding
+from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
 
-from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, Fp8kitError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
 from fp8kit.testing import assert_close
 from tests.support.combinations import combinations
@@ -299,6 +299,9 @@ def test_one_sequence_a_row():
     hidden = np.broadcast_to(np.asarray(IDS == 0)[:, None, None, :], (2, 1, 10, 10))
     run = jax.jit(module.apply)
     same_bits(run({}, Q, K, V, hidden), run({}, Q, K, V, mask=hidden))
+    same_bits(run({}, Q, K, V, hidden[:, :, None]), run({}, Q, K, V, hidden))
+    own = jnp.tri(10, dtype=bool) ^ (jnp.arange(4)[:, None, None] == 2)
+    same_bits(run({}, Q, K, V, own.reshape(1, 2, 2, 10, 10)), run({}, Q, K, V, own[None]))
     qkv = np.asarray(draw(3, 2, 10, 3, 4, 8))
     own = {"attn_mask_type": "padding", "max_segments_per_seq": 3}
     packed = modules.DotProductAttention(8, 4, qkv_layout="t3hd", **own)
@@ -306,6 +309,47 @@ def test_one_sequence_a_row():
     got = jax.jit(lambda qkv: packed.apply({}, qkv, None, None, PACKED["ids"]))(qkv)
     want = jax.jit(lambda *layers: apart.apply({}, *layers, PACKED["ids"]))(*(qkv[:, :, i] for i in range(3)))
     same_bits(got, want)
+
+
+def test_words_of_either_case():
+    """Of layouts, biases and strategies, as the fields of attention and of the layers around it."""
+    one = modules.DotProductAttention(
+        8, 4, 2, attn_bias_type="NO_BIAS", qkv_layout="BSHD_BSHD_BSHD", context_parallel_strategy="ring"
+    )
+    same_bits(
+        jax.jit(one.apply)({}, Q, K, V), jax.jit(modules.DotProductAttention(8, 4, 2).apply)({}, Q, K, V)
+    )
+    assert one.clone(context_parallel_strategy="AllGather").context_parallel_strategy == "ALL_GATHER"
+    assert (
+        modules.MultiHeadAttention(8, 4, attn_bias_type="Post_Scale_Bias").attn_bias_type == "post_scale_bias"
+    )
+    with pytest.raises(ArgumentError, match="context_parallel_strategy: got 'P2P'"):
+        one.clone(context_parallel_strategy="p2p").apply({}, Q, K, V)
+
+
+def test_routers_words_and_formats():
+    """Enumerations, texts and numbers name one thing; bits of the map lie as its format says; the way back
+    takes what the way there gives."""
+    logits, x = draw(0, 6, 12), draw(1, 6, 16)
+    want = fj.fused_topk_with_score_function(logits, 3, score_function="sigmoid")
+    for name in (experts.ScoreFunction.SIGMOID, "sigmoid", "SIGMOID"):
+        got = experts.fused_topk_with_score_function(logits, 3, score_function=name)
+        same_bits(got, want)
+    same_bits(experts.fused_topk_with_score_function(logits, 3), fj.fused_topk_with_score_function(logits, 3))
+    for form in (experts.RoutingMapFormat.BITMAP_U8, "BITMAP_U8", "bitmap_u8", 1):
+        bits = experts.fused_topk_with_score_function(logits, 3, routing_map_format=form)[1]
+        chosen = fj.fused_topk_with_score_function(logits, 3)[1]
+        assert bits.dtype == jnp.uint8
+        assert (np.unpackbits(bits, -1, 12, "little") == chosen).all()
+    for refused in ({"score_function": "tanh"}, {"score_function": 1}, {"routing_map_format": "bits"}):
+        with pytest.raises(Fp8kitError, match=next(iter(refused))):
+            experts.fused_topk_with_score_function(logits, 3, **refused)
+    probs, chosen = want
+    rows, _, row_map, offsets, _ = fj.token_dispatch(x, chosen, 18, probs, 4)
+    back = experts.token_combine(rows, row_map, probs, pad_offsets=offsets)
+    same_bits(back, fj.token_combine(rows, row_map, probs))
+    with pytest.raises(ArgumentError, match="pad_offsets"):
+        experts.token_combine(rows, row_map, probs, jnp.zeros(12, jnp.int32))
 
 
 def test_what_does_not_fit_is_said():
