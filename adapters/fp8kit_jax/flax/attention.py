@@ -55,8 +55,8 @@ def want_lengths(operation: str, kind: str, argument: str, mask: Any, descriptor
 
 class DotProductAttention(NamedWell, EitherCase):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
-    with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
-    ``softmax_offset`` of softmax "learnable".
+    with ``transpose_batch_sequence``; value's d may be another. ``scale_factor`` None: 1 / sqrt(head_dim). No
+    parameter, but ``softmax_offset`` of softmax "learnable".
 
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
     queries and keys, or a ``fp8kit_jax.SequenceDescriptor``. ``mask``, instead (an array of 3 or 4 dimensions
@@ -154,7 +154,8 @@ class DotProductAttention(NamedWell, EitherCase):
         if len(layers) != count:
             wanted = f"{count}, with qkv_layout {self.qkv_layout!r}"
             raise ShapeError(op, "query, key and value", f"{len(layers)} arrays", wanted)
-        for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
+        keys = min(count - 1, 1)  # a value of its own may have another head_dim
+        for at, field, most in ((0, "num_attention_heads", heads), (keys, "num_gqa_groups", last)):
             if layers[at].shape[-2:] != (most, dim):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)

@@ -184,6 +184,24 @@ class QuantizeConfig:
         history = history_of(self.recipe)
         return 0 if history is None else history.length
 
+    def get_scaling_mode(self, tensor_source: TensorSource) -> ScalingMode:
+        """Returns the mode of an operand; RecipeError for a recipe that is in none of them."""
+        if self.recipe is None:
+            return ScalingMode.NO_SCALING
+        kind = type(self.recipe).__name__
+        found = [mode for mode, name in _MODES.items() if name == kind]
+        if not found:
+            wanted = f"one of {', '.join(dict.fromkeys(_MODES.values()))}"
+            raise RecipeError("get_scaling_mode", "recipe", kind, wanted)
+        rows = tensor_source is not TensorSource.KERNEL or getattr(
+            self.recipe, "disable_2d_quantization", True
+        )
+        return found[0 if rows else -1]
+
+    def is_supported(self) -> tuple[bool, str]:
+        """(whether it works, why not): it does, on every device."""
+        return True, ""
+
 
 def get_global_quantize_recipe() -> Recipe | None:
     """Returns the recipe of the autocast in force, None where FP8 is off."""

@@ -12,7 +12,14 @@ from fp8kit_jax.te_compat import attention, collectives, experts, functions, pol
 from fp8kit_jax.te_compat import modules as te_modules
 
 from fp8kit.errors import ArgumentError, Fp8kitError, RecipeError, ShapeError, UnsupportedError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
+from fp8kit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from fp8kit.testing import assert_close
 from tests.support.combinations import combinations
 from tests.support.sharding import BITS, mesh, near, same_bits
@@ -165,6 +172,21 @@ def test_sets_of_a_state():
         assert quantize.get_delayed_scaling() == recipe == quantize.get_global_quantize_recipe()
     assert quantize.QuantizerFactory.create_set() == fj.noop_quantizer_set
     assert not quantize.get_quantize_config().is_fp8_enabled()
+    source, modes = quantize.TensorSource, quantize.ScalingMode
+    for how, x, kernel in (
+        (None, modes.NO_SCALING, modes.NO_SCALING),
+        (recipe, modes.DELAYED_TENSOR_SCALING, modes.DELAYED_TENSOR_SCALING),
+        (Float8CurrentScaling(), modes.CURRENT_TENSOR_SCALING, modes.CURRENT_TENSOR_SCALING),
+        (MXFP8BlockScaling(), modes.MXFP8_1D_SCALING, modes.MXFP8_1D_SCALING),
+        (NVFP4BlockScaling(), modes.NVFP4_1D_SCALING, modes.NVFP4_2D_SCALING),
+        (NVFP4BlockScaling(disable_2d_quantization=True), modes.NVFP4_1D_SCALING, modes.NVFP4_1D_SCALING),
+    ):
+        config = quantize.get_quantize_config_with_recipe(how)
+        assert config.is_supported() == (True, "")
+        found = [config.get_scaling_mode(each) for each in (source.X, source.KERNEL, source.DGRAD)]
+        assert found == [x, kernel, x]
+    with pytest.raises(RecipeError, match="get_scaling_mode: recipe: got Float8BlockScaling"):
+        quantize.get_quantize_config_with_recipe(Float8BlockScaling()).get_scaling_mode(source.X)
     for mode in quantize.get_supported_scaling_modes():
         assert quantize.is_scaling_mode_supported(mode) == (True, "")
         assert quantize.QuantizerFactory.create_set(scaling_mode=mode).recipe is not None
@@ -309,6 +331,33 @@ def test_one_sequence_a_row():
     got = jax.jit(lambda qkv: packed.apply({}, qkv, None, None, PACKED["ids"]))(qkv)
     want = jax.jit(lambda *layers: apart.apply({}, *layers, PACKED["ids"]))(*(qkv[:, :, i] for i in range(3)))
     same_bits(got, want)
+
+
+@pytest.mark.parametrize("kind", [attention.AttnMaskType.NO_MASK, attention.AttnMaskType.CAUSAL_MASK])
+def test_lengths_are_not_looked_at_without_a_padding_mask(kind):
+    """And values may have a head_dim of their own."""
+    whole = fj.SequenceDescriptor.from_seqlens((jnp.array([10, 10]), jnp.array([10, 10])))
+
+    def attend(descriptor):
+        return attention.fused_attn(
+            (Q, K, V[..., :4]),
+            None,
+            descriptor,
+            None,
+            attention.AttnBiasType.NO_BIAS,
+            kind,
+            attention.QKVLayout.BSHD_BSHD_BSHD,
+            attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+            8**-0.5,
+            0.0,
+            True,
+        )
+
+    got = jax.jit(attend)(whole)
+    same_bits(got, jax.jit(attend)(None))
+    want = jax.jit(modules.DotProductAttention(8, 4, 2, attn_mask_type=kind.value).apply)({}, Q, K, V)
+    # the same sums over keys
+    assert_close("o", np.asarray(got), np.asarray(want[..., :4], np.float64), "float32", 64 * 2.0**-22)
 
 
 def test_words_of_either_case():
