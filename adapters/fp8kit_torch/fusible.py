@@ -41,7 +41,7 @@ from fp8kit_torch.fusible_activations import (
     SReLU,
     SwiGLU,
 )
-from fp8kit_torch.fusible_products import BasicLinear, CastsInput, GroupedLinear, Linear, Quantize
+from fp8kit_torch.fusible_products import BasicLinear, GroupedLinear, Linear, Quantize
 from fp8kit_torch.fusible_ranks import AllGather, AllReduce, ReduceScatter, tensor_ranks
 from fp8kit_torch.fusion import (
     BasicOperation,
@@ -94,7 +94,7 @@ class Bias(FusibleOperation, ParameterModule):
         return apply(add, spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 
-class _Norm(CastsInput, FusibleOperation):
+class _Norm(FusibleOperation):
     """How the norms here are made."""
 
     def __init__(

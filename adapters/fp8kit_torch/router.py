@@ -3,15 +3,15 @@ loss. Arithmetic is in float32; of equal scores the lowest expert is chosen firs
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer, shown
-from fp8kit.errors import FormatError, ShapeError, UnsupportedError
+from fp8kit.errors import ShapeError, UnsupportedError
 from fp8kit.ops import router as ops
+from fp8kit.ops.router import RoutingMapFormat, map_format
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import check, named, optional, refusals_of, tensor
 from fp8kit_torch.specs import spec_for
@@ -20,14 +20,6 @@ _RULES = {
     **named(tensor, "logits probs tokens_per_expert"),
     **named(optional(tensor), "expert_bias topk_indices"),
 }
-
-
-class RoutingMapFormat(IntEnum):
-    """How a routing map is stored: BYTEMAP, bool (..., E); BITMAP_U8, uint8 (..., ceil(E / 8)), expert e the
-    bit e % 8 of byte e // 8."""
-
-    BYTEMAP = 0
-    BITMAP_U8 = 1
 
 
 def fused_topk_with_score_function(
@@ -56,7 +48,7 @@ def fused_topk_with_score_function(
     * ``scaling_factor``: of the probabilities; None is 1.
     * ``expert_bias``: float32 (E,), added to the scores for the choice alone; with "sigmoid" and
       "sqrtsoftplus".
-    * ``routing_map_format``: a ``RoutingMapFormat`` or its name in lower case.
+    * ``routing_map_format``: a ``RoutingMapFormat`` or its name.
     * ``topk_indices``: an integer buffer (..., topk) that is filled with the chosen experts, ascending, and
       returned instead of the map.
     * ``qb_histogram``, ``qb_bin_bounds``, ``qb_histogram_mode``: None only.
@@ -68,7 +60,7 @@ def fused_topk_with_score_function(
         check(op, _RULES, locals())
     if not (qb_histogram is None and qb_bin_bounds is None and qb_histogram_mode is None):
         raise UnsupportedError(op, "qb_histogram", "a histogram", "None: no histogram is kept")
-    form = _format(op, routing_map_format)
+    form = map_format(op, routing_map_format)
     given = topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function
     bias = None if expert_bias is None else expert_bias.detach().float()
     fields, out = _routed(op, logits, given, bias)
@@ -89,7 +81,7 @@ def fused_compute_score_for_moe_aux_loss(
     op = "fused_compute_score_for_moe_aux_loss"
     if not torch.compiler.is_compiling():
         check(op, _RULES, locals())
-    form = _format(op, routing_map_format)
+    form = map_format(op, routing_map_format)
     _, out = _routed(op, logits, (topk, False, None, None, None, score_function), dense=True)
     return _formatted(out["chosen"], form), out["probs"]
 
@@ -138,16 +130,6 @@ def _routed(
     with refusals_of(op):
         fields = ops.router_fields(logits, *given, dense=dense)
         return fields, apply(ops.router, spec_for("RouterSpec", *fields), inputs)
-
-
-def _format(op: str, value: Any) -> RoutingMapFormat:
-    """A format by itself, its number or its name in lower case. FormatError otherwise."""
-    names = {form.name.lower(): form for form in RoutingMapFormat}
-    if isinstance(value, str) and value in names:
-        return names[value]
-    if isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
-        return RoutingMapFormat(value)
-    raise FormatError(op, "routing_map_format", shown(value), "RoutingMapFormat, or bytemap, bitmap_u8")
 
 
 def _formatted(chosen: Tensor, form: RoutingMapFormat) -> Tensor:

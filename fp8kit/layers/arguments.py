@@ -7,6 +7,7 @@ used.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fp8kit import formats
@@ -34,6 +35,14 @@ def size(operation: str, name: str, value: Any) -> int:
 def extent(operation: str, name: str, value: Any) -> int:
     """Returns an int that an extent can be."""
     return integer(operation, name, value, 0, 2**31 - 1)
+
+
+def longest(operation: str, name: str, value: Any) -> int:
+    """Returns the length that bounds those of sequences: an int that an extent can be, or an array of one,
+    whose value is read on the host."""
+    shape = getattr(value, "shape", None)
+    one_element = isinstance(shape, tuple) and math.prod(shape) == 1 and not getattr(value, "is_meta", False)
+    return extent(operation, name, value.item() if one_element and hasattr(value, "item") else value)
 
 
 def whole(operation: str, name: str, value: Any) -> int:
@@ -179,7 +188,7 @@ CALLED: dict[str, Rule] = {
     **named(optional(window), "window_size enc_dec_window_size"),
     **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     # 0 where a batch has no tokens
-    **named(optional(extent), "max_seqlen_q max_seqlen_kv"),
+    **named(optional(longest), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "p label_smoothing"),
     **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num num_splits"),
     "qkv_format": optional(one(*FORMATS)),

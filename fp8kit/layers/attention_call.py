@@ -12,7 +12,7 @@ import numpy as np
 from fp8kit.arguments import choice, shown
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError, UnsupportedError
 from fp8kit.layers import context_group
-from fp8kit.layers.arguments import MASK_ALIASES
+from fp8kit.layers.arguments import MASK_ALIASES, longest
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import ResolvedCall, pair_of
 from fp8kit.ops.attention import attention
@@ -317,10 +317,10 @@ class AttentionCall(AttentionBase):
                     most or None if form == "thd" else shape[at],
                 )
 
-    def _longest(self, side: str, most: int | None, inputs: Mapping[str, Any]) -> int:
+    def _longest(self, side: str, most: Any, inputs: Mapping[str, Any]) -> int:
         """Returns the longest sequence: ``most``, or what cu_seqlens say."""
         if most is not None:
-            return max(int(most), 1)
+            return max(longest(self.layer_name, f"max_seqlen_{side}", most), 1)
         op, lengths = self.layer_name, inputs.get(f"cu_seqlens_{side}")
         if lengths is None:
             raise ArgumentError(op, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")

@@ -160,8 +160,8 @@ class DotProductAttention(AttentionCall):
           sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an ArgumentError; on a
           GPU they are not checked: then rows may come out wrong, but nothing out of bounds is read or
           written.
-        * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device,
-          and rounds up to 64.
+        * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; an int, or an array of one, which waits for its
+          device; None asks cu_seqlens, which waits too, and rounds up to 64.
         * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a
           padding mask and no cu_seqlens: bool (b, 1, 1, s) of q, or a pair for q and k, padding last. Not
           looked at in other cases, as in Transformer Engine.

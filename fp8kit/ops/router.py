@@ -6,15 +6,35 @@ scores the lowest expert is chosen first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar
 
-from fp8kit.arguments import choice, flag, integer, is_integer, number
+from fp8kit.arguments import choice, flag, integer, is_integer, number, shown
 from fp8kit.backends.protocol.router import MOST_EXPERTS, SCORES, Routing
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import float32, int32, int64, uint8
 from fp8kit.ops.partition import RowWise
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Needs, Operation, Plan, Signature, Views, WorkingSet, workspace
+
+
+class RoutingMapFormat(IntEnum):
+    """How a routing map is stored: BYTEMAP, bool (..., E); BITMAP_U8, uint8 (..., ceil(E / 8)), expert e the
+    bit e % 8 of byte e // 8."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def map_format(operation: str, value: Any) -> RoutingMapFormat:
+    """Returns a format by itself, its number or its name. FormatError otherwise."""
+    names = {form.name: form for form in RoutingMapFormat}
+    if isinstance(value, str) and value.upper() in names:
+        return names[value.upper()]
+    if is_integer(value) and value in (0, 1):
+        return RoutingMapFormat(value)
+    wanted = "RoutingMapFormat, or bytemap, bitmap_u8"
+    raise FormatError(operation, "routing_map_format", shown(value), wanted)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fp8kit_jax.flax.common import (
     FIXED,
     NORM_AXES,
     RENAMED,
+    EitherCase,
     check_fields,
     draws_keys,
     form,
@@ -61,22 +62,22 @@ def _say_unread(mask: str) -> None:
     log.warning("sequence_descriptor is not read with mask type %r, as in Transformer Engine", mask)
 
 
-class DotProductAttention(NamedWell, nn.Module):
+class DotProductAttention(NamedWell, EitherCase):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
-    with ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but
-    ``softmax_offset`` of softmax "learnable".
+    with ``transpose_batch_sequence``; value's d may be another. ``scale_factor`` None: 1 / sqrt(head_dim). No
+    parameter, but ``softmax_offset`` of softmax "learnable".
 
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
     queries and keys, or a ``fp8kit_jax.SequenceDescriptor``; other types do not read it. ``mask``, instead
-    (an array of 3 or 4 dimensions in the descriptor's place is one): bool (1 | b, 1 | heads, 1 | s_q, s_kv),
-    True masks out; a causal type and the window hide what they hide besides. ``qkv_layout``:
-    "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d), value None; "bs3hd": query is (b, s, 3,
-    heads, d), the others None. "thd_thd_thd", "thd_t2hd" and "t3hd" are the same shapes with up to
-    ``max_segments_per_seq`` sequences in each row, as a SequenceDescriptor says; tokens of none are 0. A
-    window of a mask without "bottom_right" goes from the first query and the first key on. ``dtype``: what
-    the inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
-    ``context_parallel_axis``, ``context_parallel_causal_load_balanced``, ``context_parallel_strategy`` and
-    ``stripe_size``: see ``fp8kit_jax.dot_product_attention``.
+    (an array of 3 or 4 dimensions in the descriptor's place is one, and of 5, whose heads are two
+    dimensions): bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type and the window hide
+    what they hide besides. ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d), value
+    None; "bs3hd": query is (b, s, 3, heads, d), the others None. "thd_thd_thd", "thd_t2hd" and "t3hd" are the
+    same shapes with up to ``max_segments_per_seq`` sequences in each row, as a SequenceDescriptor says;
+    tokens of none are 0. A window of a mask without "bottom_right" goes from the first query and the first
+    key on. ``dtype``: what the inputs are cast to, None: as they are. ``float32_logits``: scores are float32
+    either way. ``context_parallel_axis``, ``context_parallel_causal_load_balanced``,
+    ``context_parallel_strategy`` and ``stripe_size``: see ``fp8kit_jax.dot_product_attention``.
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
     ``common.FIXED`` have one value.
     """
@@ -125,6 +126,8 @@ class DotProductAttention(NamedWell, nn.Module):
         layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
         if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
             sequence_descriptor, mask = None, sequence_descriptor
+            if mask.ndim == 5:
+                mask = mask.reshape(mask.shape[0], -1, *mask.shape[3:])
         options = self._options(layers, sequence_descriptor, bias, mask)
         rate = 0.0 if deterministic else self.attention_dropout
         if rate:
@@ -213,7 +216,7 @@ class DotProductAttention(NamedWell, nn.Module):
         return options
 
 
-class MultiHeadAttention(NamedWell, nn.Module):
+class MultiHeadAttention(NamedWell, EitherCase):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where
     ``return_layernorm_output``, else None), and with ``return_residual`` inputs_q itself, as
     ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None.

@@ -72,6 +72,26 @@ MLP_AXES = NORM_AXES | {
     "bias_axes_2": ("nvte_w_no_shard",),
 }
 
+# fields whose words may have either case, as in Transformer Engine -> the case that they are kept in
+_CASES: dict[str, Callable[[str], str]] = {
+    "attn_bias_type": str.lower,
+    "self_attn_bias_type": str.lower,
+    "qkv_layout": str.lower,
+    "context_parallel_strategy": str.upper,
+}
+
+
+class EitherCase(nn.Module):
+    """A module whose fields of ``_CASES`` may have either case."""
+
+    def __post_init__(self) -> None:
+        for name, kept in _CASES.items():
+            value = getattr(self, name, None)
+            if isinstance(value, str):
+                word = kept(value)
+                setattr(self, name, "ALL_GATHER" if word == "ALLGATHER" else word)
+        super().__post_init__()
+
 
 def check_fields(
     module: Any,
@@ -156,7 +176,8 @@ RNG_COLLECTION_NAME = "sr_rng"
 
 
 class _ModuleKeys:
-    """The random keys of a module's casts: from its rng collection, of ``init`` from any that there is."""
+    """The random keys of a module's casts: from its rng collection, or from "params" as of any collection
+    that is not given."""
 
     also = f", or apply(..., rngs={{{RNG_COLLECTION_NAME!r}: key}})"
 
@@ -166,7 +187,7 @@ class _ModuleKeys:
     def next(self) -> Any:
         """Returns the next one, None where there is none."""
         own = self.module
-        if own.has_rng(RNG_COLLECTION_NAME) or own.is_initializing():
+        if own.has_rng(RNG_COLLECTION_NAME) or own.has_rng("params"):
             return own.make_rng(RNG_COLLECTION_NAME)
         return None
 

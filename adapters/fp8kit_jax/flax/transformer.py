@@ -16,7 +16,15 @@ from fp8kit.layers.residual import want_arrangement
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases, want_lengths
-from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, add_residual, check_fields, shared_fields, want_array
+from fp8kit_jax.flax.common import (
+    MLP_AXES,
+    NORM_AXES,
+    EitherCase,
+    add_residual,
+    check_fields,
+    shared_fields,
+    want_array,
+)
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 from fp8kit_jax.modules import joined
 
@@ -31,7 +39,7 @@ class TransformerLayerType(Enum):
     DECODER = "decoder"
 
 
-class TransformerLayer(NamedWell, nn.Module):
+class TransformerLayer(NamedWell, EitherCase):
     """One layer, norms before the branches: x + dropout(attention(norm(x))), of a decoder + dropout(cross
     attention), + dropout(mlp(norm)).
 

@@ -1,27 +1,27 @@
-"""``transformer_engine.jax.permutation`` and ``transformer_engine.jax.router``: the functions of
-``fp8kit_jax.moe`` with their signatures."""
+"""``transformer_engine.jax.permutation`` and ``transformer_engine.jax.router``: what differs from the
+functions of ``fp8kit_jax.moe``, and the enumerations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError
+from fp8kit.ops.router import RoutingMapFormat, map_format
 from fp8kit_jax import moe
-from fp8kit_jax.moe import fused_moe_aux_loss as fused_moe_aux_loss
-from fp8kit_jax.moe import sort_chunks_by_index as sort_chunks_by_index
 
 
-class ScoreFunction(Enum):
-    """What the router makes scores of logits by."""
+class ScoreFunction(IntEnum):
+    """What makes scores of logits."""
 
-    SIGMOID = "sigmoid"
-    SOFTMAX = "softmax"
-    SQRTSOFTPLUS = "sqrtsoftplus"
+    SIGMOID = 0
+    SOFTMAX = 1
+    SQRTSOFTPLUS = 2
 
 
 @jax.tree_util.register_dataclass
@@ -41,16 +41,29 @@ def fused_topk_with_score_function(
     num_groups: int = -1,
     group_topk: int = -1,
     scaling_factor: float = 1.0,
-    score_function: ScoreFunction | str = ScoreFunction.SOFTMAX,
+    score_function: str | ScoreFunction = ScoreFunction.SOFTMAX,
     expert_bias: Any = None,
     compute_aux_scores: bool = False,
+    routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Any, Any]:
-    """``fp8kit_jax.fused_topk_with_score_function``; ``score_function`` is its name or a ScoreFunction."""
-    name = score_function.value if isinstance(score_function, ScoreFunction) else score_function
-    groups = num_groups, group_topk, scaling_factor
-    return moe.fused_topk_with_score_function(
-        logits, topk, use_pre_softmax, *groups, name, expert_bias, compute_aux_scores
+    """``fp8kit_jax.fused_topk_with_score_function``. ``score_function``: a ``ScoreFunction``, or its name;
+    ``routing_map_format``: a ``RoutingMapFormat``, its number or its name."""
+    form = map_format("router", routing_map_format)
+    name = score_function.name if isinstance(score_function, ScoreFunction) else score_function
+    probs, routing_map = moe.fused_topk_with_score_function(
+        logits,
+        topk,
+        use_pre_softmax,
+        num_groups,
+        group_topk,
+        scaling_factor,
+        name.lower() if isinstance(name, str) else name,
+        expert_bias,
+        compute_aux_scores,
     )
+    if form is RoutingMapFormat.BITMAP_U8:
+        routing_map = jnp.packbits(routing_map, axis=-1, bitorder="little")
+    return probs, routing_map
 
 
 def token_dispatch(
@@ -73,3 +86,13 @@ def token_combine(inp: Any, row_id_map: RowIdMap, merging_probs: Any = None, pad
         raise ArgumentError(op, "row_id_map", shown(row_id_map), "the one that token_dispatch gave")
     tokens = row_id_map.tokens if merging_probs is None else None
     return moe.token_combine(inp, row_id_map.rows, merging_probs, tokens)
+
+
+__all__ = [
+    "RoutingMapFormat",
+    "RowIdMap",
+    "ScoreFunction",
+    "fused_topk_with_score_function",
+    "token_combine",
+    "token_dispatch",
+]

@@ -14,14 +14,20 @@ from fp8kit.recipe import Recipe
 from fp8kit_jax import functional, grouped
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.flax import dot_general
-from fp8kit_jax.flax.common import quantizer_set
+from fp8kit_jax.flax.common import draws_keys, quantizer_set
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.te_compat.attention import AttnSoftmaxType
 from fp8kit_jax.te_compat.functions import SoftmaxFusionType
 
 
 class TransformerEngineBase(nn.Module):
-    """Base of modules that quantise: ``generate_quantizer_set`` makes the state of a product."""
+    """Base of modules that quantise: ``generate_quantizer_set`` makes the state of a product.
+    Casts within ``__call__`` take their random keys from the module's rng collections."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "__call__" in vars(cls):
+            cls.__call__ = draws_keys(vars(cls)["__call__"])  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
 
     def generate_quantizer_set(
         self,

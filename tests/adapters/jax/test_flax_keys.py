@@ -12,6 +12,8 @@ import pytest
 from flax import linen
 from fp8kit_jax import autocast
 from fp8kit_jax import flax as modules
+from fp8kit_jax.te_compat.functions import dense
+from fp8kit_jax.te_compat.modules import TransformerEngineBase
 
 from fp8kit import recipe
 from fp8kit.errors import RecipeError
@@ -31,19 +33,29 @@ class Attention(linen.Module):
         return modules.DotProductAttention(128, 2, transpose_batch_sequence=False)(heads, heads, heads)
 
 
+class Own(TransformerEngineBase):
+    """A program's module around a function."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param("kernel", linen.initializers.lecun_normal(), (64, 48))
+        return dense(x, kernel, None, ((2,), (0,)), quantizer_set=self.generate_quantizer_set())
+
+
 MODULES = {
     "DenseGeneral": (modules.DenseGeneral(48), NVFP4),
     "LayerNormDenseGeneral": (modules.LayerNormDenseGeneral(48), NVFP4),
     "LayerNormMLP": (modules.LayerNormMLP(96), NVFP4),
     "make_dot_general_cls": (linen.Dense(48, dot_general_cls=modules.make_dot_general_cls(NVFP4)), NVFP4),
     "DotProductAttention": (Attention(), DRAWN),
+    "TransformerEngineBase": (Own(), NVFP4),
 }
 
 
 @combinations({"name": MODULES.keys()}, usual=["LayerNormMLP"])
 def test_keys_of_the_collection(name: str) -> None:
     """The bits are the key's, eager and jitted; an autocast's own key counts first; no key is an error, but
-    of ``init``."""
+    of ``init``. Keys of "params" stand for those of a collection that is not given."""
     module, how = MODULES[name]
 
     def gradient(rngs: Any, key: Any = None) -> Any:
@@ -64,6 +76,9 @@ def test_keys_of_the_collection(name: str) -> None:
     own = jitted({}, jax.random.key(5))
     np.testing.assert_array_equal(jitted(one, jax.random.key(5)), own)
     assert not np.array_equal(own, first)
+    assert not np.array_equal(
+        gradient({"params": jax.random.key(6)}), gradient({"params": jax.random.key(7)})
+    )
     wanted = r"expected a key: autocast\(\.\.\., rng=key\), or apply\(\.\.\., rngs={'sr_rng': key}\)"
     with pytest.raises(RecipeError, match=wanted):
         gradient({"dropout": jax.random.key(1)})

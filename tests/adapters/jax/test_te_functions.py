@@ -11,7 +11,7 @@ from fp8kit_jax import flax as modules
 from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
 
-from fp8kit.errors import ArgumentError, RecipeError, ShapeError, UnsupportedError
+from fp8kit.errors import ArgumentError, Fp8kitError, RecipeError, ShapeError, UnsupportedError
 from fp8kit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -172,6 +172,21 @@ def test_sets_of_a_state():
         assert quantize.get_delayed_scaling() == recipe == quantize.get_global_quantize_recipe()
     assert quantize.QuantizerFactory.create_set() == fj.noop_quantizer_set
     assert not quantize.get_quantize_config().is_fp8_enabled()
+    source, modes = quantize.TensorSource, quantize.ScalingMode
+    for how, x, kernel in (
+        (None, modes.NO_SCALING, modes.NO_SCALING),
+        (recipe, modes.DELAYED_TENSOR_SCALING, modes.DELAYED_TENSOR_SCALING),
+        (Float8CurrentScaling(), modes.CURRENT_TENSOR_SCALING, modes.CURRENT_TENSOR_SCALING),
+        (MXFP8BlockScaling(), modes.MXFP8_1D_SCALING, modes.MXFP8_1D_SCALING),
+        (NVFP4BlockScaling(), modes.NVFP4_1D_SCALING, modes.NVFP4_2D_SCALING),
+        (NVFP4BlockScaling(disable_2d_quantization=True), modes.NVFP4_1D_SCALING, modes.NVFP4_1D_SCALING),
+    ):
+        config = quantize.get_quantize_config_with_recipe(how)
+        assert config.is_supported() == (True, "")
+        found = [config.get_scaling_mode(each) for each in (source.X, source.KERNEL, source.DGRAD)]
+        assert found == [x, kernel, x]
+    with pytest.raises(UnsupportedError, match="get_scaling_mode: recipe: got block"):
+        quantize.get_quantize_config_with_recipe(Float8BlockScaling()).get_scaling_mode(source.X)
     for mode in quantize.get_supported_scaling_modes():
         assert quantize.is_scaling_mode_supported(mode) == (True, "")
         assert quantize.QuantizerFactory.create_set(scaling_mode=mode).recipe is not None
@@ -251,13 +266,6 @@ def test_tokens_of_experts():
         experts.token_combine(y, row_map, pad_offsets=sizes)
     with pytest.raises(ArgumentError, match=r"row_id_map: .*the one that token_dispatch gave"):
         experts.token_combine(y, row_map.rows)
-
-
-@pytest.mark.parametrize("kind", experts.ScoreFunction)
-def test_a_router_by_its_score_function(kind):
-    logits = draw(2, 8, 6)
-    got = experts.fused_topk_with_score_function(logits, 2, score_function=kind)
-    same_bits(got, fj.fused_topk_with_score_function(logits, 2, score_function=kind.value))
 
 
 def test_functions_as_modules():
@@ -384,6 +392,9 @@ def test_one_sequence_a_row():
     hidden = np.broadcast_to(np.asarray(IDS == 0)[:, None, None, :], (2, 1, 10, 10))
     run = jax.jit(module.apply)
     same_bits(run({}, Q, K, V, hidden), run({}, Q, K, V, mask=hidden))
+    same_bits(run({}, Q, K, V, hidden[:, :, None]), run({}, Q, K, V, hidden))
+    own = jnp.tri(10, dtype=bool) ^ (jnp.arange(4)[:, None, None] == 2)
+    same_bits(run({}, Q, K, V, own.reshape(1, 2, 2, 10, 10)), run({}, Q, K, V, own[None]))
     qkv = np.asarray(draw(3, 2, 10, 3, 4, 8))
     own = {"attn_mask_type": "padding", "max_segments_per_seq": 3}
     packed = modules.DotProductAttention(8, 4, qkv_layout="t3hd", **own)
@@ -455,6 +466,74 @@ def test_the_softmax_offset_of_a_function():
     )
     module = modules.DotProductAttention(8, 4, 2, softmax_type="learnable")
     same_bits(got, jax.jit(module.apply)({"params": {"softmax_offset": offset.reshape(-1)}}, Q, K, V))
+
+
+@pytest.mark.parametrize("kind", [attention.AttnMaskType.NO_MASK, attention.AttnMaskType.CAUSAL_MASK])
+def test_lengths_are_not_looked_at_without_a_padding_mask(kind):
+    """And values may have a head_dim of their own."""
+    whole = fj.SequenceDescriptor.from_seqlens((jnp.array([10, 10]), jnp.array([10, 10])))
+
+    def attend(descriptor):
+        return attention.fused_attn(
+            (Q, K, V[..., :4]),
+            None,
+            descriptor,
+            None,
+            attention.AttnBiasType.NO_BIAS,
+            kind,
+            attention.QKVLayout.BSHD_BSHD_BSHD,
+            attention.AttnSoftmaxType.VANILLA_SOFTMAX,
+            8**-0.5,
+            0.0,
+            True,
+        )
+
+    got = jax.jit(attend)(whole)
+    same_bits(got, jax.jit(attend)(None))
+    want = jax.jit(modules.DotProductAttention(8, 4, 2, attn_mask_type=kind.value).apply)({}, Q, K, V)
+    # the same sums over keys
+    assert_close("o", np.asarray(got), np.asarray(want[..., :4], np.float64), "float32", 64 * 2.0**-22)
+
+
+def test_words_of_either_case():
+    """Of layouts, biases and strategies, as the fields of attention and of the layers around it."""
+    one = modules.DotProductAttention(
+        8, 4, 2, attn_bias_type="NO_BIAS", qkv_layout="BSHD_BSHD_BSHD", context_parallel_strategy="ring"
+    )
+    same_bits(
+        jax.jit(one.apply)({}, Q, K, V), jax.jit(modules.DotProductAttention(8, 4, 2).apply)({}, Q, K, V)
+    )
+    assert one.clone(context_parallel_strategy="AllGather").context_parallel_strategy == "ALL_GATHER"
+    assert (
+        modules.MultiHeadAttention(8, 4, attn_bias_type="Post_Scale_Bias").attn_bias_type == "post_scale_bias"
+    )
+    with pytest.raises(ArgumentError, match="context_parallel_strategy: got 'P2P'"):
+        one.clone(context_parallel_strategy="p2p").apply({}, Q, K, V)
+
+
+def test_routers_words_and_formats():
+    """Enumerations, texts and numbers name one thing; bits of the map lie as its format says; the way back
+    takes what the way there gives."""
+    logits, x = draw(0, 6, 12), draw(1, 6, 16)
+    want = fj.fused_topk_with_score_function(logits, 3, score_function="sigmoid")
+    for name in (experts.ScoreFunction.SIGMOID, "sigmoid", "SIGMOID"):
+        got = experts.fused_topk_with_score_function(logits, 3, score_function=name)
+        same_bits(got, want)
+    same_bits(experts.fused_topk_with_score_function(logits, 3), fj.fused_topk_with_score_function(logits, 3))
+    for form in (experts.RoutingMapFormat.BITMAP_U8, "BITMAP_U8", "bitmap_u8", 1):
+        bits = experts.fused_topk_with_score_function(logits, 3, routing_map_format=form)[1]
+        chosen = fj.fused_topk_with_score_function(logits, 3)[1]
+        assert bits.dtype == jnp.uint8
+        assert (np.unpackbits(bits, -1, 12, "little") == chosen).all()
+    for refused in ({"score_function": "tanh"}, {"score_function": 1}, {"routing_map_format": "bits"}):
+        with pytest.raises(Fp8kitError, match=next(iter(refused))):
+            experts.fused_topk_with_score_function(logits, 3, **refused)
+    probs, chosen = want
+    rows, _, row_map, offsets, _ = experts.token_dispatch(x, chosen, 18, probs, 4)
+    back = experts.token_combine(rows, row_map, probs, pad_offsets=offsets)
+    same_bits(back, fj.token_combine(rows, row_map.rows, probs))
+    with pytest.raises(ArgumentError, match="pad_offsets"):
+        experts.token_combine(rows, row_map, probs, jnp.zeros(12, jnp.int32))
 
 
 def test_what_does_not_fit_is_said():

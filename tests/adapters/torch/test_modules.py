@@ -139,6 +139,27 @@ def test_norms_take_any_sequence_parallel(kind, neutral):
     same(kind(WIDTH, sequence_parallel=neutral, device="cpu")(x), kind(WIDTH, device="cpu")(x), "y")
 
 
+@pytest.mark.parametrize(("inner", "outer"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("kind", [ft.LayerNorm, ft.RMSNorm, ft.ops.RMSNorm])
+def test_norms_compute_in_the_parameters_dtype(device, kind, inner, outer):
+    """A residual stream in float32 around 16-bit norms, and float32 norms in a 16-bit model; gradients have
+    each their own dtype. Within torch.autocast its dtype counts."""
+    inner, outer = getattr(torch, inner), getattr(torch, outer)
+    norm = kind(WIDTH, device=device).to(inner)
+    drawn = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(device, outer)
+    x, y = (drawn.clone().requires_grad_() for _ in range(2))
+    got, want = norm(x), norm(y.to(inner))
+    same(got, want, "y")
+    (given,) = torch.autograd.grad(got.float().square().sum(), x)
+    (wanted,) = torch.autograd.grad(want.float().square().sum(), y)
+    assert given.dtype is outer
+    same(given, wanted, "dx")
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        same(norm(x), norm.to(torch.bfloat16)(x.bfloat16()), "within autocast")
+    with pytest.raises(FormatError, match=r"inp: got float64"):
+        norm(x.double())
+
+
 def test_unknown_arguments():
     with pytest.raises(TypeError, match="keyword argument 'outfeatures'; did you mean out_features"):
         ft.Linear(8, 8, outfeatures=3)

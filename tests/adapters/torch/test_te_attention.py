@@ -130,6 +130,13 @@ def test_no_gaps_between_sequences_is_right_beside_equal_starts():
     for said in (None, False, True):
         assert torch.equal(attend(q, k, v, **lengths, **padded, pad_between_seqs=said), want)
     assert torch.equal(attend(q, k, v, **lengths, pad_between_seqs=False), want)
+    for bound in (torch.tensor(S), torch.tensor([S], dtype=torch.int32)):
+        bounds = {"max_seqlen_q": bound, "max_seqlen_kv": bound}
+        assert torch.equal(attend(q, k, v, **lengths | bounds), want)
+        assert torch.equal(attend(q, k, v, **lengths | bounds, checkpoint_core_attention=True), want)
+    for bound in (torch.tensor([S, S]), torch.tensor(5.0), torch.tensor(True), torch.tensor(-1)):
+        with pytest.raises(ArgumentError, match="max_seqlen_q"):
+            attend(q, k, v, **lengths | {"max_seqlen_q": bound})
     with pytest.raises(ArgumentError, match="pad_between_seqs: got True"):
         attend(q, k, v, **lengths, pad_between_seqs=True)
 
