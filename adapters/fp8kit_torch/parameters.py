@@ -24,8 +24,11 @@ def default_device() -> torch.device:
     """Where ``device=None`` puts parameters: torch's default device where one is set (``with
     torch.device(...)``, ``set_default_device``), else FP8KIT_DEVICE, else CUDA where it is usable, else the
     CPU. BackendError where that variable names what is not usable."""
-    if default_device_is_set():
-        return torch.get_default_device()
+    return torch.get_default_device() if default_device_is_set() else usual_device()
+
+
+def usual_device() -> torch.device:
+    """The same where nobody has set a default device of torch's."""
     said = settings.device()
     if said:
         where = arrays.usable(said, "environment", "FP8KIT_DEVICE")

@@ -275,7 +275,9 @@ class AttentionCall(AttentionBase):
             )
         given = {name: inputs.pop(name) for name in _OF_A_STEP if name in inputs}
         for name, values in self.host_views(given).items():
-            cache.check_sums_of_step(op, name, name, values.numpy())
+            # of the keys: also those of the new ones, by which rotary embeddings turn them
+            names = (name, "cu_seqlens_q") if name == "cu_seqlens_kv" else (name,)
+            cache.check_sums_of_step(op, name, names, values.numpy())
         if mask == "arbitrary":
             wanted = "a causal or padding mask or no_mask, with inference_params"
             raise ArgumentError(op, "attn_mask_type", repr(mask), wanted)

@@ -90,7 +90,7 @@ class CacheManager:
             ("cu_seqlens_q", "cu_new_seqlens", cu_new_seqlens),
             ("cu_seqlens_kv", "cu_cached_seqlens", cu_cached_seqlens),
         ):
-            params.check_sums_of_step(_OP, own, name, params.on_host(given))
+            params.check_sums_of_step(_OP, own, (name,), params.on_host(given))
         form, numbers = qkv_format, (groups, dims, keys.dtype)
         metas, _ = params.check_step(
             _OP, layer_number, form, leading, *numbers, any_format=True, layers="new_k"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -320,17 +320,21 @@ class InferenceParams(NamedWell):
         return None if counts is None else _sums(np.array(list(counts.values()), np.int32))
 
     def check_sums_of_step(
-        self, operation: str, argument: str, name: str, values: np.ndarray[Any, Any] | None
+        self, operation: str, argument: str, names: Iterable[str], values: np.ndarray[Any, Any] | None
     ) -> None:
-        """ArgumentError for ``values`` of ``argument`` other than the step's own ``name``; further sequences
-        without tokens are none."""
-        own = self.host_sums(name)
-        if values is None or own is None:
+        """ArgumentError for ``values`` of ``argument`` other than the step's own, by any of ``names``;
+        further sequences without tokens are none."""
+        owns = [own for name in names if (own := self.host_sums(name)) is not None]
+        if values is None or not owns:
             return
-        more = values.size - own.size
-        if values.ndim != 1 or more < 0 or not np.array_equal(values, np.pad(own, (0, more), "edge")):
-            wanted = f"None, or {own.tolist()} of inference_params' step"
-            raise ArgumentError(operation, argument, values.tolist(), wanted)
+        for own in owns:
+            more = values.size - own.size
+            if values.ndim == 1 and more >= 0 and np.array_equal(values, np.pad(own, (0, more), "edge")):
+                return
+        wanted = " or ".join(f"{own.tolist()}" for own in owns)
+        raise ArgumentError(
+            operation, argument, values.tolist(), f"None, or {wanted} of inference_params' step"
+        )
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:

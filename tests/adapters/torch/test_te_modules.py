@@ -53,3 +53,19 @@ def test_a_normalized_shape_of_several_dimensions(kind):
     assert layer.weight.shape == (4, 8)
     # float32's rounding of a sum of 32 terms, relative in the result
     assert (layer(x) - want).abs().max() <= 32 * 2.0**-23 * want.abs().max()
+
+
+def test_the_speeds_of_rotary_embeddings_are_numbers_wherever_a_model_is_made(device):
+    """They are in a state dict, as in Transformer Engine's, need not be in what is loaded, and are no
+    parameters that somebody gives a model of the meta device later."""
+    with torch.device("meta"):
+        made = ft.RotaryPositionEmbedding(8, rotary_base=100.0)
+    assert made.inv_freq.device.type != "meta"
+    want = ft.RotaryPositionEmbedding(8, rotary_base=100.0, device=device)
+    assert torch.equal(made(5).to(device), want(5))
+    assert list(want.state_dict()) == ["inv_freq"]
+    net = torch.nn.Sequential(ft.RotaryPositionEmbedding(8, device=device), torch.nn.Linear(2, 2))
+    net.load_state_dict({"0.inv_freq": want.inv_freq, **net[1].state_dict(prefix="1.")})
+    assert torch.equal(net[0](5), want(5))
+    net.load_state_dict(net[1].state_dict(prefix="1."))
+    assert torch.equal(net[0](5), want(5))
