@@ -91,6 +91,11 @@ class InferenceParams(inference.InferenceParams):
     def inputs(self, layer_number: int, *sizes: Any) -> dict[str, Any]:
         return super().inputs(layer_number, *sizes) if self.custom is None else {}
 
+    def _copy(self, new: Tensor, whole: Tensor) -> None:
+        within = new.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        with torch.inference_mode():  # caches may have been made in it
+            whole[: len(new)].copy_(new.clone() if within else new)
+
     def is_recorded(self) -> bool:
         return is_graph_capturing()
 

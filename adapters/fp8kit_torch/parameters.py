@@ -119,8 +119,9 @@ class ParameterModule(TorchLayer):
         if defer_init:
             return
         for name, init in self._inits.items():
-            old = own_parameters(self)[name]
-            assert old is not None
+            old = own_parameters(self).get(name)
+            if old is None:  # taken out: another parameter of the program's has its numbers
+                continue
             if old.is_meta:
                 device = default_device()
                 fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)

@@ -69,3 +69,18 @@ def test_the_speeds_of_rotary_embeddings_are_numbers_wherever_a_model_is_made(de
     assert torch.equal(net[0](5), want(5))
     net.load_state_dict(net[1].state_dict(prefix="1."))
     assert torch.equal(net[0](5), want(5))
+
+
+def test_weights_that_a_program_has_taken_out_are_its_own_to_start(device):
+    """Experts of one parameter of the program's, whose parts GroupedLinear sees as attributes."""
+    experts = ft.GroupedLinear(2, WIDTH, 16, bias=True, device=device)
+    whole = torch.stack([experts._parameters.pop(f"weight{i}").detach() for i in range(2)])
+    for i in range(2):
+        object.__setattr__(experts, f"weight{i}", whole[i])
+        torch.nn.init.ones_(getattr(experts, f"bias{i}"))
+    before, x = whole.clone(), torch.randn(5, WIDTH, device=device)
+    experts.reset_parameters()
+    assert torch.equal(whole, before)
+    same = ft.GroupedLinear(2, WIDTH, 16, bias=True, device=device)
+    same.load_state_dict({f"weight{i}": whole[i] for i in range(2)}, strict=False)
+    assert torch.equal(experts(x, [2, 3]), same(x, [2, 3]))
