@@ -151,6 +151,10 @@ class InferenceParams(NamedWell):
         """Whether a graph records what is called now, to do it again for later steps."""
         return False
 
+    def _given(self, operation: str, name: str, array: Any) -> Any:
+        """A program's array as those of the caches are; FormatError if it is none."""
+        raise NotImplementedError
+
     def _copy(self, new: Any, whole: Any) -> None:
         """Write an array over the first pages of a cache."""
         raise NotImplementedError
@@ -380,13 +384,14 @@ class InferenceParams(NamedWell):
         if own is None:
             wanted = f"a layer that has caches: {sorted(self._caches)}"
             raise ArgumentError(op, "layer_number", layer_number, wanted)
-        for name, new, whole in zip(("keys", "values"), (keys, values), own[:2], strict=True):
+        pair = [self._given(op, name, new) for name, new in (("keys", keys), ("values", values))]
+        for name, new, whole in zip(("keys", "values"), pair, own[:2], strict=True):
             if tuple(new.shape[1:]) != tuple(whole.shape[1:]) or new.shape[0] > whole.shape[0]:
                 wanted = f"{tuple(whole.shape)} as the cache, or fewer pages"
                 raise ShapeError(op, name, f"shape {tuple(new.shape)}", wanted)
             if new.dtype != whole.dtype:
                 raise FormatError(op, name, new.dtype, f"{whole.dtype} as the cache")
-        for new, whole in zip((keys, values), own[:2], strict=True):
+        for new, whole in zip(pair, own[:2], strict=True):
             self._copy(new, whole)
 
     def check_layer(self, operation: str, layer_number: int | None) -> None:

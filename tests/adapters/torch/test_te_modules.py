@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -84,3 +86,15 @@ def test_weights_that_a_program_has_taken_out_are_its_own_to_start(device):
     same = ft.GroupedLinear(2, WIDTH, 16, bias=True, device=device)
     same.load_state_dict({f"weight{i}": whole[i] for i in range(2)}, strict=False)
     assert torch.equal(experts(x, [2, 3]), same(x, [2, 3]))
+
+
+def test_the_old_autocast_is_compiled_without_a_warning():
+    layer, x = ft.Linear(WIDTH, WIDTH, device="cpu"), torch.randn(4, WIDTH)
+
+    def step(x):
+        with ft.fp8_autocast(enabled=False):
+            return layer(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(x), layer(x))
