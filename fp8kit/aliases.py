@@ -117,6 +117,10 @@ class _Refused(type):
     """Calls are an UnsupportedError with the reason, attributes an AttributeError with it."""
 
     why: str
+    like: type | tuple[type, ...]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.like) or super().__instancecheck__(instance)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"{cls.__module__}.{cls.__qualname__} is not supported by fp8kit: {cls.why}")
@@ -129,11 +133,12 @@ class _Refused(type):
 
 
 @cache
-def refused(module: str, name: str, why: str) -> type:
+def refused(module: str, name: str, why: str, like: type | tuple[type, ...] = ()) -> type:
     """Returns what stands for a name that there is nothing for: a class that can be imported, subclassed and
-    asked about with ``isinstance``, and that says ``why`` when it is called. The same class each time."""
+    asked about with ``isinstance``, whose instances are those of ``like``, and that says ``why`` when it is
+    called. The same class each time."""
     text = f"Not supported by fp8kit: {why}. A call raises UnsupportedError."
-    return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why})
+    return _Refused(name, (), {"__module__": module, "__doc__": text, "why": why, "like": like})
 
 
 def is_refused(value: object) -> bool:

@@ -194,10 +194,13 @@ class NamedWell:
 def named_well(function: _Function) -> _Function:
     """Returns the function, which says of a keyword argument that it does not have which one was meant."""
 
+    known = _names_of(function)  # not at a call, which torch.compile may trace
+
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if named:
-            want_names(function.__qualname__, function, named)
+        for name in named:
+            if known and name not in known:
+                want_names(function.__qualname__, function, named)
         return function(*arguments, **named)
 
     return call  # type: ignore[return-value]

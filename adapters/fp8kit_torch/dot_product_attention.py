@@ -25,20 +25,6 @@ from fp8kit_torch.parameters import ParameterModule, placed
 from fp8kit_torch.quantized import want_codes
 from fp8kit_torch.te_compat.cache_managers import attend
 
-__all__ = ["DotProductAttention", "_attention_backends"]
-
-# what Transformer Engine's programs read, and reset where they have changed NVTE_FLASH_ATTN and its like: the
-# kernels here follow from each call alone
-_attention_backends: dict[str, Any] = {
-    "attention_params": None,
-    "use_flash_attention": None,
-    "flash_attention_backend": None,
-    "use_fused_attention": None,
-    "fused_attention_backend": None,
-    "use_unfused_attention": None,
-    "backend_selection_requires_update": False,
-}
-
 
 def _narrow(layer: Any, o: Tensor) -> Tensor:
     return layer.narrowed(o)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.formats import DType
 from fp8kit.layers import inference
-from fp8kit_torch.checks import CONSTRUCTED
+from fp8kit_torch.checks import CONSTRUCTED, tensor
 from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.state import stream_of
@@ -94,6 +94,14 @@ class InferenceParams(inference.InferenceParams):
 
     def inputs(self, layer_number: int, *sizes: Any) -> dict[str, Any]:
         return super().inputs(layer_number, *sizes) if self.custom is None else {}
+
+    def _given(self, operation: str, name: str, array: Any) -> Tensor:
+        return tensor(operation, name, array)
+
+    def _copy(self, new: Tensor, whole: Tensor) -> None:
+        within = new.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        with torch.inference_mode():  # caches may have been made in it
+            whole[: len(new)].copy_(new.clone() if within else new)
 
     def is_recorded(self) -> bool:
         return is_graph_capturing()

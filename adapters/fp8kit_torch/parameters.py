@@ -24,8 +24,11 @@ def default_device() -> torch.device:
     """Where ``device=None`` puts parameters: torch's default device where one is set (``with
     torch.device(...)``, ``set_default_device``), else FP8KIT_DEVICE, else CUDA where it is usable, else the
     CPU. BackendError where that variable names what is not usable."""
-    if default_device_is_set():
-        return torch.get_default_device()
+    return torch.get_default_device() if default_device_is_set() else usual_device()
+
+
+def usual_device() -> torch.device:
+    """The same where nobody has set a default device of torch's."""
     said = settings.device()
     if said:
         where = arrays.usable(said, "environment", "FP8KIT_DEVICE")
@@ -117,8 +120,9 @@ class ParameterModule(TorchLayer):
         if defer_init:
             return
         for name, init in self._inits.items():
-            old = own_parameters(self)[name]
-            assert old is not None
+            old = own_parameters(self).get(name)
+            if old is None:  # taken out: another parameter of the program's has its numbers
+                continue
             if old.is_meta:
                 device = default_device()
                 fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)

@@ -14,7 +14,7 @@ from fp8kit_torch.arguments import only
 from fp8kit_torch.attention_base import AttentionBase
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.layer import TorchLayer
-from fp8kit_torch.parameters import placed
+from fp8kit_torch.parameters import placed, usual_device
 
 _LENGTHS = (torch.int32, torch.int64)
 
@@ -22,8 +22,23 @@ _LENGTHS = (torch.int32, torch.int64)
 class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
     def place(self, device: Any) -> None:
         where = placed(self.layer_name, device)
+        if device is None and where.type == "meta":  # nobody gives it values later
+            where = usual_device()
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
-        self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *rest: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        if (key := f"{prefix}inv_freq") in missing_keys:  # the constructor says it
+            missing_keys.remove(key)
 
     def forward(self, max_seq_len: int | Tensor, offset: int = 0) -> Tensor:
         if isinstance(max_seq_len, Tensor) and max_seq_len.ndim == 0 and max_seq_len.dtype in _LENGTHS:

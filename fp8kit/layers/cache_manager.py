@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from fp8kit.layers.inference import InferenceParams
@@ -27,6 +27,32 @@ _SAME = {
     "page_size": "page_size",
     "sequences": "sequences",
 }
+
+
+class _Caches(MutableMapping[int, tuple[Any, Any]]):
+    """What ``CacheManager.cache`` says. Keys and values that are put there are written into the caches."""
+
+    def __init__(self, params: InferenceParams) -> None:
+        self._params = params
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        own = self._params._caches[number]
+        return own.k, own.v
+
+    def __setitem__(self, number: int, pair: tuple[Any, Any]) -> None:
+        self._params.overwrite(number, *pair)
+
+    def __delitem__(self, number: int) -> None:
+        raise UnsupportedError("CacheManager.cache", "layer_number", f"del {number}", "reset() of all layers")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._params._caches)
+
+    def __len__(self) -> int:
+        return len(self._params._caches)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class CacheManager:
@@ -110,9 +136,11 @@ class CacheManager:
         return params.whole(layer_number)
 
     @property
-    def cache(self) -> dict[int, tuple[Any, Any]]:
-        """Layer number -> its keys h (pages, page size, g, d) and values (..., d_v)."""
-        return {number: (own.k, own.v) for number, own in self._params._caches.items()}
+    def cache(self) -> MutableMapping[int, tuple[Any, Any]]:
+        """Layer number -> its keys h (pages, page size, g, d) and values (..., d_v). A pair that is put there
+        is written over the layer's first pages, as a search with beams does between steps: ``cache[1] = k,
+        v``, of as many pages or fewer. ShapeError, FormatError or ArgumentError for what does not fit."""
+        return _Caches(self._params)
 
     @property
     def page_table(self) -> Any:
@@ -161,6 +189,10 @@ class CacheManager:
         log.debug("cache: %d of %d pages are free", len(self.free_pages), self.total_num_pages)
         for name, length in self.sequences.items():
             log.debug("cache: %r has %d tokens, in pages %s", name, length, pages.get(name, []))
+
+
+class PagedCacheManager(CacheManager):
+    """The manager of a paged cache."""
 
 
 def _sizes(views: Mapping[str, ArrayView], qkv_format: str) -> tuple[tuple[int, ...], int, tuple[int, int]]:

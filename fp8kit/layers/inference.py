@@ -18,7 +18,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.formats import DType, int32
 from fp8kit.layers.arguments import parameter_dtype, size
-from fp8kit.layers.cache_manager import CacheManager
+from fp8kit.layers.cache_manager import CacheManager, PagedCacheManager
 from fp8kit.layers.unsupported import refuse_others
 from fp8kit.spec import Meta
 
@@ -150,6 +150,14 @@ class InferenceParams(NamedWell):
     def is_recorded(self) -> bool:
         """Whether a graph records what is called now, to do it again for later steps."""
         return False
+
+    def _given(self, operation: str, name: str, array: Any) -> Any:
+        """A program's array as those of the caches are; FormatError if it is none."""
+        raise NotImplementedError
+
+    def _copy(self, new: Any, whole: Any) -> None:
+        """Write an array over the first pages of a cache."""
+        raise NotImplementedError
 
     def _part(self, whole: Any, offset: int, shape: Shape) -> Any:
         """Returns a part of what was uploaded, by its first element and its shape."""
@@ -300,7 +308,7 @@ class InferenceParams(NamedWell):
     @property
     def cache_manager(self) -> CacheManager:
         """The caches, by the names of Transformer Engine's managers."""
-        return CacheManager(self)
+        return (PagedCacheManager if self.is_paged else CacheManager)(self)
 
     def get_seqlens_pre_step(self) -> np.ndarray[Any, Any]:
         """Lengths of the step's sequences without its new tokens: int32 (batch,), on the host."""
@@ -367,6 +375,22 @@ class InferenceParams(NamedWell):
             for cache in self._caches[layer_number][:2]
         )
         return k, v
+
+    def overwrite(self, layer_number: int, keys: Any, values: Any) -> None:
+        """See ``CacheManager.cache``."""
+        op, own = "CacheManager.cache", self._caches.get(layer_number)
+        if own is None:
+            wanted = f"a layer that has caches: {sorted(self._caches)}"
+            raise ArgumentError(op, "layer_number", layer_number, wanted)
+        pair = [self._given(op, name, new) for name, new in (("keys", keys), ("values", values))]
+        for name, new, whole in zip(("keys", "values"), pair, own[:2], strict=True):
+            if tuple(new.shape[1:]) != tuple(whole.shape[1:]) or new.shape[0] > whole.shape[0]:
+                wanted = f"{tuple(whole.shape)} as the cache, or fewer pages"
+                raise ShapeError(op, name, f"shape {tuple(new.shape)}", wanted)
+            if new.dtype != whole.dtype:
+                raise FormatError(op, name, new.dtype, f"{whole.dtype} as the cache")
+        for new, whole in zip(pair, own[:2], strict=True):
+            self._copy(new, whole)
 
     def check_layer(self, operation: str, layer_number: int | None) -> None:
         """ArgumentError for a layer without a number."""

@@ -36,6 +36,12 @@ class InferenceParams(inference.InferenceParams):
     def _upload(self, host: np.ndarray[Any, Any]) -> ArrayView:
         return arrays.to(host, self.device)
 
+    def _given(self, operation: str, name: str, array: Any) -> ArrayView:
+        return arrays.to(arrays.as_view(array, operation, name), self.device)
+
+    def _copy(self, new: ArrayView, whole: ArrayView) -> None:
+        arrays.assign(whole.slice(0, 0, new.shape[0]), new)
+
     def _part(self, whole: ArrayView, offset: int, shape: Shape) -> ArrayView:
         return whole.slice(0, offset, int(np.prod(shape))).reshape(*shape)
 

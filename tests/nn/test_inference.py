@@ -410,3 +410,17 @@ def test_steps_without_a_layer(device, form, paged):
             for row, (life, _) in zip(side.numpy(), lives.values(), strict=True):
                 want = np.concatenate(told[life])
                 assert_same_bits("row", row[: len(want)], want)
+
+
+def test_caches_that_are_put_back_are_read(device):
+    """``cache_manager.cache[number] = k, v``: written into the layer's caches, over as many sequences."""
+    caches = params("bshd", device, False).cache_manager
+    caches.pre_step({"a": 2, "b": 2})
+    sums = [tensor(np.array([0, 2, 4], np.int32), device=device)] * 2
+    new = tensor(draw(5, (2, 2, GROUPS, D), "float32"), device=device)
+    caches.step(1, new.data, new.data, *sums, "bshd")
+    before = caches.cache[1][0].numpy()[:2].copy()
+    swapped = tensor(before[::-1].copy(), device=device)
+    caches.cache[1] = swapped.data, swapped.data
+    for side in caches.cache[1]:
+        assert_same_bits("cache", side.numpy()[:2], before[::-1])

@@ -61,7 +61,7 @@ class _Debug:
 
     def begin(self, inspector: Inspector | None) -> None:
         """Forget what was before."""
-        self.inspector = inspector
+        self.inspector, TEDebugState.debug_enabled = inspector, inspector is not None
         self.group: Any = None
         self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.said: set[Any] = set()
@@ -79,12 +79,10 @@ class _Debug:
         return self.inspector
 
 
-_debug = _Debug()
-
-
 class TEDebugState:
-    """What programs set of Transformer Engine's debug features, in ``transformer_engine.debug``."""
+    """What programs set and ask of Transformer Engine's debug features, in ``transformer_engine.debug``."""
 
+    debug_enabled = False  # between ``initialize`` and ``end_debug``
     weight_tensor_tp_group_reduce = True
 
     @classmethod
@@ -94,6 +92,9 @@ class TEDebugState:
         cls.weight_tensor_tp_group_reduce = flag("TEDebugState", "enabled", enabled)
         if _debug.inspector is not None:
             _debug.inspector.gather_parts = parts_of(enabled, gathering_parts)
+
+
+_debug = _Debug()
 
 
 def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
@@ -157,7 +158,7 @@ def end_debug() -> None:
     """End what ``initialize`` has begun."""
     if _debug.inspector is not None:
         _debug.inspector.close()
-        _debug.inspector = None
+        _debug.inspector, TEDebugState.debug_enabled = None, False
 
 
 def infer_and_assign_layer_names(model: torch.nn.Module | list[torch.nn.Module]) -> None:

@@ -26,6 +26,9 @@ def within(module: Module, kind: type[Kind]) -> Iterator[Kind]:
 class TransformerEngineMethods:
     """What programs call on layers by name."""
 
+    def _validate_name(self) -> None:
+        """Nothing: a layer without a name gets one where the debug features ask for it."""
+
     def set_tensor_parallel_group(self, tp_group: object) -> None:
         """Nothing, for None and for a process group of one. NotImplementedError for more processes (there is
         no tensor parallelism), ArgumentError for what is no group."""

@@ -102,10 +102,21 @@ _LAZY = {
         Float8CurrentScalingQuantizer Float8Quantizer Float8TensorStorage MXFP8Quantizer MXFP8Tensor
         MXFP8TensorStorage NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensorStorage Quantizer
         prepare_for_saving restore_from_func_ctx restore_from_saved""",
+    "capture": "torch_version",
     "newton_schulz": "CusolverMpCtx newton_schulz newton_schulz_tp",
     "utilities": "deinterleave_glu_tensor interleave_glu_tensor",
     "custom_recipes": """DelayedScalingRequest HybridQuantizer IdentityQuantizer QuantizerRequest
         QuantizerRole""",
+}
+# a private one that programs set after they have changed NVTE_FUSED_ATTN, and print: nothing reads it here
+_BACKENDS = {
+    "attention_params": None,
+    "use_flash_attention": None,
+    "flash_attention_backend": None,
+    "use_fused_attention": None,
+    "fused_attention_backend": None,
+    "use_unfused_attention": None,
+    "backend_selection_requires_update": False,
 }
 _LATER = {name: module for module, names in _LAZY.items() for name in names.split()}
 _BASE = "transformer_engine.pytorch"
@@ -224,11 +235,9 @@ def _debug_modules() -> dict[str, ModuleType]:
         above, _, last = name.rpartition(".")
         if above in made:
             setattr(made[above], last, made[name])
-    # of which programs tell ``initialize`` the folder
-    made[f"{debug}.features"].__path__ = [os.path.join("transformer_engine", "debug", "features")]
-    made[f"{debug}.features"].__file__ = os.path.join(
-        "transformer_engine", "debug", "features", "__init__.py"
-    )
+    # of which programs tell ``initialize`` the folder, by its own name or from the whole's
+    made[f"{debug}.features"].__path__ = [os.path.join(*debug.split("."), "features")]
+    made[f"{debug}.features"].__file__ = os.path.join(*debug.split("."), "features", "__init__.py")
     for name in ("TEDebugState", "set_weight_tensor_tp_group_reduce"):
         setattr(made[f"{debug}.pytorch.debug_state"], name, getattr(api, name))
     return made
@@ -263,6 +272,9 @@ def as_transformer_engine() -> ModuleType:
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
     parts = ("extension", "extension_casts", "extension_kernels", "extension_sequences")
     found = [importlib.import_module(f"fp8kit_torch.te_compat.{part}") for part in parts]
+    for name, module in made.items():
+        if name.startswith(f"{_BASE}.attention"):
+            module._attention_backends = _BACKENDS  # type: ignore[attr-defined]
     made["transformer_engine_torch"] = _module("transformer_engine_torch", found)
     made["transformer_engine.common.utils"] = common.utils = _module(  # type: ignore[attr-defined]
         "transformer_engine.common.utils", []
@@ -275,6 +287,7 @@ def as_transformer_engine() -> ModuleType:
     whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
     made |= _debug_modules()
     whole.debug = made["transformer_engine.debug"]  # type: ignore[attr-defined]
+    whole.__file__ = os.path.join("transformer_engine", "__init__.py")
     finder = Finder()
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     aliases.install(made, finder)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8kit import aliases
+from fp8kit.layers.cache_manager import PagedCacheManager
 from fp8kit_torch.te_compat.unsupported import WHY
 
 # the beginning of a module's name -> why there is nothing for a name of it that ``WHY`` does not have; the
@@ -42,6 +43,8 @@ _MODULES = {
     "transformer_engine.pytorch.triton": "there are no Triton kernels here",
 }
 
+# what is there by another name: programs ask ``isinstance``
+_LIKE = {"PagedKVCacheManager": PagedCacheManager}
 
 # module of Transformer Engine 2.20 -> its public names, sorted
 public_names = partial(aliases.public_names, Path(__file__).with_name("public_names.txt"))
@@ -57,4 +60,4 @@ def why_not(module: str, name: str) -> str:
 
 def refused(module: str, name: str) -> type:
     """What stands for that name: the same class each time."""
-    return aliases.refused(module, name, why_not(module, name))
+    return aliases.refused(module, name, why_not(module, name), _LIKE.get(name, ()))

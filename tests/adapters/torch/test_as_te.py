@@ -231,6 +231,27 @@ PARTS = {
         exec("from transformer_engine.pytorch.utils import *", scope)
         assert scope["divide"](6, 3) == 2
     """,
+    "what programs ask beside its public names": """
+        from pathlib import Path
+        import fp8kit_torch
+        fp8kit_torch.as_transformer_engine()
+        import transformer_engine
+        import transformer_engine.pytorch as te
+        from transformer_engine.debug import features
+        from transformer_engine.pytorch import torch_version
+        from transformer_engine.pytorch.attention import dot_product_attention, inference
+        from transformer_engine.pytorch.torch_version import torch_version as within
+        assert torch_version() >= (2, 0) and within is torch_version
+        folder = Path(transformer_engine.__file__).parent / "debug" / "features"
+        assert folder == Path(features.__file__).parent
+        dot_product_attention._attention_backends["backend_selection_requires_update"] = True
+        inner = dot_product_attention.dot_product_attention
+        assert inner._attention_backends["backend_selection_requires_update"]
+        for pages in (False, True):
+            sizes = {"total_num_pages": 4, "page_size": 8} if pages else {}
+            cache = te.InferenceParams(2, 16, is_paged=pages, device="cpu", **sizes)
+            assert isinstance(cache.cache_manager, inference.PagedKVCacheManager) == pages
+    """,
     "modules say where Transformer Engine has them": """
         import pickle
         import fp8kit_torch as ft

@@ -205,3 +205,48 @@ def test_a_step_by_hand_is_none_of_a_compiled_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(UnsupportedError, match=r"a call outside of torch\.compile"):
         manager.step(1, k, v, sums([2]), sums([2]), "bshd")
+
+
+@pytest.mark.parametrize("form", ["bshd", "thd"])
+def test_caches_that_are_put_back_in_another_order_are_read(device, form):
+    """As a search with beams does: the sequences' keys and values change places between two steps."""
+    torch.manual_seed(0)
+    cache, twin, core = cache_of(form, device), cache_of(form, device), core_of(form, device)
+    first, second = {"a": 4, "b": 4}, {"a": 1, "b": 1}
+    new = new_of(form, first, device)
+    swapped = [x.view(2, 4, *x.shape[-2:]).flip(0).view_as(x) for x in new]
+    for params, given in ((cache, new), (twin, swapped)):
+        params.pre_step(first)
+        core(*given, inference_params=params)
+    where = cache.cache_manager.cache[1][0].data_ptr()
+    for number, pair in cache.cache_manager.cache.items():
+        order = torch.tensor([1, 0], device=device)
+        cache.cache_manager.cache[number] = tuple(side.index_select(0, order) for side in pair)
+    assert cache.cache_manager.cache[1][0].data_ptr() == where
+    more = new_of(form, second, device)
+    outputs = []
+    for params in (cache, twin):
+        params.pre_step(second)
+        outputs.append(core(*more, inference_params=params))
+    assert torch.equal(*outputs)
+    k, v = cache.cache_manager.cache[1]
+    cache.cache_manager.cache[1] = k[1:], v[1:]  # of its own memory
+    assert torch.equal(cache.cache_manager.cache[1][0][0, :5], twin.cache_manager.cache[1][0][1, :5])
+
+
+def test_caches_that_do_not_fit_are_refused_and_change_nothing():
+    caches = cache_of("bshd", "cpu").cache_manager
+    with pytest.raises(ArgumentError, match="layer_number: got 1, expected a layer that has caches"):
+        caches.cache[1] = torch.zeros(1), torch.zeros(1)
+    caches.allocate_memory(1)
+    k, v = (side + 1 for side in caches.cache[1])
+    for pair, kind, name in (
+        ((k, v[:, :3]), ShapeError, "values"),
+        ((torch.cat([k, k]), v), ShapeError, "keys"),
+        ((k, v.float()), FormatError, "values"),
+    ):
+        with pytest.raises(kind, match=name):
+            caches.cache[1] = pair
+    with pytest.raises(UnsupportedError, match="reset"):
+        del caches.cache[1]
+    assert not any(side.any() for side in caches.cache[1])

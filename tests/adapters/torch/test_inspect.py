@@ -489,9 +489,12 @@ def test_reached_as_transformer_engines_users_reach_it():
         "import transformer_engine, transformer_engine.debug.features as features\n"
         "from transformer_engine.debug.pytorch.debug_state import TEDebugState\n"
         "TEDebugState.set_weight_tensor_tp_group_reduce(False)\n"
-        "assert transformer_engine.debug.features is features\n"
+        "assert transformer_engine.debug.features is features and not TEDebugState.debug_enabled\n"
         "debug_api.initialize(feature_dirs=[features.__path__[0]], statistics_logger=BaseLogger())\n"
+        "assert TEDebugState.debug_enabled\n"
+        "te.module.base.TransformerEngineBaseModule._validate_name(object())\n"
         "debug_api.end_debug()\n"
+        "assert not TEDebugState.debug_enabled\n"
         "try:\n    import nvdlfw_inspect.registry\nexcept ModuleNotFoundError:\n    print('refused')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

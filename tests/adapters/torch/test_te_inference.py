@@ -75,6 +75,21 @@ def test_other_lengths_than_the_steps_are_refused():
     layer(x, inference_params=cache)  # the step was not taken
 
 
+def test_the_keys_lengths_may_be_those_of_the_new_tokens(device):
+    """A packed step after the prompt, whose caller says its own tokens for queries and for keys: by them
+    rotary embeddings turn new keys. Equal bits."""
+    layer, x = layer_of("thd", device), torch.randn(7, WIDTH, device=device)
+    angles, outputs = ft.RotaryPositionEmbedding(WIDTH // HEADS, device=device)(16), []
+    fresh = sums(1, 1, device=device)
+    for said in ({}, {"cu_seqlens_q": fresh, "cu_seqlens_kv": fresh, "max_seqlen_q": 1, "max_seqlen_kv": 1}):
+        cache = cache_of("thd", device)
+        cache.pre_step({"a": 3, "b": 2})
+        layer(x[:5], inference_params=cache, rotary_pos_emb=angles)
+        cache.pre_step({"a": 1, "b": 1})
+        outputs.append(layer(x[5:], inference_params=cache, rotary_pos_emb=angles, **said))
+    assert torch.equal(*outputs)
+
+
 def test_evaluation_mode_needs_no_no_grad(device):
     layer, x, outputs = layer_of("bshd", device), torch.randn(1, 3, WIDTH, device=device), []
     for grad in (True, False):

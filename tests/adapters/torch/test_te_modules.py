@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -53,3 +55,46 @@ def test_a_normalized_shape_of_several_dimensions(kind):
     assert layer.weight.shape == (4, 8)
     # float32's rounding of a sum of 32 terms, relative in the result
     assert (layer(x) - want).abs().max() <= 32 * 2.0**-23 * want.abs().max()
+
+
+def test_the_speeds_of_rotary_embeddings_are_numbers_wherever_a_model_is_made(device):
+    """They are in a state dict, as in Transformer Engine's, need not be in what is loaded, and are no
+    parameters that somebody gives a model of the meta device later."""
+    with torch.device("meta"):
+        made = ft.RotaryPositionEmbedding(8, rotary_base=100.0)
+    assert made.inv_freq.device.type != "meta"
+    want = ft.RotaryPositionEmbedding(8, rotary_base=100.0, device=device)
+    assert torch.equal(made(5).to(device), want(5))
+    assert list(want.state_dict()) == ["inv_freq"]
+    net = torch.nn.Sequential(ft.RotaryPositionEmbedding(8, device=device), torch.nn.Linear(2, 2))
+    net.load_state_dict({"0.inv_freq": want.inv_freq, **net[1].state_dict(prefix="1.")})
+    assert torch.equal(net[0](5), want(5))
+    net.load_state_dict(net[1].state_dict(prefix="1."))
+    assert torch.equal(net[0](5), want(5))
+
+
+def test_weights_that_a_program_has_taken_out_are_its_own_to_start(device):
+    """Experts of one parameter of the program's, whose parts GroupedLinear sees as attributes."""
+    experts = ft.GroupedLinear(2, WIDTH, 16, bias=True, device=device)
+    whole = torch.stack([experts._parameters.pop(f"weight{i}").detach() for i in range(2)])
+    for i in range(2):
+        object.__setattr__(experts, f"weight{i}", whole[i])
+        torch.nn.init.ones_(getattr(experts, f"bias{i}"))
+    before, x = whole.clone(), torch.randn(5, WIDTH, device=device)
+    experts.reset_parameters()
+    assert torch.equal(whole, before)
+    same = ft.GroupedLinear(2, WIDTH, 16, bias=True, device=device)
+    same.load_state_dict({f"weight{i}": whole[i] for i in range(2)}, strict=False)
+    assert torch.equal(experts(x, [2, 3]), same(x, [2, 3]))
+
+
+def test_the_old_autocast_is_compiled_without_a_warning():
+    layer, x = ft.Linear(WIDTH, WIDTH, device="cpu"), torch.randn(4, WIDTH)
+
+    def step(x):
+        with ft.fp8_autocast(enabled=False):
+            return layer(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(x), layer(x))
