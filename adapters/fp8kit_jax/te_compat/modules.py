@@ -1,4 +1,4 @@
-"""What ``transformer_engine.jax.flax`` has beside the modules: their base, and functions as modules."""
+"""What ``transformer_engine.jax.flax`` has beside ``fp8kit_jax.flax``, or by other defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8kit.errors import RecipeError, ShapeError
 from fp8kit.recipe import Recipe
 from fp8kit_jax import functional, grouped
 from fp8kit_jax.arguments import as_array
-from fp8kit_jax.flax import dot_general
+from fp8kit_jax.flax import dense, dot_general
 from fp8kit_jax.flax.common import draws_keys, quantizer_set
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.te_compat.attention import AttnSoftmaxType
@@ -43,6 +43,18 @@ class TransformerEngineBase(nn.Module):
         not read: groups come with their sizes."""
         recipe = None if fp8_recipe is None else fp8_recipe.fixed
         return quantizer_set(self, postfix, recipe, variable_collection, quantization_checkpoint_name)
+
+
+class LayerNormDenseGeneral(dense.LayerNormDenseGeneral):
+    __doc__ = dense.LayerNormDenseGeneral.__doc__
+
+    return_layernorm_output: bool = True
+
+
+class LayerNormMLP(dense.LayerNormMLP):
+    __doc__ = dense.LayerNormMLP.__doc__
+
+    return_layernorm_output: bool = True
 
 
 def wrap_function_in_te_state_module(

@@ -268,6 +268,20 @@ def test_tokens_of_experts():
         experts.token_combine(y, row_map.rows)
 
 
+def test_norms_come_along_unless_they_are_not_wanted():
+    """As there; ``fp8kit_jax.flax`` gives them where they are asked for."""
+    x, key = draw(0, 4, 16), jax.random.key(0)
+    kinds = ("LayerNormDenseGeneral", {"features": 8}), ("LayerNormMLP", {"intermediate_dim": 32})
+    for name, sizes in kinds:
+        module = getattr(te_modules, name)(**sizes)
+        variables = module.init(key, x)
+        y, normed = jax.jit(module.apply)(variables, x)
+        own = getattr(modules, name)(**sizes, return_layernorm_output=True)
+        same_bits((y, normed), jax.jit(own.apply)(variables, x)[:2])
+        assert module.clone(return_layernorm_output=False).apply(variables, x)[1] is None
+        assert module.init_with_output(key, x)[1].keys() == own.init(key, x).keys()
+
+
 def test_functions_as_modules():
     """An einsum whose product is in FP8, each call with a state of its own; products of experts."""
 
