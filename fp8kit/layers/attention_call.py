@@ -320,7 +320,9 @@ class AttentionCall(AttentionBase):
     def _longest(self, side: str, most: Any, inputs: Mapping[str, Any]) -> int:
         """Returns the longest sequence: ``most``, or what cu_seqlens say."""
         if most is not None:
-            return max(longest(self.layer_name, f"max_seqlen_{side}", most), 1)
+            if not isinstance(most, int):  # which a symbol of torch.compile is
+                most = longest(self.layer_name, f"max_seqlen_{side}", most)
+            return max(int(most), 1)
         op, lengths = self.layer_name, inputs.get(f"cu_seqlens_{side}")
         if lengths is None:
             raise ArgumentError(op, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'")
