@@ -14,6 +14,7 @@ from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import BackendError
 from fp8kit_torch import checks
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.torch_compat import PARAMETERS, default_device_is_set, own_parameters
 
@@ -56,6 +57,27 @@ def placed(operation: str, device: Any) -> torch.device:
 def normal_init(tensor: Tensor) -> None:
     """Transformer Engine's default for weights: normal with mean 0 and standard deviation 0.023."""
     torch.nn.init.normal_(tensor, 0.0, 0.023)
+
+
+def _device_for(parameter: Any) -> torch.device:
+    """Where a parameter on the meta device gets memory: as ``default_device``, a distributed one on the
+    devices of its mesh unless torch's default says another."""
+    on_mesh = is_distributed(parameter) and not default_device_is_set()
+    device = torch.device(parameter.device_mesh.device_type) if on_mesh else default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _start(parameter: Any, init: Init) -> None:
+    """Give a parameter its first values; each process draws all of a distributed one, and takes its part."""
+    if not is_distributed(parameter):
+        init(parameter)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    init(whole)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 class ParameterModule(TorchLayer):
@@ -124,8 +146,7 @@ class ParameterModule(TorchLayer):
             if old is None:  # taken out: another parameter of the program's has its numbers
                 continue
             if old.is_meta:
-                device = default_device()
-                fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
+                fresh = torch.empty_like(old, device=_device_for(old))
                 self.register_parameter(name, Parameter(fresh, old.requires_grad))
             with torch.no_grad(), self.forked():
-                init(own_parameters(self)[name])  # type: ignore[arg-type]
+                _start(own_parameters(self)[name], init)

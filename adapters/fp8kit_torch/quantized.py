@@ -27,7 +27,7 @@ from fp8kit_torch.checks import check
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.sharded_weight import ShardedWeight
+from fp8kit_torch.sharded_weight import ShardedWeight, rows_of
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
 
 
@@ -68,8 +68,13 @@ class HeldWeights(NamedTuple):
     quantizer: Any = None
 
     def parameter(self, weight: Tensor) -> torch.nn.Parameter:
-        """The parameter ``weight``, held so; other attributes it had are kept."""
+        """The parameter ``weight``, held so; on the meta device one whose rows ``fully_shard`` will gather as
+        codes."""
         values = weight.detach()
+        if values.is_meta:
+            if self.quantizer is not None:
+                return weight  # type: ignore[return-value]
+            return torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
         made: Any = torch.nn.Parameter(held, weight.requires_grad)
         if self.preserve:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fp8kit import slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
+from fp8kit.execution.codec import decode, encode
 from fp8kit.execution.replay import Replays, replays
 from fp8kit.lru import memoized
 from fp8kit.ops.products import product_class
@@ -370,10 +371,15 @@ class _Seen(_Knowing):
         return torch_compat.tree_map(own._rows.seen, out) if func.is_view else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return _parameter, (self._plain, encode(self._rows.fp8), self.requires_grad)
         return self._plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        memo[id(self)] = made
         return made
 
     # torch refuses both for classes of one's own
@@ -553,11 +559,17 @@ def _shapes(fp8: Quantization, size: tuple[int, int]) -> dict[str, Any]:
     return {"w_q": product.shapes(n, k, rule), "w_qt": product.shapes(k, n, rule)}
 
 
-def _rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
+def rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
+    """``values`` h (rows, K) as a process's rows."""
     return ShardedWeight(values, _Rows(values, fp8))
 
 
-SHARDED_BY.append(_rows_of)
-_MOVING = (torch_compat.TO_COPY, _aten.clone.default, torch_compat.PIN_MEMORY)
+def _parameter(values: Tensor, fp8: str, requires_grad: bool) -> torch.nn.Parameter:
+    """A whole weight on the meta device that was copied or loaded."""
+    return torch.nn.Parameter(rows_of(values, decode(fp8)), requires_grad)
+
+
+SHARDED_BY.append(rows_of)
+_MOVING = (torch_compat.TO_COPY, _aten.clone.default, _aten.empty_like.default, torch_compat.PIN_MEMORY)
 _LISTS = (list, tuple)
 _OWN = {_Seen, ShardedWeight, *_LISTS}

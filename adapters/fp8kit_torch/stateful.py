@@ -20,12 +20,12 @@ from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.constants import constant_result
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
-from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, held_now
+from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, ShardedWeight, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
 from fp8kit_torch.te_compat.module_state import Meta
-from fp8kit_torch.torch_compat import own_parameters, set_own_parameters
+from fp8kit_torch.torch_compat import local_part, own_parameters, set_own_parameters
 from fp8kit_torch.views import as_view
 
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
@@ -69,20 +69,22 @@ class StatefulModule(FP8Layer, ParameterModule):
             raise UnsupportedError("quantized_model_init", "weights", got, wanted)
         names = {id(parameter): name for name, parameter in own_parameters(self).items()}
         for weight in weights.values():
-            if is_distributed(weight) and not weight.is_meta and not isinstance(weight, QuantizedTensor):
-                wanted = "layers made on a device that has memory, before fully_shard"
-                raise UnsupportedError("quantized_model_init", "weights", "parts of a meta layer's", wanted)
-            if not weight.is_meta and not isinstance(weight, QuantizedTensor):
+            if isinstance(local_part(weight), (QuantizedTensor, ShardedWeight)):
+                continue
+            if not is_distributed(weight):
                 own_parameters(self)[names[id(weight)]] = self._held.parameter(weight)
+            elif not weight.is_meta:
+                got = "parts of a weight that fully_shard got without its scales"
+                wanted = "scales of tensors or of blocks of 128, in a layer that was made within"
+                raise UnsupportedError("quantized_model_init", "weights", got, wanted)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
         check(type(self).__name__, CALLED, {"defer_init": defer_init})
         if not defer_init and self._held is not None:
             for name, parameter in own_parameters(self).items():
-                if isinstance(parameter, QuantizedTensor):
-                    fresh = Parameter(torch.empty_like(parameter), parameter.requires_grad)
-                    self.register_parameter(name, fresh)
+                if isinstance(parameter, (QuantizedTensor, ShardedWeight)):
+                    self.register_parameter(name, _plain(parameter))
         super().reset_parameters(defer_init)
         if not defer_init:
             self._hold()
@@ -102,6 +104,8 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = own_parameters(self)
+        held = {name for name, p in whole.items() if isinstance(p, (QuantizedTensor, ShardedWeight))}
+        whole = {name: _plain(p) if isinstance(p, ShardedWeight) else p for name, p in whole.items()}
         plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
         set_own_parameters(self, plain)
         try:
@@ -116,7 +120,11 @@ class StatefulModule(FP8Layer, ParameterModule):
                         parameter.follow(fn)
         finally:
             plain = own_parameters(self)  # which torch may have replaced
-            set_own_parameters(self, {name: plain.get(name, parameter) for name, parameter in whole.items()})
+            whole = {name: plain.get(name, parameter) for name, parameter in whole.items()}
+            for name in held if self._held is not None else ():
+                if type(whole[name]) is Parameter and whole[name].is_meta:
+                    whole[name] = self._held.parameter(whole[name])
+            set_own_parameters(self, whole)
         self.fp8_meta = Meta(moved(self.fp8_meta, fn), self.fp8_meta.beside)
         self._forget()
         return self
@@ -177,6 +185,12 @@ class StatefulModule(FP8Layer, ParameterModule):
         if key in missing_keys:  # weights of a model that was never in FP8
             missing_keys.remove(key)
         self._weights = None
+
+
+def _plain(parameter: Parameter) -> Parameter:
+    """New memory for a parameter, held in no special way."""
+    fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return Parameter(fresh, parameter.requires_grad)
 
 
 @constant_result

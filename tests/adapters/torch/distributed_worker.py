@@ -569,8 +569,8 @@ def sharded_parts(rank, world):
         assert relative_error(found[1][name], whole) < 1e-4, name  # biases are added at another place
 
 
-def main(arguments):
-    """The cases that the ``arguments`` of the process name."""
+def main(arguments, module):
+    """The cases, functions of ``module``, that the ``arguments`` of the process name."""
     global PLACE
     rank, place = int(arguments[0]), arguments[3]
     PLACE = torch.device(place, rank) if place == "cuda" else torch.device(place)
@@ -578,8 +578,8 @@ def main(arguments):
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     # a branch hands the residual stream on as it got it, and nothing writes over that
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    work(globals(), arguments)
+    work(module, arguments)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], globals())

@@ -32,6 +32,12 @@ def test_processes_share_their_amaxes(place, tmp_path):
     run(WORKER, WORLD, tmp_path, place, CASES)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_layers_come_from_the_meta_device(place, tmp_path):
+    cases = ["same_as_made_on_a_device", "same_without_codes", "trained_and_saved"]
+    run("tests.adapters.torch.meta_worker", WORLD, tmp_path, place, cases)
+
+
 def test_what_is_no_group_is_refused():
     from fp8kit_torch import autocast
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import types
 import weakref
 
@@ -18,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from fp8kit import float8
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, recorded
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.cuda_libraries import fake
 from tests.support.host_calls import counted
@@ -50,7 +52,7 @@ def one_process():
 
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_is_known(write, one_process):
-    weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
+    weight = sharded_weight.rows_of(torch.ones(4, 8), FP8)
     rows = weight._rows
     assert rows.changed
     rows.take(*[torch.ones(1)] * 3)
@@ -73,7 +75,7 @@ PARTS = {
 def test_a_part_is_moved_as_it_is(part):
     """As a checkpoint does, whose processes have other rows; the first rows alone are a weight."""
     values = torch.arange(32.0).reshape(4, 8)
-    seen, expected = (PARTS[part](w) for w in (sharded_weight._rows_of(values, FP8), values.clone()))
+    seen, expected = (PARTS[part](w) for w in (sharded_weight.rows_of(values, FP8), values.clone()))
     with torch.no_grad():
         for moved in (seen.clone(), seen.to(torch.float64), seen.detach().contiguous()):
             assert torch.equal(moved.double(), expected.double())
@@ -94,7 +96,7 @@ def test_codes_are_those_of_a_whole_weight(recipe, place):
     """Also behind what a stream of torch's own has still to write, as ``fully_shard`` has one."""
     how = recipe.quantization.w
     values = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).to(place)
-    rows = sharded_weight._rows_of(torch.zeros_like(values), recipe.quantization)._rows
+    rows = sharded_weight.rows_of(torch.zeros_like(values), recipe.quantization)._rows
     side = None
     if place == "cuda":
         side = torch.cuda.Stream()
@@ -118,7 +120,7 @@ def together(*values, fp8=FP8):
     """Weights' rows that are cast together."""
     known, found = sharded_weight._Together(), []
     for each in values:
-        rows = sharded_weight._rows_of(each, fp8)._rows
+        rows = sharded_weight.rows_of(each, fp8)._rows
         rows.together = known
         known.places.append(weakref.ref(rows))
         found.append(rows)
@@ -129,7 +131,7 @@ def same_as_alone(rows):
     how = rows.fp8.w
     amax = amax_of(rows.padded, how)
     scale, inverse = scales_of(amax, how, rows.padded.dtype)
-    alone = sharded_weight._rows_of(rows.padded.clone(), rows.fp8)._rows
+    alone = sharded_weight.rows_of(rows.padded.clone(), rows.fp8)._rows
     alone.take(amax, scale, inverse)
     for name in ("amax", "scale", "inverse"):
         assert_same_bits(name, getattr(rows, name).numpy(), getattr(alone, name).numpy())
@@ -274,7 +276,7 @@ def test_memory_of_scales_waits_for_the_stream_that_reads_them(monkeypatch):
     """They are made on the stream that gathers, and replaced as soon as another weight joins."""
     waits = []
     inverse = types.SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=waits.append)
-    weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
+    weight = sharded_weight.rows_of(torch.ones(4, 8), FP8)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
     monkeypatch.setattr(weight._rows, "fill", lambda codes, inverse, parts: None)
     whole = types.SimpleNamespace(_parts={}, refill=lambda parts: None)
@@ -283,19 +285,66 @@ def test_memory_of_scales_waits_for_the_stream_that_reads_them(monkeypatch):
     assert waits == ["that of cuda:0"]
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
-def test_parts_of_a_meta_layer_are_refused(one_process):
-    """Its weight was plain when ``fully_shard`` asked how it is gathered."""
-    with ft.quantized_model_init(recipe=DelayedScaling()):
-        layer = ft.Linear(16, 16, device="meta")
+def meta_layer(recipe):
+    with ft.quantized_model_init(recipe=recipe):
+        return ft.Linear(32, 32, device="meta")
+
+
+def test_parts_without_scales_that_they_share_are_refused(one_process):
+    layer = meta_layer(MXFP8BlockScaling())
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    layer.to_empty(device="cpu")
-    with pytest.raises(NotImplementedError, match="quantized_model_init: weights: got parts of a meta layer"):
+    with pytest.raises(NotImplementedError, match="quantized_model_init: weights: got parts of a weight"):
         layer.reset_parameters()
 
 
+MOVES = {
+    "copied": copy.deepcopy,
+    "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "to meta": lambda layer: layer.to("meta"),
+    "made, and to meta": lambda layer: (layer.reset_parameters(), layer.to("meta"))[1],
+    "bfloat16": lambda layer: layer.bfloat16(),
+    "as it is": lambda layer: layer,
+}
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_parts_of_a_meta_layer_are_gathered_as_codes(move, emptied, one_process):
+    """However the layer came there."""
+    recipe = Float8CurrentScaling()
+    layer = MOVES[move](meta_layer(recipe))
+    assert isinstance(layer.weight, torch.nn.Parameter)
+    assert layer.weight.is_meta
+    assert layer.weight.requires_grad
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    if emptied:
+        layer.to_empty(device="cpu")
+    dtype, x = layer.weight.dtype, torch.randn(32, 32)
+    assert dtype == (torch.bfloat16 if move == "bfloat16" else torch.float32)
+    for _ in range(2):  # the second time rows that have values
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        torch.manual_seed(0)
+        with ft.quantized_model_init(recipe=recipe):
+            alone = ft.Linear(32, 32, params_dtype=dtype, device="cpu")
+        with ft.autocast(recipe=recipe):
+            found, wanted = layer(x.to(dtype)), alone(x.to(dtype))
+        assert_same_bits("y", found.detach().float().numpy(), wanted.detach().float().numpy())
+        layer.reshard()
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_meta_layer_that_is_not_divided(move):
+    layer = MOVES[move](meta_layer(DelayedScaling()))
+    emptied = copy.deepcopy(layer).to_empty(device="cpu")
+    assert type(emptied.weight) is torch.nn.Parameter
+    for each in (emptied, layer):
+        each.reset_parameters()
+        assert isinstance(each.weight, ft.Float8Tensor)
+
+
 def test_fully_shard_is_told_the_parameters_at_once():
-    weight = sharded_weight._rows_of(torch.ones(4, 8), FP8)
+    weight = sharded_weight.rows_of(torch.ones(4, 8), FP8)
     names = ["mesh", "outer_size", "outer_stride", "module", "mp_policy"]
     found = inspect.signature(weight.fsdp_pre_all_gather)
     assert list(found.parameters) == names
