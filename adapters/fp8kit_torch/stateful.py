@@ -36,6 +36,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: HeldWeights | None = None
+    _resetting = False  # while parameters have memory and no values yet
     fp8_meta: Meta
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -75,6 +76,14 @@ class StatefulModule(FP8Layer, ParameterModule):
             if not weight.is_meta and not isinstance(weight, QuantizedTensor):
                 own_parameters(self)[names[id(weight)]] = self._held.parameter(weight)
 
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """As torch's. A weight on the meta device whose values come is held as ``quantized_model_init``
+        said."""
+        former = own_parameters(self).get(name)
+        super().register_parameter(name, param)
+        if former is not None and former.is_meta and not self._resetting:
+            self._hold()
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
         check(type(self).__name__, CALLED, {"defer_init": defer_init})
@@ -83,7 +92,11 @@ class StatefulModule(FP8Layer, ParameterModule):
                 if isinstance(parameter, QuantizedTensor):
                     fresh = Parameter(torch.empty_like(parameter), parameter.requires_grad)
                     self.register_parameter(name, fresh)
-        super().reset_parameters(defer_init)
+        self.__dict__["_resetting"] = True
+        try:
+            super().reset_parameters(defer_init)
+        finally:
+            self.__dict__["_resetting"] = False
         if not defer_init:
             self._hold()
 
@@ -119,6 +132,9 @@ class StatefulModule(FP8Layer, ParameterModule):
             set_own_parameters(self, {name: plain.get(name, parameter) for name, parameter in whole.items()})
         self.fp8_meta = Meta(moved(self.fp8_meta, fn), self.fp8_meta.beside)
         self._forget()
+        # with ``preserve``, weights of ``to_empty`` are plain until their values are loaded
+        if self._held is not None and not (self._held.preserve or any(map(is_distributed, whole.values()))):
+            self._hold()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,6 +193,7 @@ class StatefulModule(FP8Layer, ParameterModule):
         if key in missing_keys:  # weights of a model that was never in FP8
             missing_keys.remove(key)
         self._weights = None
+        self._hold()
 
 
 @constant_result
