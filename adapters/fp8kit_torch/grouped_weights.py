@@ -48,6 +48,25 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
             for i in range(self.num_gemms):
                 self.register_parameter(f"{name}{i}", None)
 
+    def _ungroup_parameters(self, names: list[str]) -> None:
+        """Make these parameters one for each group."""
+        for name in names:
+            whole: Any = getattr(self, name)
+            delattr(self, name)
+            for i, part in enumerate(_separate(whole)):
+                self.register_parameter(f"{name}{i}", torch.nn.Parameter(part, whole.requires_grad))
+
+    def _hold(self) -> None:
+        whole = own_parameters(self).get("weight")
+        if whole is not None and whole.is_meta:
+            return
+        plain = whole is not None and not isinstance(whole, QuantizedTensor)
+        names = self._grouped_names() if plain and self._held is not None else []
+        self._ungroup_parameters(names)
+        super()._hold()
+        if names:
+            self._group_parameters()
+
     def _members(self, name: str) -> list[Any]:
         """The groups' weights or biases."""
         whole = own_parameters(self).get(name) if name in self._grouped_names() else None
@@ -120,11 +139,7 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; see ``ParameterModule``."""
         names = [] if defer_init else self._grouped_names()
-        for name in names:
-            whole: Any = getattr(self, name)
-            delattr(self, name)
-            for i, part in enumerate(_separate(whole)):
-                self.register_parameter(f"{name}{i}", torch.nn.Parameter(part, whole.requires_grad))
+        self._ungroup_parameters(names)
         remade = any(p.is_meta for p in self.parameters(recurse=False))
         super().reset_parameters(defer_init)
         if names:

@@ -39,6 +39,7 @@ from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.constants import exporting, onnx_mode
 from fp8kit_torch.delayed_gradients import Waiting
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
@@ -67,6 +68,16 @@ def _say_unset() -> None:
         "a layer runs by DelayedScaling without gradients before anything has set its scales: it computes "
         "with scales of 1, and goes on so. A pass with gradients, autocast(enabled=False, calibrating=True) "
         "or a loaded _extra_state sets them; Float8CurrentScaling needs none"
+    )
+
+
+@functools.cache
+def _say_plain() -> None:
+    """Warn once that a layer casts in each pass what it should hold."""
+    log.warning(
+        "a layer made within quantized_model_init was given weights in high precision: it casts them in each "
+        "pass. model.load_state_dict(model.state_dict()) lets it hold them in FP8, unless accelerate's hooks "
+        "bring them for each call (offloading)"
     )
 
 
@@ -342,13 +353,17 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             if weight is None:
                 continue
             if not isinstance(weight, QuantizedTensor):
-                got, wanted = (
-                    f"a {type(weight).__name__}",
-                    "the QuantizedTensor that quantized_model_init made: fully_shard, or another ",
-                )
-                raise UnsupportedError(
-                    type(self).__name__, name, got, wanted + "parameter in its place, is not supported"
-                )
+                if (torch.is_grad_enabled() and weight.requires_grad) or is_distributed(weight):
+                    wanted = (
+                        "the QuantizedTensor that quantized_model_init made: fully_shard, or another "
+                        "parameter in its place, is not supported; values that were put there are cast by "
+                        "model.load_state_dict(model.state_dict()), before an optimiser has the parameters, "
+                        "or in each pass without gradients (torch.no_grad())"
+                    )
+                    got = f"a {type(weight).__name__}"
+                    raise UnsupportedError(type(self).__name__, name, got, wanted)
+                _say_plain()  # a loader that goes by no way of torch's put it there, maybe for this call
+                weight = self._held.parameter(weight)  # type: ignore[union-attr]
             if isinstance(weight, OperandTensor):
                 found[name] = weight
             else:

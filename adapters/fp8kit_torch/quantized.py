@@ -77,6 +77,7 @@ class HeldWeights(NamedTuple):
             return torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
         made: Any = torch.nn.Parameter(held, weight.requires_grad)
+        vars(made).update(vars(weight))
         if self.preserve:
             made._high_precision_init_val = weight.detach().cpu().clone()
         return made  # type: ignore[no-any-return]
@@ -111,6 +112,12 @@ def quantized_model_init(
     Transformer Engine demands it; NotImplementedError for others, within ``torch.compile``, for weights that
     something else stands for since, and for recipes whose formats no quantizer of Transformer Engine has.
     RecipeError for what is no recipe.
+
+    Layers on the meta device hold their weights as soon as torch puts values there: ``load_state_dict``,
+    ``setattr`` (transformers' ``from_pretrained``), ``reset_parameters``, ``to`` and ``to_empty``. With
+    ``preserve_high_precision_init_val`` those of ``to_empty`` stay plain until they are loaded or reset. A
+    pass with gradients refuses weights that came by another way; ``load_state_dict`` of the model's own state
+    casts them.
 
     Under torch's ``fully_shard`` each process has its rows in high precision (``ShardedWeight``), and codes
     are gathered; not of MXFP8 and NVFP4.

@@ -41,6 +41,8 @@ class QuantizedTensor(torch.Tensor):
       ``weight[0].fill_(1)`` to a copy.
     * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes
       and scales in both cases. Not for ``torch.compile``.
+    * ``torch.save`` writes codes and scales. What writes a tensor's memory (safetensors, ``save_pretrained``)
+      writes values: those of a ``state_dict`` decode them into memory of their own, kept as long as they are.
 
     A subclass says what its parts are: ``_values``, ``_fresh`` and ``_rebuilding``.
     """
@@ -51,6 +53,8 @@ class QuantizedTensor(torch.Tensor):
     _how: Any  # how it was cast: what parts of the same kind are made by
     _high_precision_init_val: Tensor | None = None
     _gathered: Gathered | None = None  # while a distributed checkpoint is read
+    # writes of the parts so far, the values, and these parts
+    _decoded: tuple[list[tuple[int, int]] | None, Tensor, list[Tensor]] | None = None
     _quantizer: Any = None  # what it was cast by, where that was one of Transformer Engine's quantizers
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
@@ -248,6 +252,27 @@ class QuantizedTensor(torch.Tensor):
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         return {name: getattr(self, f"_{name}") for name in names} | {"quantizer": self._get_quantizer()}
 
+    # --- written to files that know plain tensors only ------------------------------------------------------
+
+    def data_ptr(self) -> int:
+        """0; once ``untyped_storage`` was asked for, the address in it: safetensors asks for both, torch's
+        asynchronous checkpoints for this one first, and for no values."""
+        return super().data_ptr() if self._decoded is None else self._memory().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Memory of the values, decoded, which the tensor has beside the codes from then on. A parameter has
+        none; ``state_dict`` has tensors that are no parameters."""
+        own = isinstance(self, torch.nn.Parameter)
+        return super().untyped_storage() if own else self._memory().untyped_storage()
+
+    def _memory(self) -> Tensor:
+        parts = [*self._parts.values()]
+        counted = not any(part.is_inference() for part in parts)
+        writes = [(id(part), torch_compat.version(part)) for part in parts] if counted else None
+        if self._decoded is None or writes is None or self._decoded[0] != writes:
+            self._decoded = writes, self._values(), parts
+        return self._decoded[1]
+
     def clear(self) -> None:
         """Let the memory go: the codes and scales are empty until ``data`` is assigned."""
         self._parts = {name: part.new_empty(0) for name, part in self._parts.items()}
@@ -337,9 +362,12 @@ class QuantizedTensor(torch.Tensor):
                 return own
             if func is torch_compat.TO_COPY and kwargs.get("dtype") in (None, own.dtype):
                 device = kwargs.get("device") or own.device
-                return own._like(
+                copied = own._like(
                     lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True)
                 )
+                if own._decoded is not None:  # safetensors writes a copy on the CPU
+                    copied._memory()
+                return copied
             if func is _aten.new_empty.default and _is_copys_place(own, *args[1:], **kwargs):
                 return own._like(lambda part: part.new_empty(part.shape, device=kwargs["device"]))
             if func is _aten.as_strided.default and _is_all(own, *args[1:]):

@@ -36,6 +36,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: HeldWeights | None = None
+    _resetting = False  # while parameters have memory and no values yet
     fp8_meta: Meta
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -78,14 +79,26 @@ class StatefulModule(FP8Layer, ParameterModule):
                 wanted = "scales of tensors or of blocks of 128, in a layer that was made within"
                 raise UnsupportedError("quantized_model_init", "weights", got, wanted)
 
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """As torch's. A weight on the meta device whose values come is held as ``quantized_model_init``
+        said."""
+        former = own_parameters(self).get(name)
+        super().register_parameter(name, param)
+        came = former is not None and former.is_meta and param is not None and not param.is_meta
+        if came and not self._resetting:
+            self._hold()
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
         check(type(self).__name__, CALLED, {"defer_init": defer_init})
-        if not defer_init and self._held is not None:
+        self.__dict__["_resetting"] = True
+        try:
             for name, parameter in own_parameters(self).items():
-                if isinstance(parameter, (QuantizedTensor, ShardedWeight)):
+                if not defer_init and isinstance(parameter, (QuantizedTensor, ShardedWeight)):
                     self.register_parameter(name, _plain(parameter))
-        super().reset_parameters(defer_init)
+            super().reset_parameters(defer_init)
+        finally:
+            self.__dict__["_resetting"] = False
         if not defer_init:
             self._hold()
 
@@ -127,6 +140,9 @@ class StatefulModule(FP8Layer, ParameterModule):
             set_own_parameters(self, whole)
         self.fp8_meta = Meta(moved(self.fp8_meta, fn), self.fp8_meta.beside)
         self._forget()
+        # with ``preserve``, weights of ``to_empty`` are plain until their values are loaded
+        if self._held is not None and not (self._held.preserve or any(map(is_distributed, whole.values()))):
+            self._hold()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,6 +201,7 @@ class StatefulModule(FP8Layer, ParameterModule):
         if key in missing_keys:  # weights of a model that was never in FP8
             missing_keys.remove(key)
         self._weights = None
+        self._hold()
 
 
 def _plain(parameter: Parameter) -> Parameter:

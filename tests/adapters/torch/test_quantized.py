@@ -10,6 +10,7 @@ from dataclasses import replace
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.module import _say_plain
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError, UnsupportedError
@@ -345,6 +346,113 @@ def test_made_later(device):
     layer.reset_parameters()
     assert held_names(layer) == ["weight"]
     assert not torch.equal(first, layer.weight.get_high_precision_init_val())
+
+
+def loaded_pair(preserve=False, kind=ft.LayerNormMLP, sizes=(WIDTH, 64), **options):
+    """A layer on the meta device that is to hold its weights, and the state of a plain one."""
+    with ft.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=preserve):
+        held = kind(*sizes, device="meta", **options)
+    return held, kind(*sizes, device="cpu", **options)
+
+
+def decoded(tensor):
+    return tensor.dequantize() if isinstance(tensor, ft.QuantizedTensor) else tensor
+
+
+def assert_holds(held, plain):
+    """That ``held`` is as a layer that was made on the CPU and got these values."""
+    with ft.quantized_model_init(recipe=RECIPES["current"]):
+        wanted = copy.deepcopy(held).to("meta").to_empty(device="cpu")
+    wanted.reset_parameters()
+    wanted.load_state_dict(plain.state_dict())
+    assert held_names(held) == held_names(wanted) != []
+    for parameter, other in zip(held.parameters(), wanted.parameters(), strict=True):
+        same(decoded(parameter), decoded(other), "values")
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+@pytest.mark.parametrize("way", ["assign", "setattr", "to_empty"])
+def test_values_that_take_the_place_of_meta_weights_are_held(way, preserve):
+    held, plain = loaded_pair(preserve)
+    if way == "setattr":  # as transformers loads
+        for name, parameter in plain.named_parameters():
+            given = torch.nn.Parameter(parameter.detach().clone())
+            given.mark = name
+            setattr(held, name, given)
+        assert held.fc1_weight.mark == "fc1_weight"
+    else:
+        if way == "to_empty":
+            held.to_empty(device="cpu")
+        held.load_state_dict(plain.state_dict(), assign=way == "assign")
+    assert_holds(held, plain)
+    if preserve:
+        for name in held_names(held):
+            same(getattr(held, name).get_high_precision_init_val(), getattr(plain, name), "kept")
+
+
+def test_values_written_after_to_empty_are_held():
+    held, plain = loaded_pair()
+    held.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter, value in zip(held.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(value)
+    assert_holds(held, plain)
+
+
+def test_assigned_values_are_held_where_there_was_memory(device):
+    held, plain = held_pair("Linear", device, "current")
+    wanted = copy.deepcopy(held)
+    wanted.load_state_dict(plain.state_dict())
+    held.load_state_dict(plain.state_dict(), assign=True)
+    assert held_names(held) == ["weight"]
+    same(held.weight.dequantize(), wanted.weight.dequantize(), "values")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("single", [("weight",), ("weight", "bias")])
+def test_one_parameter_of_all_groups_is_held(single, assign):
+    options = {f"single_grouped_{name}": True for name in single}
+    held, plain = loaded_pair(kind=ft.GroupedLinear, sizes=(2, WIDTH, 64), **options)
+    if not assign:
+        held.to_empty(device="cpu")
+    held.load_state_dict(plain.state_dict(), assign=assign)
+    assert_holds(held, plain)
+
+
+def test_weights_that_were_put_there_past_torch(caplog):
+    """accelerate writes to the mapping of the parameters."""
+    _say_plain.cache_clear()
+    held, plain = loaded_pair(kind=ft.Linear, sizes=(WIDTH, 40))
+    for name, parameter in plain.named_parameters():
+        held._parameters[name] = torch.nn.Parameter(parameter.detach().clone())
+    x = torch.randn(4, WIDTH)
+    with pytest.raises(NotImplementedError, match=r"cast by model.load_state_dict\(model.state_dict"):
+        held(x)
+    with torch.no_grad(), ft.autocast(recipe=RECIPES["current"]):
+        given = held(x)
+    assert "it casts them in each pass" in caplog.text
+    assert not held_names(held)
+    held.load_state_dict(held.state_dict())
+    assert_holds(held, plain)
+    with torch.no_grad(), ft.autocast(recipe=RECIPES["current"]):
+        same(held(x), given, "result")
+
+
+def test_a_state_dicts_tensors_have_their_values_memory(device):
+    held, _ = held_pair("Linear", device, "current")
+    state = held.state_dict()["weight"]
+    assert state.data_ptr() == 0  # torch.distributed.checkpoint copies codes then
+    memory = state.untyped_storage()
+    assert state.data_ptr() == memory.data_ptr() != 0
+    assert state.to("cpu", copy=True).data_ptr() != 0
+    assert memory.nbytes() == state.numel() * state.element_size()
+    assert held.weight.data_ptr() == 0  # a parameter has codes only
+    values = torch.empty(0, dtype=state.dtype, device=device).set_(memory).view(state.shape)
+    same(values, state.dequantize(), "memory")
+    with torch.no_grad():
+        held.weight.mul_(2)
+    values = torch.empty(0, dtype=state.dtype, device=device).set_(state.untyped_storage())
+    same(values.view(state.shape), held.weight.dequantize(), "memory after a write")
 
 
 def test_a_transformer_layer_trains(device):
