@@ -68,7 +68,8 @@ def _device_for(parameter: Any) -> torch.device:
 
 
 def _start(parameter: Any, init: Init) -> None:
-    """Give a parameter its first values; each process draws all of a distributed one, and takes its part."""
+    """Give a parameter its first values; of a distributed one each process draws all, and takes its part of
+    what the mesh's first process drew."""
     if not is_distributed(parameter):
         init(parameter)
         return
@@ -76,8 +77,7 @@ def _start(parameter: Any, init: Init) -> None:
 
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     init(whole)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
 
 
 class ParameterModule(TorchLayer):
