@@ -174,8 +174,9 @@ def load_fp8_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.
 
 def _missing(parameters: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
     """What a checkpoint lacks, but for what shares its memory with something that it has."""
-    tied = {value.data_ptr() for key, value in parameters.items() if key in found}
-    return [key for key, own in parameters.items() if key not in found and own.data_ptr() not in tied]
+    places = {key: own.data_ptr() or id(own) for key, own in parameters.items()}  # codes have no address
+    tied = {place for key, place in places.items() if key in found}
+    return [key for key, place in places.items() if key not in found and place not in tied]
 
 
 def _put_together(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:

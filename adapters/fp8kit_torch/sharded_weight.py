@@ -338,7 +338,9 @@ class _Seen(_Knowing):
     __slots__ = ()
 
     @staticmethod
-    def __new__(cls, plain: Tensor, rows: _Rows) -> Any:
+    def __new__(cls, plain: Tensor, rows: _Rows | None = None, *, requires_grad: bool = False) -> Any:
+        if rows is None:  # as accelerate makes a parameter of a parameter's class
+            return torch.nn.Parameter(plain, requires_grad)
         made = torch_compat.make_subclass(cls, plain)
         made._plain, made._rows = plain, rows
         return made

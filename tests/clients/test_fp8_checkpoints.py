@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from fp8kit_torch import Float8BlockScaling, autocast, convert
+from fp8kit_torch import Float8BlockScaling, Linear, autocast, convert, quantized_model_init
 from fp8kit_torch.huggingface import load_fp8_pretrained, save_fp8_pretrained
 from torch import nn
 
@@ -170,6 +170,17 @@ def test_experts_that_stay_as_they_are_are_read_as_they_are(tmp_path, name):
     loaded = load_fp8_pretrained(of_experts(name, 2, LEFT[name]), tmp_path).state_dict()
     for key, value in kept.items():
         assert_same_bits(key, bits(loaded[key]), bits(value))
+
+
+def test_a_weight_that_is_held_in_fp8_is_missed(tmp_path):
+    """Held weights have no address that says which of them are one."""
+    from safetensors.torch import save_file
+
+    save_file({"0.weight": torch.ones(128, 128)}, tmp_path / "model.safetensors")
+    with quantized_model_init():
+        held = nn.Sequential(*[Linear(128, 128, bias=False, device="cpu") for _ in range(2)])
+    with pytest.raises(CheckpointError, match=r"no tensor '1\.weight'"):
+        load_fp8_pretrained(held, tmp_path)
 
 
 def test_tied_weights_shards_and_damage(tmp_path):
