@@ -101,7 +101,8 @@ def next_key(operation: str) -> Any:
 @contextmanager
 def keys_from(source: KeySource) -> Iterator[None]:
     """Casts within take their keys from ``source``, unless an autocast around has some."""
-    with nullcontext() if _KEYS.get() is not None else _KEYS.within(source):
+    # the innermost module's: those of one around a scan are the same in each of its steps
+    with nullcontext() if isinstance(_KEYS.get(), Keys) else _KEYS.within(source):
         yield
 
 

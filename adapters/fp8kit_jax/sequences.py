@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit_jax.arguments import as_array, on_host
+from fp8kit_jax.arguments import as_array
 
 Pair = tuple[Any, Any]
 _OP = "SequenceDescriptor"
@@ -24,8 +24,10 @@ def _pair(name: str, value: Any) -> Pair:
     pair = tuple(value) if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     first = as_array(_OP, name, pair[0])
     found = first, first if pair[1] is pair[0] else as_array(_OP, name, pair[1])
-    if name == "segment_ids" and all(jnp.issubdtype(one.dtype, jnp.floating) for one in found):
-        found = _each(lambda ids: ids.astype(jnp.int32), found)
+    if name == "segment_ids":
+        found = _each(
+            lambda ids: ids.astype(jnp.int32) if jnp.issubdtype(ids.dtype, jnp.floating) else ids, found
+        )
     if not all(jnp.issubdtype(one.dtype, jnp.integer) and one.ndim in (1, 2) for one in found):
         got = ", ".join(f"{one.dtype} {one.shape}" for one in found)
         raise ShapeError(_OP, name, got, "integers (batch,) or (batch, ...), or a pair of them")
@@ -88,11 +90,14 @@ class SequenceDescriptor:
     def packed(self, sizes: Pair, most: int, how: Any = None) -> dict[str, Any]:
         """``cu_seqlens_q``, ``cu_seqlens_kv`` and their ``_padded`` twins, int32 (b * most + 1,), of rows of
         tokens laid end to end in natural order; ``max_seqlen_q`` and ``max_seqlen_kv``. ``sizes``: (b, s) of
-        queries and of keys; ``most``: sequences of a row; ``how``: the ``context_parallel.Division`` of a
-        call whose sequences are split. Arrays of both sides are the same where they were given once."""
+        queries and of keys; ``most``: sequences of a row, or as many as ``seqlens`` has places; ``how``: the
+        ``context_parallel.Division`` of a call whose sequences are split. Arrays of both sides are the same
+        where they were given once."""
         found: dict[str, Any] = {"max_seqlen_q": sizes[0][1], "max_seqlen_kv": sizes[1][1]}
         given = [pair for pair in (self.seqlens, self.seq_offsets, self.segment_ids) if pair is not None]
         same = sizes[0] == sizes[1] and all(one is other for one, other in given)
+        # empty places keep theirs, so that those of queries and of keys stay pairs
+        most = max([most, *(n.shape[1] for n in self.seqlens or () if n.ndim == 2)])
         for side, own, (rows, length) in zip(("q", "kv"), (0, 1), sizes, strict=True):
             if own and same:
                 found |= {f"cu_seqlens_kv{end}": found[f"cu_seqlens_q{end}"] for end in ("", "_padded")}
@@ -129,16 +134,9 @@ class SequenceDescriptor:
             )
         if lengths.shape[0] != rows:
             raise ShapeError(_OP, "seqlens", f"shape {lengths.shape}", f"({rows}, sequences)")
-        found = 0 if on_host(lengths) is None else int(np.sum(np.asarray(lengths) > 0, 1).max(initial=0))
-        if found > most:
-            wanted = f"at most {most}, by max_segments_per_seq"
-            raise ShapeError(_OP, "seqlens", f"{found} sequences in a row", wanted)
-        starts = self.seq_offsets[own][:, : lengths.shape[1]]
-        lengths = jnp.maximum(lengths, 0)  # -1: there is none
-        if lengths.shape[1] > most:
-            there = jnp.argsort(lengths == 0, axis=1)[:, :most]  # first, in their order
-            lengths, starts = (jnp.take_along_axis(a, there, 1) for a in (lengths, starts))
         count = lengths.shape[1]
+        starts = self.seq_offsets[own][:, :count]
+        lengths = jnp.maximum(lengths, 0)  # -1: there is none
         fill = [(0, 0), (0, most - count)]
         lengths, starts = (jnp.pad(a.astype(jnp.int32), fill) for a in (lengths, starts))
         return lengths, starts

@@ -62,6 +62,20 @@ def _say_unread(mask: str) -> None:
     log.warning("sequence_descriptor is not read with mask type %r, as in Transformer Engine", mask)
 
 
+def _of_heads(mask: Any, groups: int, each: int) -> Any:
+    """A mask (b, 1 | groups, 1 | each, s_q, s_kv) as (b, 1 | heads, s_q, s_kv). ShapeError for others."""
+    batch, *own, queries, keys = mask.shape
+    if own[0] not in (1, groups) or own[1] not in (1, each):
+        wanted = f"(batch, 1 or {groups}, 1 or {each}, s_q, s_kv)"
+        raise ShapeError("DotProductAttention", "mask", f"shape {mask.shape}", wanted)
+    if own == [1, 1]:
+        groups = each = 1
+    shape = batch, groups * each, queries, keys
+    if isinstance(mask, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, mask.dtype)
+    return jnp.broadcast_to(mask, (batch, groups, each, queries, keys)).reshape(shape)
+
+
 class DotProductAttention(NamedWell, EitherCase):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
     with ``transpose_batch_sequence``; value's d may be another. ``scale_factor`` None: 1 / sqrt(head_dim). No
@@ -124,10 +138,6 @@ class DotProductAttention(NamedWell, EitherCase):
         inputs = {"query": query, "key": key, "value": value}.items()
         layers = [want_array(self, name, a) for name, a in inputs if a is not None or name == "query"]
         layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
-        if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
-            sequence_descriptor, mask = None, sequence_descriptor
-            if mask.ndim == 5:
-                mask = mask.reshape(mask.shape[0], -1, *mask.shape[3:])
         options = self._options(layers, sequence_descriptor, bias, mask)
         rate = 0.0 if deterministic else self.attention_dropout
         if rate:
@@ -169,13 +179,18 @@ class DotProductAttention(NamedWell, EitherCase):
             if layers[at].shape[-2:] != (most, own):
                 wanted = f"(..., {most}, {dim}), by {field} {most} and head_dim {dim}"
                 raise ShapeError(op, ("query", "key", "value")[at], f"shape {layers[at].shape}", wanted)
+        if mask is None and getattr(sequence_descriptor, "ndim", 0) > 2:
+            sequence_descriptor, mask = None, sequence_descriptor
+        if getattr(mask, "ndim", 0) == 5:
+            mask = _of_heads(mask, last, heads // last)
         packed = self.qkv_layout.startswith("t")
         options = {name: getattr(self, name) for name in (*SPLIT, *_OPTIONS)}
         options |= {"qkv_format": "thd" if packed else form(self), "mask": mask, "bias": bias}
         left, right = self.window_size or (-1, -1)
         if "causal" in self.attn_mask_type and right > 0:  # the mask hides it
             options["window_size"] = left, 0
-        if max(left, right) >= 0:  # from the first token on, unless the mask says otherwise
+        # from the first token on, unless the mask says otherwise; ALiBi's diagonal stays where it is
+        if max(left, right) >= 0 and self.attn_bias_type != "alibi":
             options["bottom_right_diagonal"] = self.attn_mask_type.endswith("bottom_right")
         how = placed(options)
         if not packed:
@@ -190,7 +205,7 @@ class DotProductAttention(NamedWell, EitherCase):
             devices = how.devices if how is not None and how.manual else 1
             sizes = tuple((a.shape[0], a.shape[1] * devices) for a in (layers[0], layers[-1]))
             options |= sequence_descriptor.packed(sizes, self.max_segments_per_seq, how)
-        elif sequence_descriptor is not None and "padding" not in self.attn_mask_type:
+        elif isinstance(sequence_descriptor, SequenceDescriptor) and "padding" not in self.attn_mask_type:
             _say_unread(self.attn_mask_type)
         elif sequence_descriptor is not None:
             if isinstance(sequence_descriptor, SequenceDescriptor):
@@ -201,8 +216,11 @@ class DotProductAttention(NamedWell, EitherCase):
                 raise ShapeError(op, "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair")
             q, kv = pair
             sums = functions.running_sums(q)
-            options |= {"cu_seqlens_q": sums}
-            options |= {"cu_seqlens_kv": sums if kv is q else functions.running_sums(kv)}
+            read = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums if kv is q else functions.running_sums(kv)}
+            if "padding" in self.attn_mask_type:
+                options |= read
+            else:
+                _say_unread(self.attn_mask_type)
         if mask is not None:
             if not hasattr(mask, "shape") or len(mask.shape) < 2:
                 raise ShapeError(op, "mask", shown(mask), "an array (..., s_q, s_kv)")

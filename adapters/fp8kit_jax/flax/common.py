@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,6 +26,8 @@ from fp8kit_jax.modules import NO_NORM, fan_in, residual_sum
 from fp8kit_jax.quantizers import QuantizerSet, from_variables, state_names, state_variables
 from fp8kit_jax.scopes import history_of, keys_from, mesh_resource, recipe_in_force
 from fp8kit_jax.state import FORMER_COLLECTION_NAME, FP8_COLLECTION_NAME
+
+log = logging.getLogger("fp8kit")
 
 _SCORES = "scores are changed by bias, mask, window and ALiBi"
 
@@ -175,6 +178,17 @@ def constrained(x: Any, axes: Any) -> Any:
 RNG_COLLECTION_NAME = "sr_rng"
 
 
+@functools.cache
+def _say_params() -> None:
+    """Warn once that casts draw by a key that programs often keep."""
+    log.warning(
+        "random bits of casts come from the rng collection 'params', since there is no %r: give a new key "
+        "for each step, and name %r in split_rngs of a scan",
+        RNG_COLLECTION_NAME,
+        RNG_COLLECTION_NAME,
+    )
+
+
 class _ModuleKeys:
     """The random keys of a module's casts: from its rng collection, or from "params" as of any collection
     that is not given."""
@@ -187,9 +201,12 @@ class _ModuleKeys:
     def next(self) -> Any:
         """Returns the next one, None where there is none."""
         own = self.module
-        if own.has_rng(RNG_COLLECTION_NAME) or own.has_rng("params"):
-            return own.make_rng(RNG_COLLECTION_NAME)
-        return None
+        if not own.has_rng(RNG_COLLECTION_NAME):
+            if not own.has_rng("params"):
+                return None
+            if not own.is_initializing():
+                _say_params()
+        return own.make_rng(RNG_COLLECTION_NAME)
 
 
 def draws_keys(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -163,8 +163,6 @@ def fused_attn(
         raise ArgumentError(op, "qkv", shown(qkv), "a tuple of arrays")
     dim, rate = qkv[0].shape[-1], dropout_probability if is_training else 0.0
     kind = None if attn_bias_type is AttnBiasType.NO_BIAS else attn_bias_type.value
-    if not (attn_mask_type.is_padding() or qkv_layout.is_thd()):
-        sequence_descriptor = None  # rows are whole, whatever it says
     learned = {}
     if softmax_offset is not None:  # (1, heads, 1, 1) there
         learned = {"params": {"softmax_offset": jnp.reshape(softmax_offset, -1)}}

@@ -67,18 +67,30 @@ def fused_topk_with_score_function(
 
 
 def token_dispatch(
-    inp: Any, routing_map: Any, num_out_tokens: int, probs: Any = None, align_size: int | None = None
+    inp: Any,
+    routing_map: Any,
+    num_out_tokens: int,
+    probs: Any = None,
+    align_size: int | None = None,
+    num_experts: int | None = None,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """``fp8kit_jax.token_dispatch``, with a RowIdMap; there are no offsets of padding, None."""
+    """``fp8kit_jax.token_dispatch``, with a RowIdMap; there are no offsets of padding, None. ``routing_map``:
+    a bool array, or indices with ``num_experts``; a router's bitmap is to be unpacked first."""
     y, row_probs, rows, offsets, sizes = moe.token_dispatch(
-        inp, routing_map, num_out_tokens, probs, align_size
+        inp, routing_map, num_out_tokens, probs, align_size, num_experts
     )
     return y, row_probs, RowIdMap(rows, len(inp)), offsets, sizes
 
 
-def token_combine(inp: Any, row_id_map: RowIdMap, merging_probs: Any = None, pad_offsets: Any = None) -> Any:
-    """``fp8kit_jax.token_combine`` of a map of ``token_dispatch``, which knows the padding: ``pad_offsets``
-    is None, as that function gave them."""
+def token_combine(
+    inp: Any,
+    row_id_map: RowIdMap,
+    merging_probs: Any = None,
+    pad_offsets: Any = None,
+    num_tokens: int | None = None,
+) -> Any:
+    """``fp8kit_jax.token_combine`` of a map of ``token_dispatch``, which knows the padding and the number of
+    tokens: ``pad_offsets`` is None, as that function gave them, and ``num_tokens`` is not read."""
     op = "token_combine"
     if pad_offsets is not None:
         raise ArgumentError(op, "pad_offsets", shown(pad_offsets), "None, as token_dispatch gave them")

@@ -198,7 +198,10 @@ class QuantizeConfig:
     @property
     def AMAX_COMPUTE_ALGO(self) -> AmaxComputeAlgo:
         """What of the history delayed scaling takes."""
-        return AmaxComputeAlgo(self._field("amax_compute_algo", "max"))
+        algo = self._field("amax_compute_algo", "max")
+        if callable(algo):
+            raise UnsupportedError("AMAX_COMPUTE_ALGO", "recipe", "a function", "max or most_recent")
+        return AmaxComputeAlgo(algo)
 
     @property
     def MARGIN(self) -> float:
@@ -293,7 +296,7 @@ def get_supported_quantization_recipes() -> list[Recipe]:
     return [getattr(recipes, name)() for name in dict.fromkeys(_MODES.values())]
 
 
-def get_device_compute_capability(gpu_id: int) -> int:
+def get_device_compute_capability(gpu_id: int = 0) -> int:
     """Returns the compute capability of one of this process's devices, 90 of an H200; 0 of a CPU."""
     found = getattr(jax.local_devices()[gpu_id], "compute_capability", "0")
     return int(found.replace(".", ""))

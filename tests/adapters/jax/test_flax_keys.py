@@ -99,6 +99,18 @@ def test_layers_draw_bits_of_their_own() -> None:
         def __call__(self, x: Any, _: Any) -> Any:
             return x, modules.DenseGeneral(64, use_bias=False)(x)
 
+    class Around(TransformerEngineBase):
+        """Whose own keys are the same in every step."""
+
+        split: bool
+
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            split = {"sr_rng": self.split}
+            return linen.scan(Body, variable_axes={"params": 0}, split_rngs=split, length=2)(name="own")(
+                x, None
+            )
+
     how = recipe.DataRecipe(
         NVFP4.quantization.map(lambda own: replace(own, stochastic_bits=8), "xwg"), "all stochastic"
     )
@@ -111,4 +123,6 @@ def test_layers_draw_bits_of_their_own() -> None:
         for split in (True, False):
             scan = linen.scan(Body, variable_axes={"params": 0}, split_rngs={"sr_rng": split}, length=2)
             _, ys = scan().apply(stacked, X, None, rngs=key)
+            assert np.array_equal(ys[0], ys[1]) != split
+            _, ys = Around(split).apply({"params": {"own": stacked["params"]}}, X, rngs=key)
             assert np.array_equal(ys[0], ys[1]) != split

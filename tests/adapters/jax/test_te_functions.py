@@ -459,8 +459,44 @@ def test_lengths_of_more_columns_than_sequences():
     lengths = jnp.array([[3, -1, 4, -1, 2, -1], [-1, -1, -1, 6, -1, -1]])
     starts = jnp.array([[0, -1, 3, -1, 7, -1, -1], [-1, -1, -1, 0, -1, -1, -1]])
     same_bits(run({}, Q, K, V, fj.SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)), want)
+    fewer = module.clone(max_segments_per_seq=1)  # no sequence is dropped, in jit either
+    same_bits(jax.jit(fewer.apply)({}, Q, K, V, PACKED["lengths"]), want)
     floats = fj.SequenceDescriptor.from_segment_ids_and_pos(IDS.astype(jnp.float32))
     same_bits(run({}, Q, K, V, floats), run({}, Q, K, V, PACKED["ids"]))
+
+
+def test_places_of_queries_and_keys_stay_pairs():
+    """An empty place on one side is a sequence without partners, however few there may be."""
+    lengths = jnp.array([[3, 3, 0]] * 2), jnp.array([[3, 0, 7]] * 2)
+    starts = jnp.array([[0, 3, -1, -1]] * 2), jnp.array([[0, -1, 3, -1]] * 2)
+    descriptor = fj.SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)
+    kind = {"attn_mask_type": "padding", "qkv_layout": "thd_thd_thd"}
+    for most in (2, 3):
+        module = modules.DotProductAttention(8, 4, 2, max_segments_per_seq=most, **kind)
+        got = jax.jit(module.apply)({}, Q, K, V, descriptor)
+        assert not np.asarray(got[:, 3:]).any()
+        assert np.asarray(got[:, :3]).all()
+
+
+def test_a_mask_whose_heads_are_groups():
+    """Of five dimensions, in either place, also before the projections."""
+    module = modules.DotProductAttention(8, 4, 2, attn_mask_type="no_mask")
+    mask = np.random.default_rng(3).random((2, 2, 1, 10, 10)) < 0.3
+    mask[..., 0] = False
+    want = jax.jit(module.apply)({}, Q, K, V, mask=jnp.repeat(mask[:, :, 0], 2, 1))
+    same_bits(jax.jit(module.apply)({}, Q, K, V, jnp.asarray(mask)), want)
+    same_bits(jax.jit(module.apply)({}, Q, K, V, mask=jnp.asarray(mask)), want)
+    with pytest.raises(ShapeError, match="mask: got"):
+        module.apply({}, Q, K, V, jnp.zeros((2, 4, 1, 10, 10), bool))
+    whole = modules.MultiHeadAttention(8, 4, transpose_batch_sequence=False, attn_mask_type="no_mask")
+    x, hidden = draw(1, 2, 10, 16), jnp.asarray(mask[:, :1])
+
+    def run(*args, **named):
+        return whole.init_with_output(jax.random.key(0), x, x, *args, **named)[0][0]
+
+    same_bits(run(sequence_descriptor=hidden), run(hidden[:, 0]))
+    with pytest.raises(Fp8kitError, match="lengths: got 'abc'"):
+        run(sequence_descriptor="abc")
 
 
 def test_values_of_other_features_than_keys():
@@ -556,8 +592,6 @@ def test_what_does_not_fit_is_said():
         thd.apply({}, Q, K, V, jnp.array([9, 6]))
     with pytest.raises(ArgumentError, match="several with offsets, or segment_ids"):
         thd.apply({}, Q, K, V, fj.SequenceDescriptor.from_seqlens(jnp.array([9, 6])))
-    with pytest.raises(ShapeError, match="by max_segments_per_seq"):
-        thd.apply({}, Q, K, V, PACKED["lengths"])
     with pytest.raises(ArgumentError, match="a packed qkv_layout"):
         modules.DotProductAttention(8, 4, 2, attn_mask_type="padding").apply({}, Q, K, V, PACKED["lengths"])
     with pytest.raises(ShapeError, match="segment_ids: got"):
