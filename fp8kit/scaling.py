@@ -298,12 +298,12 @@ def _updated_on_host(rule: AmaxHistory, state: ScalingState, fp8_max: float, len
     scale, scale_inv, history = (view.numpy().copy() for view in state.placed.arrays)
     algo, used = rule.amax_algo, history[0] != 0
     if callable(algo):
-        amax = _answer(rule, "amax_compute_algo", algo(lend(history.copy())), scale.shape)
+        amax = _answer(rule, "amax_compute_algo", algo, (lend(history.copy()),), scale.shape)
     else:
         amax = history[0].copy() if rule.most_recent else np.fmax.reduce(history, 0)
     if rule.scale_algo is not None:
-        answer = rule.scale_algo(lend(amax.copy()), lend(scale.copy()), fp8_max, rule.recipe)
-        made = _answer(rule, "scaling_factor_compute_algo", answer, scale.shape)
+        given = lend(amax.copy()), lend(scale.copy()), fp8_max, rule.recipe
+        made = _answer(rule, "scaling_factor_compute_algo", rule.scale_algo, given, scale.shape)
         new = _scales(rule, made, amax, scale, used)
     else:
         new = default_scale(amax, scale, fp8_max, rule.margin)
@@ -339,8 +339,14 @@ def _scales(
     return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
-def _answer(rule: AmaxHistory, name: str, value: Any, shape: Shape) -> HostArray:
-    array = np.asarray(value, np.float32)
+def _answer(rule: AmaxHistory, name: str, function: Any, given: Sequence[Any], shape: Shape) -> HostArray:
+    try:
+        array = np.asarray(function(*given), np.float32)
+    except (AttributeError, TypeError) as error:
+        if isinstance(given[0], np.ndarray):
+            raise
+        got, wanted = f"{type(error).__name__}: {error}", "a function of tensors on the CPU"
+        raise RecipeError(type(rule.recipe or rule).__name__, name, got, wanted) from error
     if array.shape != shape:
         got = f"a result of shape {array.shape}"
         raise RecipeError(type(rule.recipe or rule).__name__, name, got, f"shape {shape}")

@@ -16,7 +16,7 @@ from fp8kit_torch.fusible_ranks import tensor_ranks
 from fp8kit_torch.fusion import BasicOperation, FusibleOperation
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
-from fp8kit_torch.torch_compat import any_autocast
+from fp8kit_torch.torch_compat import any_autocast, own_parameters
 from fp8kit_torch.views import FLOATS
 
 
@@ -28,14 +28,15 @@ class CastsInput:
     """Of an operation with weights: its input in another floating dtype is cast to theirs, and the input's
     gradient back, as ``torch.autocast`` does it to both where that is on."""
 
-    parameters: Any
-
     def as_input(self, argument: str, value: Any, *shape: Any) -> Any:
         """The input, cast."""
         x = super().as_input(argument, value, *shape)  # type: ignore[misc]
-        dtype = next(self.parameters(recurse=False)).dtype
-        plain = argument == "inp" and isinstance(x, Tensor) and not isinstance(x, QuantizedTensor)
-        return x.to(dtype) if plain and x.dtype in FLOATS and not any_autocast() else x
+        if argument != "inp" or not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
+            return x
+        # none where something else stands for the weight
+        own = next((each for each in own_parameters(self).values() if each is not None), x)
+        other = x.dtype is not own.dtype and x.dtype in FLOATS and not any_autocast()
+        return x.to(own.dtype) if other else x
 
 
 class _Products(CastsInput, FusibleOperation):

@@ -56,14 +56,14 @@ class GroupedWeights(layers.GroupedLinearBase, TransformerEngineBaseModule):
             for i, part in enumerate(_separate(whole)):
                 self.register_parameter(f"{name}{i}", torch.nn.Parameter(part, whole.requires_grad))
 
-    def _hold(self) -> None:
+    def _hold(self, told: bool = False) -> None:
         whole = own_parameters(self).get("weight")
         if whole is not None and whole.is_meta:
             return
         plain = whole is not None and not isinstance(whole, QuantizedTensor)
         names = self._grouped_names() if plain and self._held is not None else []
         self._ungroup_parameters(names)
-        super()._hold()
+        super()._hold(told)
         if names:
             self._group_parameters()
 

@@ -157,9 +157,9 @@ def load_fp8_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.
             raise CheckpointError("load_fp8_pretrained", key, "codes alone", wanted)
         found[key] = _values(key, found[key], found.pop(f"{key}{_SCALES}"))
     parameters = {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
-    if _missing(parameters, found) and hasattr(model, "from_pretrained") and found:
+    if _missing(model, parameters, found) and hasattr(model, "from_pretrained") and found:
         found = _put_together(model, found)
-    if missing := _missing(parameters, found):
+    if missing := _missing(model, parameters, found):
         got = f"no tensor {missing[0]!r}"
         raise CheckpointError("load_fp8_pretrained", "folder", got, "one for each weight")
     loaded = {key: found[key] for key in parameters if key in found}
@@ -172,11 +172,14 @@ def load_fp8_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> nn.
     return model
 
 
-def _missing(parameters: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """What a checkpoint lacks, but for what shares its memory with something that it has."""
-    places = {key: own.data_ptr() or id(own) for key, own in parameters.items()}  # codes have no address
+def _missing(model: Any, parameters: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """What a checkpoint lacks, but for what shares its memory with something that it has, and for angles,
+    which the model's own numbers say."""
+    whole = parameters | dict(model.named_parameters(remove_duplicate=False))
+    places = {key: whole[key].data_ptr() or id(whole[key]) for key in parameters}  # codes have no address
     tied = {place for key, place in places.items() if key in found}
-    return [key for key, place in places.items() if key not in found and place not in tied]
+    lacking = [key for key, place in places.items() if key not in found and place not in tied]
+    return [key for key in lacking if not key.endswith("inv_freq")]
 
 
 def _put_together(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -353,6 +353,9 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
             if weight is None:
                 continue
             if not isinstance(weight, QuantizedTensor):
+                if weight.is_meta:
+                    got, wanted = "a weight on the meta device", "values: reset_parameters(), or a state"
+                    raise UnsupportedError(type(self).__name__, name, got, wanted)
                 if (torch.is_grad_enabled() and weight.requires_grad) or is_distributed(weight):
                     wanted = (
                         "the QuantizedTensor that quantized_model_init made: fully_shard, or another "
@@ -363,7 +366,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                     got = f"a {type(weight).__name__}"
                     raise UnsupportedError(type(self).__name__, name, got, wanted)
                 _say_plain()  # a loader that goes by no way of torch's put it there, maybe for this call
-                weight = self._held.parameter(weight)  # type: ignore[union-attr]
+                weight = self._held._replace(preserve=False).parameter(weight)  # type: ignore[union-attr]
             if isinstance(weight, OperandTensor):
                 found[name] = weight
             else:

@@ -74,7 +74,9 @@ class HeldWeights(NamedTuple):
         if values.is_meta:
             if self.quantizer is not None:
                 return weight  # type: ignore[return-value]
-            return torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
+            shell = torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
+            vars(shell).update(vars(weight))
+            return shell
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
         made: Any = torch.nn.Parameter(held, weight.requires_grad)
         vars(made).update(vars(weight))

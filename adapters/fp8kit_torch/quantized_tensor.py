@@ -269,9 +269,10 @@ class QuantizedTensor(torch.Tensor):
         parts = [*self._parts.values()]
         counted = not any(part.is_inference() for part in parts)
         writes = [(id(part), torch_compat.version(part)) for part in parts] if counted else None
-        if self._decoded is None or writes is None or self._decoded[0] != writes:
+        known = self._decoded
+        if known is None or writes is None or known[0] != writes or known[1].dtype != self.dtype:
             self._decoded = writes, self._values(), parts
-        return self._decoded[1]
+        return self._decoded[1]  # type: ignore[index]
 
     def clear(self) -> None:
         """Let the memory go: the codes and scales are empty until ``data`` is assigned."""

@@ -39,6 +39,9 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         if (key := f"{prefix}inv_freq") in missing_keys:  # the constructor says it
             missing_keys.remove(key)
+        given = state_dict.get(key)
+        if isinstance(given, Tensor) and given.dtype.itemsize < 4:  # of a model that was cast: too coarse
+            self.place(self.inv_freq.device)
 
     def forward(self, max_seq_len: int | Tensor, offset: int = 0) -> Tensor:
         if isinstance(max_seq_len, Tensor) and max_seq_len.ndim == 0 and max_seq_len.dtype in _LENGTHS:

@@ -3,6 +3,8 @@ loaded."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,17 @@ from fp8kit_torch.te_compat.module_state import Meta
 from fp8kit_torch.torch_compat import local_part, own_parameters, set_own_parameters
 from fp8kit_torch.views import as_view
 
+log = logging.getLogger("fp8kit")
 _MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
+
+
+@functools.cache
+def _say_replaced() -> None:
+    """Warn once that a parameter has taken another one's place."""
+    log.warning(
+        "a layer made within quantized_model_init holds weights in FP8 now that were put there in high "
+        "precision: whatever else has these parameters, an optimiser or a tied layer, has the former ones"
+    )
 
 
 class StatefulModule(FP8Layer, ParameterModule):
@@ -56,12 +68,15 @@ class StatefulModule(FP8Layer, ParameterModule):
         self._held = held_now() if self.holds else None
         self._hold()
 
-    def _hold(self) -> None:
+    def _hold(self, told: bool = False) -> None:
         """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they
-        are made."""
+        are made. ``told``: the log says that parameters have been replaced."""
         if self._held is None:
             return
-        weights, parts = self.weight_inputs(), layer_products(self._spec)
+        try:
+            weights, parts = self.weight_inputs(), layer_products(self._spec)
+        except AttributeError:  # a program has taken them out
+            return
         if len(weights) != len(self.gemms):
             got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
             wanted = (
@@ -70,10 +85,13 @@ class StatefulModule(FP8Layer, ParameterModule):
             raise UnsupportedError("quantized_model_init", "weights", got, wanted)
         names = {id(parameter): name for name, parameter in own_parameters(self).items()}
         for weight in weights.values():
-            if isinstance(local_part(weight), (QuantizedTensor, ShardedWeight)):
+            name = names.get(id(weight))  # none where something else stands for the parameter
+            if name is None or isinstance(local_part(weight), (QuantizedTensor, ShardedWeight)):
                 continue
             if not is_distributed(weight):
-                own_parameters(self)[names[id(weight)]] = self._held.parameter(weight)
+                own_parameters(self)[name] = self._held.parameter(weight)
+                if told and not weight.is_meta:
+                    _say_replaced()
             elif not weight.is_meta:
                 got = "parts of a weight that fully_shard got without its scales"
                 wanted = "scales of tensors or of blocks of 128, in a layer that was made within"
@@ -117,8 +135,9 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = own_parameters(self)
-        held = {name for name, p in whole.items() if isinstance(p, (QuantizedTensor, ShardedWeight))}
-        whole = {name: _plain(p) if isinstance(p, ShardedWeight) else p for name, p in whole.items()}
+        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and p.is_meta}
+        held = shells | {name for name, p in whole.items() if isinstance(p, QuantizedTensor)}
+        whole = {name: _plain(p) if name in shells else p for name, p in whole.items()}
         plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
         set_own_parameters(self, plain)
         try:
@@ -142,7 +161,7 @@ class StatefulModule(FP8Layer, ParameterModule):
         self._forget()
         # with ``preserve``, weights of ``to_empty`` are plain until their values are loaded
         if self._held is not None and not (self._held.preserve or any(map(is_distributed, whole.values()))):
-            self._hold()
+            self._hold(told=not shells)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,13 +220,16 @@ class StatefulModule(FP8Layer, ParameterModule):
         if key in missing_keys:  # weights of a model that was never in FP8
             missing_keys.remove(key)
         self._weights = None
-        self._hold()
+        self._hold(told=True)
 
 
 def _plain(parameter: Parameter) -> Parameter:
     """New memory for a parameter, held in no special way."""
     fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return Parameter(fresh, parameter.requires_grad)
+    made = Parameter(fresh, parameter.requires_grad)
+    if isinstance(parameter, ShardedWeight):  # which has no attributes of its own kind among them
+        vars(made).update(vars(parameter))
+    return made
 
 
 @constant_result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.arrays import ArrayView
@@ -29,30 +29,18 @@ _SAME = {
 }
 
 
-class _Caches(MutableMapping[int, tuple[Any, Any]]):
+class _Caches(dict[int, tuple[Any, Any]]):
     """What ``CacheManager.cache`` says. Keys and values that are put there are written into the caches."""
 
     def __init__(self, params: InferenceParams) -> None:
+        super().__init__({number: (own.k, own.v) for number, own in params._caches.items()})
         self._params = params
-
-    def __getitem__(self, number: int) -> tuple[Any, Any]:
-        own = self._params._caches[number]
-        return own.k, own.v
 
     def __setitem__(self, number: int, pair: tuple[Any, Any]) -> None:
         self._params.overwrite(number, *pair)
 
     def __delitem__(self, number: int) -> None:
         raise UnsupportedError("CacheManager.cache", "layer_number", f"del {number}", "reset() of all layers")
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._params._caches)
-
-    def __len__(self) -> int:
-        return len(self._params._caches)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 class CacheManager:
@@ -136,7 +124,7 @@ class CacheManager:
         return params.whole(layer_number)
 
     @property
-    def cache(self) -> MutableMapping[int, tuple[Any, Any]]:
+    def cache(self) -> dict[int, tuple[Any, Any]]:
         """Layer number -> its keys h (pages, page size, g, d) and values (..., d_v). A pair that is put there
         is written over the layer's first pages, as a search with beams does between steps: ``cache[1] = k,
         v``, of as many pages or fewer. ShapeError, FormatError or ArgumentError for what does not fit."""

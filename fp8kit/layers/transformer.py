@@ -349,7 +349,8 @@ class TransformerLayer(AttentionBase):
             source = self.as_input("encoder_output", source, self.hidden_size, form)
         given, shared = own, inter is not None and form == "thd"
         if inter is not None and not shared and enc_dec_attn_mask is None:
-            shared = "padding" in (enc_dec_attn_mask_type or inter.parts["core_attention"].attn_mask_type)
+            attends = getattr(inter, "parts", {}).get("core_attention")
+            shared = "padding" in str(enc_dec_attn_mask_type or getattr(attends, "attn_mask_type", None))
         if shared:
             own = {name: value for name, value in own.items() if name not in _SEQUENCES.values()}
             own |= {kv: own[q] for q, kv in _SEQUENCES.items() if q in own}

@@ -120,12 +120,15 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> QuantizedTensor:
-        """Zeros of that shape, cast. ``pin_memory``: False only."""
+        """Zeros of that shape, cast by this process alone. ``pin_memory``: False only."""
         if pin_memory:
             raise UnsupportedError(type(self).__name__, "pin_memory", True, "False")
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-        made = self.quantize_impl(torch.zeros(tuple(shape), dtype=dtype, device=where))
-        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+        alone: Any = self.copy()
+        alone.with_amax_reduction = False
+        made = alone.quantize_impl(torch.zeros(tuple(shape), dtype=dtype, device=where))
+        made._quantizer = self
+        return made.requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Change what is asked for; None leaves it."""
@@ -236,29 +239,33 @@ class Float8CurrentScalingQuantizer(_OneScale):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = type(self).__name__
-        group = amax_reduction_group
-        if group is None and with_amax_reduction and dist.is_initialized():
-            group = dist.group.WORLD
-        ranks = ranks_of(name, "amax_reduction_group", group)
-        self._ranks = ranks if with_amax_reduction and ranks is not None and ranks.size > 1 else None
         self.use_existing_amax = flag(name, "use_existing_amax", use_existing_amax)
         self.dtype, self.force_pow_2_scales = of_format(format_of(name, fp8_dtype)), bool(force_pow_2_scales)
         self.amax_epsilon = number(name, "amax_epsilon", amax_epsilon)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self._reducing()
         where = torch.device("cpu") if device is None else checked_device(name, "device", device)
         self.amax = torch.zeros(1, device=where) if amax is None and use_existing_amax else amax
         if self.amax is not None:
             _want_one(name, "amax", self.amax)
         self.scale = scale
 
+    def _reducing(self) -> Any:
+        """The ranks whose largest amax counts, None for this one's; a program may change both attributes."""
+        group = self.amax_reduction_group
+        if group is None and self.with_amax_reduction and dist.is_initialized():
+            group = dist.group.WORLD
+        ranks = ranks_of(type(self).__name__, "amax_reduction_group", group)
+        return ranks if self.with_amax_reduction and ranks is not None and ranks.size > 1 else None
+
     def cast(self, values: Tensor) -> OperandTensor:
         if self.use_existing_amax:
             amax = self.amax.detach().to(values.device).view(1)
-        elif self._ranks is not None:
+        elif (ranks := self._reducing()) is not None:
             most = values.detach().abs().amax() if values.numel() else values.new_zeros(())
             amax = most.float().view(1)
             view = as_view(amax)
-            self._ranks.all_reduce(view, "max", stream_of(view.device), type(self).__name__)
+            ranks.all_reduce(view, "max", stream_of(view.device), type(self).__name__)
         else:
             return super().cast(values)
         scale, _ = scales_of(amax, self.rule(), values.dtype)

@@ -11,6 +11,7 @@ import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.module import _say_plain
+from fp8kit_torch.stateful import _say_replaced
 
 import fp8kit as fk
 from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError, UnsupportedError
@@ -519,3 +520,29 @@ def test_compiled_it_says_so(device):
     x = torch.randn(4, WIDTH, device=device)
     with pytest.raises(Exception, match="a weight of quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_weights_that_others_have_are_replaced_aloud(caplog):
+    """A tied layer, an optimiser; what no parameter of the layer's own stands for is left alone."""
+    _say_replaced.cache_clear()
+    held, _ = held_pair("Linear", "cpu", "current")
+    held.weight = torch.nn.Parameter(torch.zeros_like(held.weight.dequantize()))
+    held.load_state_dict(held.state_dict())
+    assert isinstance(held.weight, ft.QuantizedTensor)
+    assert "an optimiser or a tied layer" in caplog.text
+    weight = held.weight.dequantize()
+    del held.weight
+    held.to("cpu")
+    held.weight = weight
+    held.to("cpu")
+    assert held.weight is weight
+    del held.weight
+
+
+def test_memory_of_the_values_follows_their_dtype():
+    held, _ = held_pair("Linear", "cpu", "current")
+    state = held.state_dict()["weight"]
+    before = state.untyped_storage().nbytes()
+    state.data = state.to_dtype(torch.bfloat16)
+    assert state.dtype == torch.bfloat16
+    assert state.untyped_storage().nbytes() == before // 2

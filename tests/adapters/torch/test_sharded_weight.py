@@ -381,3 +381,17 @@ def test_calls_of_a_step(rule, one_process, monkeypatch):
         assert launched.count("quantize") == count
         taken.append(calls)
     assert (taken[1] - taken[0]) / 4 <= MOST_MORE[rule]
+
+
+def test_rows_keep_their_values_where_a_layer_moves(one_process):
+    """In a layer of any kind: a full state of one process is such rows."""
+    with ft.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = ft.Linear(32, 32, device="cpu")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    rows = layer.weight.to_local().detach()
+    assert isinstance(rows, sharded_weight.ShardedWeight)
+    plain = ft.Linear(32, 32, bias=False, device="cpu")
+    plain.load_state_dict({"weight": rows}, assign=True, strict=False)
+    plain.to(torch.bfloat16)
+    # bfloat16 has 8 bits
+    assert ((plain.weight.detach().float() - rows.float()).abs() <= 2.0**-8 * rows.abs()).all()

@@ -98,3 +98,18 @@ def test_the_old_autocast_is_compiled_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(x), layer(x))
+
+
+def test_angles_of_a_state_in_16_bits_are_made_anew():
+    made = ft.RotaryPositionEmbedding(8, device="cpu")
+    want = made.inv_freq.clone()
+    made.load_state_dict({"inv_freq": want.bfloat16()})
+    assert torch.equal(made.inv_freq, want)
+
+
+def test_what_wraps_a_core_attention_of_a_decoder_is_told():
+    layer = ft.TransformerLayer(32, 64, 4, layer_type="decoder", device="cpu")
+    layer.inter_attention.core_attention = torch.nn.Sequential(layer.inter_attention.core_attention)
+    x = torch.randn(4, 2, 32)
+    with pytest.raises(ArgumentError, match="core_attention"):
+        layer(x, encoder_output=x)

@@ -452,3 +452,11 @@ def test_a_sequence_compiles_as_one_graph():
         want, other = model(x, extra)
     same(y, want, "y")
     same(kept, other, "the extra output")
+
+
+def test_a_weight_that_something_else_stands_for():
+    made = ops.Linear(32, 16, bias=False, device="cpu")
+    x = torch.randn(4, 32)
+    want = made(x)
+    torch.nn.utils.parametrize.register_parametrization(made, "weight", torch.nn.Identity())
+    same(made(x), want, "result")
