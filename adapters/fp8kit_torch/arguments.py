@@ -43,6 +43,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
+def as_parameter(x: Tensor, parameter: Tensor) -> Tensor:
+    """``x``, cast to the parameter's dtype where both are floating and ``torch.autocast`` casts neither."""
+    other = x.dtype is not parameter.dtype and x.dtype in FLOATS and autocast_dtype(x) is None
+    return x.to(parameter.dtype) if other else x
+
+
 def has_foreign_code(module: torch.nn.Module) -> bool:
     """Whether a call of ``module`` may begin with somebody else's code, which may supply its parameters
     (``fully_shard``, offloading)."""

@@ -11,13 +11,13 @@ from torch import Tensor
 from fp8kit.arguments import choice, flag
 from fp8kit.errors import ShapeError
 from fp8kit_torch import grouped_linear, linear
+from fp8kit_torch.arguments import as_parameter
 from fp8kit_torch.checks import CONSTRUCTED, check, shown
 from fp8kit_torch.fusible_ranks import tensor_ranks
 from fp8kit_torch.fusion import BasicOperation, FusibleOperation
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
-from fp8kit_torch.torch_compat import any_autocast, own_parameters
-from fp8kit_torch.views import FLOATS
+from fp8kit_torch.torch_compat import own_parameters
 
 
 def _start(weight: Tensor) -> None:
@@ -34,9 +34,7 @@ class CastsInput:
         if argument != "inp" or not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
             return x
         # none where something else stands for the weight
-        own = next((each for each in own_parameters(self).values() if each is not None), x)
-        other = x.dtype is not own.dtype and x.dtype in FLOATS and not any_autocast()
-        return x.to(own.dtype) if other else x
+        return as_parameter(x, next((each for each in own_parameters(self).values() if each is not None), x))
 
 
 class _Products(CastsInput, FusibleOperation):

@@ -7,13 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from fp8kit import layers
-from fp8kit_torch.arguments import autocast_dtype
+from fp8kit_torch.arguments import as_parameter
 from fp8kit_torch.distributed_weights import is_distributed, rows_in_parts
 from fp8kit_torch.fusion import FusibleOperation
 from fp8kit_torch.layer import TorchLayer
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.torch_compat import own_parameters, set_own_parameters
-from fp8kit_torch.views import FLOATS
 
 
 class _Norm(layers.norm.Norm, ParameterModule):
@@ -23,15 +22,11 @@ class _Norm(layers.norm.Norm, ParameterModule):
         """See ``fp8kit.layers.norm.Norm``; outside of ``torch.autocast`` an input of another dtype is cast to
         the parameters', as in Transformer Engine."""
         weight = self.weight
-        if getattr(inp, "dtype", weight.dtype) is not weight.dtype:
-            inp = self._as_parameters(inp)
+        if isinstance(inp, Tensor):
+            inp = as_parameter(inp, weight)
         if not is_distributed(weight):
             return super().forward(inp)
         return rows_in_parts(self._of_rows, inp, weight, self.bias)
-
-    def _as_parameters(self, inp: Any) -> Any:
-        known = isinstance(inp, Tensor) and inp.dtype in FLOATS and autocast_dtype(inp) is None
-        return inp.to(self.weight.dtype) if known else inp
 
     def _of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         whole = own_parameters(self)

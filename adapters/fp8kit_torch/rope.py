@@ -27,16 +27,9 @@ class RotaryPositionEmbedding(rope.RotaryPositionEmbedding, TorchLayer):
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
         self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *rest: Any,
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        _, _, missing_keys, _, _ = rest
         if (key := f"{prefix}inv_freq") in missing_keys:  # the constructor says it
             missing_keys.remove(key)
         given = state_dict.get(key)
