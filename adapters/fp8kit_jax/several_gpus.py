@@ -1,5 +1,5 @@
-"""Several GPUs in a process: which calls wait for their GPU, and what becomes of such a wait when a call on
-another GPU fails.
+"""Several GPUs in a process: which calls wait for their GPU, what becomes of such a wait when a call on
+another GPU fails, and when garbage is collected.
 
 The GPUs' threads share the interpreter, so none may keep it while its GPU waits for another one's thread.
 cuDNN's frontend keeps it when it makes a handle, when it first runs a plan, and when a GPU's queue of
@@ -12,17 +12,23 @@ nor where each program of it is one GPU's.
 A call that fails on one GPU never comes to the collective at which another one waits, and nothing ends that
 wait: neither CUDA nor XLA, which tells of the failure only when every GPU's thread is back. So a process ends
 that waits so, within the program or at its own end, and says which call failed and how.
+
+Garbage may hold a compiled program. To unload it waits for every GPU that has it, also for one that stands at
+a collective and waits for the very thread that collects. So no garbage is collected within a call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -33,6 +39,7 @@ log = logging.getLogger("fp8kit")
 
 LIMIT = 30.0  # seconds that a GPU may still work after a call on another one has failed
 _LOOK = 0.2  # seconds between two looks
+_HANDLERS = "fp8kit_jax.calls"  # the module whose functions XLA calls
 
 # GPUs that this process lowers programs for, or runs some on
 _used: set[int] = set()
@@ -49,14 +56,32 @@ def note_devices(platform: str) -> None:
     it."""
     if platform == "cuda":
         with contextlib.suppress(RuntimeError):  # exported where there is none
-            _used.update(device.local_hardware_id for device in jax.local_devices(backend="gpu"))
+            _use(device.local_hardware_id for device in jax.local_devices(backend="gpu"))
 
 
 def several(device: Device) -> bool:
     """Whether several GPUs run programs of this process, ``device`` among them. What was compiled elsewhere
     is known by its calls."""
-    _used.add(device.index)
+    if device.index not in _used:
+        _use((device.index,))
     return len(_used) > 1
+
+
+def _use(gpus: Iterable[int]) -> None:
+    _used.update(gpus)
+    if len(_used) > 1 and postpone not in gc.callbacks:
+        gc.callbacks.append(postpone)
+
+
+def postpone(phase: str, info: Any) -> None:
+    """A callback of the garbage collector. Within a call on a thread of XLA's own it hides all objects from
+    the collector, so that nothing is freed; a later collection of another thread frees it. By then XLA is
+    done with the calls of that thread's programs, and a wait for a GPU ends."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_globals["__name__"] in (__name__, _HANDLERS):
+        (gc.freeze if phase == "start" else gc.unfreeze)()
 
 
 def wait(device: Device, stream: int) -> None:

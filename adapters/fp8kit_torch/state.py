@@ -199,12 +199,15 @@ class _BackwardEnd(int):
         del _RECORDED[self]
 
     def __del__(self) -> None:
-        for _, states in _RECORDED.pop(self, _NOTHING).values():
-            for state in states:
-                if state.scale.is_cuda:
-                    # what failed may still be running, on any stream
-                    torch.cuda.synchronize(state.scale.device)
-                state.drop()
+        try:
+            for _, states in _RECORDED.get(self, _NOTHING).values():
+                for state in states:
+                    if state.scale.is_cuda:
+                        # what failed may still be running, on any stream
+                        torch.cuda.synchronize(state.scale.device)
+                    state.drop()
+        finally:  # once they are dropped: whoever waits for that looks here
+            _RECORDED.pop(self, None)
 
 
 def open_backward() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from unittest import mock
 
 import fp8kit_jax as fj
@@ -18,9 +19,9 @@ from fp8kit.arrays import CPU, Device
 MOST = 40.0  # seconds, beside those that the device is late
 
 
-def check(devices, rows, layers, seconds):
+def check(devices, rows, layers, seconds, within=lambda: None):
     """A program of so many attentions over ``rows`` positions runs twice on two devices. The second time one
-    of them comes ``seconds`` late to the collective that all attentions stand behind.
+    of them comes ``seconds`` late to the collective that all attentions stand behind, and calls ``within``.
 
     XLA may sum a mean in another order each time, so that some factors and products round to a neighbour in
     bfloat16, 2^-8 apart; attention, which averages, does not make that more."""
@@ -29,6 +30,7 @@ def check(devices, rows, layers, seconds):
     def late(self, pointers, stream):
         if self.device == second and self.operation.name == "norm" and not slept:
             slept.append(time.sleep(seconds))
+            within()
         run(self, pointers, stream)
 
     def local(x):
@@ -52,3 +54,19 @@ def check(devices, rows, layers, seconds):
     assert slept
     assert time.monotonic() - started < seconds + MOST
     assert np.linalg.norm(got - want) <= 2**-7 * np.linalg.norm(want)
+
+
+def garbage(devices):
+    """Leave a cycle that holds a compiled program of those devices; returns a weak reference to it."""
+
+    def local(x):
+        return fj.l2norm(x) * jax.lax.pmean(x, "both")
+
+    split = P("both")
+    mesh = Mesh(np.array(devices), ("both",))
+    x = jax.device_put(jnp.ones((2, 64), jnp.bfloat16), NamedSharding(mesh, split))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)).lower(x).compile()
+    jax.block_until_ready(step(x))
+    cycle = [step]
+    cycle.append(cycle)
+    return weakref.ref(step)

@@ -4,6 +4,7 @@ call that fails."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -294,3 +295,23 @@ def test_only_the_wait_for_the_gpus_has_a_limit(monkeypatch):
 def test_a_device_that_is_far_ahead():
     """The program that two GPUs run for this (``test_two_gpus.py``), on the CPU."""
     ahead.check(jax.devices("cpu")[:2], rows=16, layers=8, seconds=0.2)
+
+
+def test_no_garbage_is_collected_within_a_call():
+    """On the CPU, whose programs wait for none, so that it can be seen."""
+    devices, found = jax.devices("cpu")[:2], []
+    held = ahead.garbage(devices)
+
+    def within():
+        gc.collect()
+        found.append(held() is not None)
+
+    gc.callbacks.append(several_gpus.postpone)
+    try:
+        ahead.check(devices, rows=16, layers=2, seconds=0, within=within)
+    finally:
+        gc.callbacks.remove(several_gpus.postpone)
+    assert set(found) == {True}  # either device's thread may be the late one, or both
+    gc.collect()
+    assert held() is None
+    assert not gc.get_freeze_count()

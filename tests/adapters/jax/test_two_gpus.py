@@ -9,6 +9,7 @@ that is allowed. One element may be off by more, where a large one of y meets a 
 
 from __future__ import annotations
 
+import gc
 import time
 
 import fp8kit_jax as fj
@@ -185,6 +186,16 @@ def test_a_gpu_that_is_thousands_of_launches_ahead(rows, monkeypatch):
     before = cudnn_plans.launches[0]
     ahead.check(jax.devices("gpu")[:2], rows, layers=1000, seconds=5)
     assert (cudnn_plans.launches[0] - before >= 2000) == (rows == 4096)
+
+
+def test_garbage_within_a_call():
+    """It holds a program of both GPUs. To unload that waits for both, and one of them stands at a collective
+    and waits for the other's thread, which collects garbage."""
+    devices = jax.devices("gpu")[:2]
+    held = ahead.garbage(devices)
+    ahead.check(devices, rows=64, layers=2, seconds=1, within=gc.collect)
+    gc.collect()
+    assert held() is None
 
 
 def test_both_gpus_at_once():
