@@ -258,9 +258,10 @@ def _finish(process: int) -> None:
 
 def _wait_for_results(client: Any) -> None:
     """Wait for results that are still held on a client, and for a last call on each of its devices, which may
-    be none of a mesh that the program has set."""
+    be none of a mesh that the program has set. That call's results are integers: they hold anything, and
+    jax_debug_nans looks at floats."""
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-        last = [_last(jax.device_put(np.zeros(1, np.float32), device)) for device in client.local_devices()]
+        last = [_last(jax.device_put(np.zeros(1, np.int32), device)) for device in client.local_devices()]
     for array in (*last, *client.live_arrays()):
         # deleted meanwhile, or the result of a failed call, which the user has heard of
         with contextlib.suppress(RuntimeError, ValueError):
