@@ -12,7 +12,7 @@ from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, 
 from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.layers.arguments import CONSTRUCTED, parameter_dtype, probability, size
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
-from fp8kit_jax.activations import ACTIVATION_TYPES
+from fp8kit_jax.activations import ACTIVATION_TYPES, FUNCTIONS, words_of
 
 ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
 
@@ -51,10 +51,11 @@ def dtype(operation: str, name: str, value: Any) -> None:
 
 
 def activations(operation: str, name: str, value: Any) -> None:
-    """A key of ``ACTIVATION_TYPES``, or a list of its words."""
-    words = isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
-    if not words or tuple(value) not in ACTIVATION_TYPES:
-        raise ArgumentError(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
+    """A key of ``ACTIVATION_TYPES``, or a list of its words, or words of ``FUNCTIONS``."""
+    words = words_of(value)
+    if not words or (words not in ACTIVATION_TYPES and not set(words) <= set(FUNCTIONS)):
+        known = f"one of {', '.join(map(str, ACTIVATION_TYPES))}, or several of {', '.join(FUNCTIONS)}"
+        raise ArgumentError(operation, name, shown(value), known)
 
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm

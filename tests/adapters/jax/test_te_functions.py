@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from fp8kit_jax import flax as modules
 from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
@@ -274,6 +275,28 @@ def test_norms_come_along_unless_they_are_not_wanted():
         same_bits((y, normed), jax.jit(own.apply)(variables, x)[:2])
         assert module.clone(return_layernorm_output=False).apply(variables, x)[1] is None
         assert module.init_with_output(key, x)[1].keys() == own.init(key, x).keys()
+
+
+def test_parts_of_layers_are_instances():
+    """Of Transformer Engine's classes, by which programs choose them."""
+    seen = []
+
+    def look(call, args, options, context):
+        seen.extend(kind for kind in kinds if isinstance(context.module, kind))
+        return call(*args, **options)
+
+    kinds = te_modules.LayerNormDenseGeneral, te_modules.LayerNormMLP
+    layer = modules.TransformerLayer(16, 32, 2, enable_relative_embedding=False)
+    with nn.intercept_methods(look):
+        layer.init(jax.random.key(0), draw(0, 1, 4, 16), deterministic=True)
+    assert seen == list(kinds)
+
+    class Mine(te_modules.LayerNormMLP):
+        pass
+
+    assert isinstance(Mine(), te_modules.LayerNormMLP)
+    assert not isinstance(te_modules.LayerNormMLP(), Mine)
+    assert not isinstance(modules.LayerNormMLP(), Mine)
 
 
 def test_functions_as_modules():
