@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import flag
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit_torch.checks import CALLED, check, of_one
 from fp8kit_torch.functional import cross_entropy
@@ -22,6 +23,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
+    overwrite_input: bool = False,
     _input: Tensor | None = None,
 ) -> Tensor:
     """The loss of each token, float32 of ``target``'s shape, or with ``reduce_loss`` their mean over what is
@@ -36,6 +38,7 @@ def parallel_cross_entropy(
     * ``dist_process_group``: None or a group of one process; logits split over several are a
       NotImplementedError.
     * ``is_cg_capturable``: nothing here waits for the device, so it has nothing to change.
+    * ``overwrite_input``: allows backward to write over ``inp``, which must be contiguous then; nothing does.
 
     Raises ShapeError, FormatError, ArgumentError and BackendError.
     """
@@ -56,6 +59,9 @@ def parallel_cross_entropy(
         raise ShapeError(
             op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"
         )
+    if flag(op, "overwrite_input", overwrite_input) and not inp.is_contiguous():
+        wanted = "contiguous logits, with overwrite_input"
+        raise ShapeError(op, "inp", f"strides {tuple(inp.stride())}", wanted)
     targets = target.reshape(inp.shape[:-1])
     loss = cross_entropy(
         inp, targets, "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx)

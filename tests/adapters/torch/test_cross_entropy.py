@@ -46,6 +46,17 @@ def test_old_names_other_layouts_and_refusals():
         old = parallel_cross_entropy(target=target, _input=x)
     assert torch.equal(old, parallel_cross_entropy(x, target))
     assert torch.equal(parallel_cross_entropy(x.transpose(0, 1), target.t()), old.t())
+    kept, leaf = x.clone(), x.clone().requires_grad_()
+    for overwrite in (False, True):
+        loss = parallel_cross_entropy(leaf, target, reduce_loss=True, overwrite_input=overwrite)
+        loss.backward()
+    assert torch.equal(leaf.detach(), kept)
+    alone = torch.autograd.grad(parallel_cross_entropy(leaf, target, reduce_loss=True), leaf)[0]
+    assert torch.equal(leaf.grad, 2 * alone)
+    with pytest.raises(ShapeError, match="inp: got strides"):
+        parallel_cross_entropy(x.transpose(0, 1), target.t(), overwrite_input=True)
+    with pytest.raises(Fp8kitError, match="overwrite_input: got 'yes'"):
+        parallel_cross_entropy(x, target, overwrite_input="yes")
     with pytest.raises(ShapeError, match="target"):
         parallel_cross_entropy(x, target[1:])
     with pytest.raises(Fp8kitError, match="label_smoothing"):
