@@ -51,13 +51,13 @@ def activation(
     act_params: Mapping[str, float] | None = None,
     alphas: Sequence[Any] | None = None,
 ) -> Any:
-    """The activation of x, or the product of two.
+    """The activation of x, or the product of several.
 
     * ``x``: h (..., a, F) with a = len(activation_type). ``activation_type``: ("gelu",), ("silu", "linear")
       (SwiGLU) or another key of ``ACTIVATION_TYPES``; formulas in ``fp8kit.backends.activation``. Or any
-      number of names of ``FUNCTIONS``, whose values are multiplied, in float32. Names may have either case,
-      "swish" is "silu", and where "linear" comes first the order is turned round, x's parts keep theirs: as
-      in Transformer Engine.
+      number of names of ``FUNCTIONS``, whose values are multiplied, in float32. As in Transformer Engine,
+      names may have either case, "swish" is "silu", and names that begin with "linear" are read from the last
+      to the first: that one is of x's first part.
     * ``act_params``: of ("clamped_silu", "clamped_linear"), a mapping of "limit", "alpha",
       "glu_linear_offset"; of ("xielu",), of "beta", "eps"; None: the defaults.
     * ``alphas``: of ("xielu",) alone, its learned numbers alpha_p and alpha_n, h (1,) each;

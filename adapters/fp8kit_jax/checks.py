@@ -50,12 +50,17 @@ def dtype(operation: str, name: str, value: Any) -> None:
     parameter_dtype(operation, name, known)
 
 
-def activations(operation: str, name: str, value: Any) -> None:
-    """A key of ``ACTIVATION_TYPES``, or a list of its words, or words of ``FUNCTIONS``."""
-    words = words_of(value)
-    if not words or (words not in ACTIVATION_TYPES and not set(words) <= set(FUNCTIONS)):
-        known = f"one of {', '.join(map(str, ACTIVATION_TYPES))}, or several of {', '.join(FUNCTIONS)}"
-        raise ArgumentError(operation, name, shown(value), known)
+def activations(others: tuple[str, ...]) -> Rule:
+    """Returns a key of ``ACTIVATION_TYPES``, or a list of its words, or any number of ``others``."""
+
+    def words(operation: str, name: str, value: Any) -> None:
+        found = words_of(value)
+        if not found or (found not in ACTIVATION_TYPES and not set(found) <= set(others)):
+            known = f"one of {', '.join(map(str, ACTIVATION_TYPES))}"
+            more = f", or several of {', '.join(others)}" if others else ""
+            raise ArgumentError(operation, name, shown(value), known + more)
+
+    return words
 
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
@@ -78,7 +83,7 @@ RULES: dict[str, Rule] = {
     ),
     **named(within(0, 2**31 - 1), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "intermediate_dropout_rate intermediate_dropout drop_path rate"),
-    **named(activations, "activations mlp_activations"),
+    **named(activations(FUNCTIONS), "activations mlp_activations"),
     **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
     **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
     **named(optional(factor), "low_rank_adaptation_alpha depth_scaling scale_factor"),
@@ -93,5 +98,6 @@ RULES: dict[str, Rule] = {
     "layernorm_type": one("layernorm", "rmsnorm"),
     "softmax_type": one(*SOFTMAX_TYPES, "off_by_one"),
 }
-GROUPED = RULES | {"experts": size, "features": size}  # of experts, whose features are one number
+# of experts, whose features are one number, and whose activations one kernel makes
+GROUPED = RULES | {"experts": size, "features": size, "activations": activations(())}
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype

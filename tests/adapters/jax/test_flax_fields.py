@@ -118,7 +118,7 @@ def test_activations_of_flax():
     for name in ("tanhh", "shift", 3):
         with pytest.raises(Fp8kitError, match="LayerNormMLP: activations: got"):
             module.clone(activations=("linear", name)).init(jax.random.key(0), X)
-    with pytest.raises(Fp8kitError, match="GroupedMLP: activation_type: got"):
+    with pytest.raises(Fp8kitError, match="GroupedMLP: activations: got"):
         modules.GroupedMLP(2, 48, ("tanh",)).init(jax.random.key(0), X[0], jnp.array([8, 8]))
     layer = modules.TransformerLayer(
         32, 48, 4, mlp_activations=("silu", "tanh"), hidden_dropout=0.0, attention_dropout=0.0
