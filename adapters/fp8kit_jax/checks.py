@@ -12,7 +12,7 @@ from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, 
 from fp8kit.errors import ArgumentError, FormatError
 from fp8kit.layers.arguments import CONSTRUCTED, parameter_dtype, probability, size
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
-from fp8kit_jax.activations import ACTIVATION_TYPES
+from fp8kit_jax.activations import ACTIVATION_TYPES, FUNCTIONS, words_of
 
 ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
 
@@ -50,11 +50,17 @@ def dtype(operation: str, name: str, value: Any) -> None:
     parameter_dtype(operation, name, known)
 
 
-def activations(operation: str, name: str, value: Any) -> None:
-    """A key of ``ACTIVATION_TYPES``, or a list of its words."""
-    words = isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
-    if not words or tuple(value) not in ACTIVATION_TYPES:
-        raise ArgumentError(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}")
+def activations(others: tuple[str, ...]) -> Rule:
+    """Returns a key of ``ACTIVATION_TYPES``, or a list of its words, or any number of ``others``."""
+
+    def words(operation: str, name: str, value: Any) -> None:
+        found = words_of(value)
+        if not found or (found not in ACTIVATION_TYPES and not set(found) <= set(others)):
+            known = f"one of {', '.join(map(str, ACTIVATION_TYPES))}"
+            more = f", or several of {', '.join(others)}" if others else ""
+            raise ArgumentError(operation, name, shown(value), known + more)
+
+    return words
 
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
@@ -77,7 +83,7 @@ RULES: dict[str, Rule] = {
     ),
     **named(within(0, 2**31 - 1), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "intermediate_dropout_rate intermediate_dropout drop_path rate"),
-    **named(activations, "activations mlp_activations"),
+    **named(activations(FUNCTIONS), "activations mlp_activations"),
     **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
     **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
     **named(optional(factor), "low_rank_adaptation_alpha depth_scaling scale_factor"),
@@ -92,5 +98,6 @@ RULES: dict[str, Rule] = {
     "layernorm_type": one("layernorm", "rmsnorm"),
     "softmax_type": one(*SOFTMAX_TYPES, "off_by_one"),
 }
-GROUPED = RULES | {"experts": size, "features": size}  # of experts, whose features are one number
+# of experts, whose features are one number, and whose activations one kernel makes
+GROUPED = RULES | {"experts": size, "features": size, "activations": activations(())}
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype

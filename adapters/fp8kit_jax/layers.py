@@ -25,7 +25,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.product_quantized import ALIGN, pad
 from fp8kit.ops.smooth import LINES
 from fp8kit.spec import Operation
-from fp8kit_jax.activations import activation_of, alphas_of
+from fp8kit_jax.activations import activation, activation_of, alphas_of, composed_of
 from fp8kit_jax.arguments import as_array, as_number, as_rows, check_fused, in_dtype_of
 from fp8kit_jax.calls import default_device
 from fp8kit_jax.inspection import watched
@@ -188,7 +188,8 @@ def layernorm_mlp(
     *,
     name: str | None = None,
 ) -> Any:
-    """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
+    """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation, or in three where the activation is
+    made of ``activations.FUNCTIONS``.
 
     * ``x``: h (..., H). ``gamma``, ``beta``: both None leave the norm out. ``kernels``: h (H, a, F) and (F,
       H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
@@ -217,10 +218,12 @@ def layernorm_mlp(
             raise ShapeError(op, argument, shown(pair), "two, one for each product")
     k1, k2 = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels))
     gamma, beta, k1, k2, b1, b2 = in_dtype_of(x, gamma, beta, k1, k2, *biases)
-    act, numbers = activation_of(op, activation_type, activation_params)
-    learned = alphas_of(op, act, alphas, x)
+    composed = composed_of(op, activation_type, activation_params, alphas=alphas)
+    if not composed:
+        act, numbers = activation_of(op, activation_type, activation_params)
+        learned = alphas_of(op, act, alphas, x)
     smooth = "" if smooth_swiglu is None else choice(op, "smooth_swiglu", smooth_swiglu, LINES)
-    if smooth and not ALL[act].linear:
+    if smooth and (composed or not ALL[act].linear):
         raise ArgumentError(op, "smooth_swiglu", repr(smooth), f"None with {tuple(activation_type)}")
     if (b1 is None) != (b2 is None):
         raise ShapeError(op, "biases", "one", "two or none")
@@ -236,6 +239,20 @@ def layernorm_mlp(
     )
     if first.recipe != second.recipe:
         raise FormatError(op, "quantizer_sets", "two recipes", "the same recipe for both")
+    if composed:
+        kept = {"normed": x, "residual": x}
+        if gamma is None and beta is None:
+            h = dense(x, k1, b1, ((-1,), (0 if io else 2,)), first)
+        else:
+            norm_of = gamma, beta, b1, norm_type, zero_centered_gamma, epsilon, first
+            h, *more = layernorm_dense(x, k1, *norm_of, "normed" in beside, kernel_layout, True)
+            kept = dict(zip(("residual", "normed"), more[::-1], strict=False))
+        last = ((-1,), (0 if io else 1,)), second, deferred
+        added = kept["residual"] if fused else None
+        out = dense(activation(h, activation_type), k2, b2, *last, residual=added)
+        y, *bias = out if deferred else (out,)
+        more = [*(kept[name] for name in beside), *bias]
+        return (y, *more) if more else y
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2, "fc2_", deferred)
     if gamma is None and beta is None:

@@ -7,10 +7,31 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from fp8kit.arguments import flag
 from fp8kit.errors import FormatError, ShapeError
+from fp8kit.ops.cross_entropy import cross_entropy as cross_entropy_op
+from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import CALLED, check, of_one
 from fp8kit_torch.functional import cross_entropy
+from fp8kit_torch.specs import spec_for
+
+
+class _Overwritten:
+    """Where the gradient goes, as ``MainGrads`` says it: into the logits' own memory."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def buffers(self, needs: tuple[str, ...]) -> dict[str, Tensor]:
+        """The logits."""
+        return {"logits": self.logits}
+
+    def placeholder(self, name: str, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient; who would read the logits once more is told by their version."""
+        increment_version(buffer)
+        return buffer
 
 
 def parallel_cross_entropy(
@@ -22,6 +43,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
+    overwrite_input: bool = False,
     _input: Tensor | None = None,
 ) -> Tensor:
     """The loss of each token, float32 of ``target``'s shape, or with ``reduce_loss`` their mean over what is
@@ -36,6 +58,9 @@ def parallel_cross_entropy(
     * ``dist_process_group``: None or a group of one process; logits split over several are a
       NotImplementedError.
     * ``is_cg_capturable``: nothing here waits for the device, so it has nothing to change.
+    * ``overwrite_input``: backward writes the gradient over ``inp``, which must be contiguous and not be read
+      afterwards; a second pass is torch's RuntimeError. Within ``torch.compile`` the gradient has memory of
+      its own.
 
     Raises ShapeError, FormatError, ArgumentError and BackendError.
     """
@@ -56,10 +81,17 @@ def parallel_cross_entropy(
         raise ShapeError(
             op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"
         )
+    if flag(op, "overwrite_input", overwrite_input) and not inp.is_contiguous():
+        wanted = "contiguous logits, with overwrite_input"
+        raise ShapeError(op, "inp", f"strides {tuple(inp.stride())}", wanted)
     targets = target.reshape(inp.shape[:-1])
-    loss = cross_entropy(
-        inp, targets, "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx)
-    )
+    how = "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx)
+    if overwrite_input and not torch.compiler.is_compiling():
+        spec = spec_for("CrossEntropySpec", inp.shape[-1], *how)
+        prepared = prepare(cross_entropy_op, spec, {"logits": inp, "targets": targets})
+        loss = run(*prepared, main=_Overwritten(inp.detach()))["loss"]  # type: ignore[arg-type]
+    else:
+        loss = cross_entropy(inp, targets, *how)
     return loss.reshape(()) if reduce_loss else loss.reshape(target.shape)
 
 

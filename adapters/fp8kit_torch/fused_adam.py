@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fp8kit.arguments import choice, flag, shown
 from fp8kit.backends import dispatch
@@ -271,10 +272,22 @@ class FusedAdam(Fused):
         elif group["params"]:  # also where no parameter has a gradient
             self._count(group)
         for device, entries in taking.items():
-            self._update(group, device, entries)
-            if (scale := getattr(self, "grad_scale", None)) is not None:
-                grads = [stored.local(getattr(param, self.grad_name)) for param, *_ in entries]
-                torch._foreach_mul_(grads, (1.0 / scale.double()).to(device, torch.float32).reshape(()))
+            by = self._inverse(device)
+            self._update(group, device, entries, by)
+            if by is not None:
+                where = as_view(by).device
+                grads = [as_view(grad) for *_, grad in entries]
+                dispatch.kernels(where).scale_(grads, as_view(by), None, stream_of(where))
+                for param, _, grad in entries:
+                    own = stored.local(getattr(param, self.grad_name))
+                    increment_version(own)
+                    if own.data_ptr() != grad.data_ptr():  # it was not contiguous
+                        own.copy_(grad)
+
+    def _inverse(self, device: torch.device) -> Tensor | None:
+        """1 / GradScaler's factor, float32 (1,); None without one."""
+        scale = getattr(self, "grad_scale", None)
+        return None if scale is None else (1.0 / scale.double()).to(device, torch.float32).reshape(1)
 
     def _count(self, group: dict[str, Any]) -> None:
         """Count a step of a group on its device, unless GradScaler has found Inf or NaN."""
@@ -285,9 +298,10 @@ class FusedAdam(Fused):
         where = as_view(group["step"])
         dispatch.kernels(where.device).count_(where, optional_view(skip), stream_of(where.device))
 
-    def _update(self, group: dict[str, Any], device: torch.device, entries: list[Entry]) -> None:
-        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))  # GradScaler's
-        by = None if scale is None else (1.0 / scale.double()).to(device, torch.float32).reshape(1)
+    def _update(
+        self, group: dict[str, Any], device: torch.device, entries: list[Entry], by: Tensor | None
+    ) -> None:
+        found = getattr(self, "found_inf", None)  # GradScaler's
         skip = None if found is None else found.to(device, torch.float32).reshape(1)
         step: Any = group.get("step")
         for param, *_ in entries:

@@ -16,6 +16,7 @@ from fp8kit_torch.checks import CONSTRUCTED, check, shown
 from fp8kit_torch.fusible_ranks import tensor_ranks
 from fp8kit_torch.fusion import BasicOperation, FusibleOperation
 from fp8kit_torch.quantized_tensor import QuantizedTensor
+from fp8kit_torch.te_compat.functional_linear import functional_backward, functional_forward
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
 from fp8kit_torch.torch_compat import own_parameters
 
@@ -54,6 +55,10 @@ class Linear(_Products, linear.Linear):
     ``get_rng_state_tracker``; ``tensor_parallel_mode``, ``tensor_parallel_group`` (None: all processes) and
     ``sequence_parallel``: its ``parallel_mode``, ``tp_group`` and ``sequence_parallel``."""
 
+    tensor_parallel_mode = property(lambda self: self.parallel_mode)
+    tensor_parallel_group = property(lambda self: self.tp_group)
+    tensor_parallel_size = property(lambda self: self.tp_size)
+
     def __init__(
         self,
         in_features: int,
@@ -90,6 +95,9 @@ class Linear(_Products, linear.Linear):
 class BasicLinear(Linear):
     """y = x W^T. Arguments as ``Linear``; ``userbuffers_options``: accepted, communication that overlaps
     products is that of several processes."""
+
+    _functional_forward = staticmethod(functional_forward)
+    _functional_backward = staticmethod(functional_backward)
 
     def __init__(
         self,

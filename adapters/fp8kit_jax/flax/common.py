@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.arguments import Rule, check, shown
-from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit.recipe import Recipe
-from fp8kit_jax.activations import activation_of
+from fp8kit_jax.activations import learned_of
 from fp8kit_jax.arguments import as_array, check_fused
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import NO_NORM, fan_in, residual_sum
@@ -295,10 +294,10 @@ def bias_parameter(module: Any, name: str, axes: tuple[Any, ...], shape: tuple[i
 
 def alpha_parameters(module: Any, activations: tuple[str, ...], dtype: Any) -> list[Any]:
     """Returns the learned numbers ``alpha_p`` and ``alpha_n`` of an activation, none of one that has none."""
-    name, _ = activation_of(type(module).__name__, activations, None)
+    learned = learned_of(type(module).__name__, activations)
     return [
         parameter(module, key, nn.initializers.constant(start), (), (1,), dtype)
-        for key, start in ALL[name].learned.items()
+        for key, start in learned.items()
     ]
 
 

@@ -325,7 +325,7 @@ class LayerNormMLP(NamedWell, nn.Module):
                 return_bias=self.return_bias,
                 join_residual=self.join_residual,
                 smooth_swiglu=smooth,
-                alphas=alphas,
+                alphas=alphas or None,
             )
             y, *beside = found if isinstance(found, tuple) else (found,)
             normed = beside.pop(0) if self.return_layernorm_output else None
@@ -334,7 +334,7 @@ class LayerNormMLP(NamedWell, nn.Module):
             h, normed, residual = _normed_product(
                 self, inputs, kernels[0], norm, biases[0], self.dot_1_input_axes, sets[0], "wi_"
             )
-            act = activation(h, parts, self.activation_params, alphas)
+            act = activation(h, parts, self.activation_params, alphas or None)
             if rate:
                 key = self.make_rng(self.intermediate_dropout_rng_name)
                 act = dropped(act, rate, key, tuple(self.intermediate_hidden_dropout_dims))

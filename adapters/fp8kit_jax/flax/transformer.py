@@ -52,7 +52,8 @@ class TransformerLayer(NamedWell, EitherCase):
     the norms behind the branches, children ``attention_norm`` (a decoder's: ``self_attention_norm``,
     ``encoder_decoder_attention_norm``) and ``mlp_norm``, their factors at ``norm_gain`` (1) first, as
     ``fp8kit.nn.TransformerLayer`` has it. ``float32_attention_logits``: scores are float32 either way.
-    ``head_dim``: features of a head, None: hidden_size / num_attention_heads. Parameters carry Transformer
+    ``head_dim``: features of a head, None: hidden_size / num_attention_heads, which is all that
+    ``hidden_size`` says: inputs may have another width. Parameters carry Transformer
     Engine's logical axes, in Flax's boxes. The rest: as the children; fields of ``common.FIXED`` have one
     value.
     """
@@ -125,7 +126,7 @@ class TransformerLayer(NamedWell, EitherCase):
         sequence_descriptor: Any = None,
         **fixed: Any,
     ) -> Any:
-        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``. ``encoded``,
+        """``inputs``: h (b, s, ...), (s, b, ...) with ``transpose_batch_sequence``. ``encoded``,
         ``encoder_decoder_mask``: a decoder's alone, likewise. Masks: True masks out, see
         ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
         ``max_decode_length``: its length, None as it was made."""
@@ -135,8 +136,6 @@ class TransformerLayer(NamedWell, EitherCase):
         for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
             if not decoder and value is not None:
                 raise ArgumentError(op, name, "an array", "None, for an encoder")
-        if inputs.shape[-1] != self.hidden_size:
-            raise ShapeError(op, "inputs", f"shape {inputs.shape}", f"a last dimension of {self.hidden_size}")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             wanted = f"a multiple of {self.num_attention_heads} heads, or a head_dim"
             raise ShapeError(op, "hidden_size", self.hidden_size, wanted)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import NamedWell, check, shown
-from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, RecipeError
 from fp8kit_jax import functional, layers
-from fp8kit_jax.activations import activation_of
+from fp8kit_jax.activations import learned_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import NO_NORM, dims_of, fan_in
@@ -231,7 +230,7 @@ class LayerNormMLP(NamedWell, nnx.Module):
         input_layernorm: bool = True,
     ) -> None:
         check("LayerNormMLP", RULES, locals())
-        name, _ = activation_of("LayerNormMLP", activations, activation_params)
+        learned = learned_of("LayerNormMLP", activations, activation_params)
         want_rngs("LayerNormMLP", rngs)
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
@@ -242,8 +241,8 @@ class LayerNormMLP(NamedWell, nnx.Module):
         self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)
         self.wi_bias = _zeros(inner, dtype, use_bias)
         self.wo_bias = _zeros((num_features,), dtype, use_bias)
-        self.learned = tuple(ALL[name].learned)
-        for key, start in ALL[name].learned.items():
+        self.learned = tuple(learned)
+        for key, start in learned.items():
             setattr(self, key, nnx.Param(jnp.full((1,), start, dtype)))
         self.quantizers_0, self.quantizers_1 = (
             _Quantizers(type(self).__name__, ending) for ending in (".fc1", ".fc2")
@@ -269,7 +268,7 @@ class LayerNormMLP(NamedWell, nnx.Module):
             *norm,
             self.activations,
             (self.quantizers_0._in_force(), self.quantizers_1._in_force()),
-            activation_params=dict(self.activation_params or ()),
+            activation_params=dict(self.activation_params or ()) or None,
             return_residual=return_residual,
             return_bias=return_bias,
             join_residual=join_residual,

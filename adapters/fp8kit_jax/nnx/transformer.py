@@ -13,7 +13,7 @@ from fp8kit.arguments import NamedWell, check
 from fp8kit.errors import on_behalf_of
 from fp8kit.layers.residual import want_arrangement
 from fp8kit_jax import attention as functions
-from fp8kit_jax.activations import activation_of
+from fp8kit_jax.activations import learned_of
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.modules import joined, residual_sum
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
@@ -72,7 +72,7 @@ class TransformerLayer(NamedWell, nnx.Module):
         functions.known("TransformerLayer", options, _ATTENTION, locals())
         check("TransformerLayer", RULES, locals() | options)
         with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
-            activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
+            learned_of("LayerNormMLP", mlp_activations, mlp_activation_params)
         want_rngs("TransformerLayer", rngs)
         shared: dict[str, Any] = norm_options(locals()) | {"rngs": rngs, "use_bias": use_bias}
         after = norm_position == "after"

@@ -45,15 +45,25 @@ class TransformerEngineBase(nn.Module):
         return quantizer_set(self, postfix, recipe, variable_collection, quantization_checkpoint_name)
 
 
-class LayerNormDenseGeneral(dense.LayerNormDenseGeneral):
+class _AlsoOwn(type):
+    """Of a class to whose instances those of this frontend's own class count, as layers make their parts:
+    the two differ in defaults alone."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or type(instance) is vars(cls).get("_own")
+
+
+class LayerNormDenseGeneral(dense.LayerNormDenseGeneral, metaclass=_AlsoOwn):
     __doc__ = dense.LayerNormDenseGeneral.__doc__
 
+    _own = dense.LayerNormDenseGeneral
     return_layernorm_output: bool = True
 
 
-class LayerNormMLP(dense.LayerNormMLP):
+class LayerNormMLP(dense.LayerNormMLP, metaclass=_AlsoOwn):
     __doc__ = dense.LayerNormMLP.__doc__
 
+    _own = dense.LayerNormMLP
     return_layernorm_output: bool = True
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "get_tensor_reduction_group",
     "infer_and_assign_layer_names",
     "initialize",
+    "initialize_training_step",
     "list_features",
     "log_message",
     "set_tensor_reduction_group",
@@ -152,6 +153,9 @@ def update_training_step(train_step: int) -> None:
     """Let the step that runs have this number."""
     if _debug.inspector is not None:
         _debug.inspector.go_to(train_step)
+
+
+initialize_training_step = update_training_step  # its name in nvdlfw_inspect 0.2
 
 
 def end_debug() -> None:

@@ -1,9 +1,10 @@
-"""``GroupedTensor``: matrices with the same number of columns in one piece of memory, under Transformer
-Engine's names: the weights of ``GroupedLinear(single_grouped_weight=True)``, and what programs make.
+"""``GroupedTensor``: matrices in one piece of memory, one after the other, under Transformer Engine's names:
+the weights of ``GroupedLinear(single_grouped_weight=True)``, and what programs make.
 
 In high precision it is a tensor like any other, of shape (groups, rows, K), or (all rows, K) where their
-numbers of rows differ. ``QuantizedGroupedTensor`` holds codes and scales, each part of all matrices in one
-tensor.
+numbers of rows differ; where columns differ its shape, (rows, all columns) or, where both do, (1, all
+elements), says nothing of where an element lies. ``QuantizedGroupedTensor`` holds codes and scales, each part
+of all matrices in one tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ Shapes = tuple[tuple[int, ...], ...]
 class GroupedTensorStorage:
     """What both kinds say of their matrices.
 
-    ``num_tensors``, ``tensor_shapes``: how many, and of which shapes. ``logical_shape``: (all rows, K).
-    ``first_dims``: int64 (groups,), their numbers of rows, None where these are equal; ``last_dims``: None.
+    ``num_tensors``, ``tensor_shapes``: how many, and of which shapes. ``logical_shape``: (all rows, K),
+    (rows, all columns) or (1, all elements). ``first_dims``, ``last_dims``: int64 (groups,), their numbers of
+    rows and of columns, None where these are equal.
     ``offsets``, ``tensor_offsets``: where each begins, in elements, as a list and on the device (None where
     all are alike). ``quantizer``: by which they are cast, None in high precision. ``rowwise_data``: the
     values, or the codes, flat; ``columnwise_data``, ``scale_inv``, ``columnwise_scale_inv``: flat too, None
@@ -43,7 +45,7 @@ class GroupedTensorStorage:
     quantizer: Any = None
     dtype: torch.dtype
     device: Any
-    last_dims = amax = columnwise_amax = scale = None
+    amax = columnwise_amax = scale = None
 
     @property
     def num_tensors(self) -> int:
@@ -57,15 +59,22 @@ class GroupedTensorStorage:
 
     @property
     def logical_shape(self) -> tuple[int, int]:
-        """(all rows, columns)."""
-        rows = [math.prod(shape[:-1]) for shape in self.tensor_shapes]
-        return sum(rows), self.tensor_shapes[0][-1]
+        """(all rows, columns), (rows, all columns) where only columns differ, (1, all elements) where both
+        do."""
+        return _logical(self.tensor_shapes)
 
     @property
     def first_dims(self) -> Tensor | None:
         """int64 (groups,), the numbers of rows; None where these are equal."""
-        rows = [math.prod(shape[:-1]) for shape in self.tensor_shapes]
-        return None if len(set(rows)) == 1 else torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self._dims(_rows(self.tensor_shapes))
+
+    @property
+    def last_dims(self) -> Tensor | None:
+        """int64 (groups,), the numbers of columns; None where these are equal."""
+        return self._dims([shape[-1] for shape in self.tensor_shapes])
+
+    def _dims(self, sizes: list[int]) -> Tensor | None:
+        return None if len(set(sizes)) == 1 else torch.tensor(sizes, dtype=torch.int64, device=self.device)
 
     @property
     def offsets(self) -> list[int]:
@@ -109,26 +118,28 @@ class GroupedTensorStorage:
         return self.first_dims is None
 
     def all_same_last_dim(self) -> bool:
-        """Whether all have as many columns: always."""
-        return True
+        """Whether all have as many columns."""
+        return self.last_dims is None
 
     def all_same_shape(self) -> bool:
         """Whether all have one shape."""
-        return self.all_same_first_dim()
+        return self.all_same_first_dim() and self.all_same_last_dim()
 
     def varying_both_dims(self) -> bool:
-        """Whether rows and columns differ: never."""
-        return False
+        """Whether rows and columns differ."""
+        return not (self.all_same_first_dim() or self.all_same_last_dim())
 
     def get_common_first_dim(self) -> int:
         """How many rows each has. ShapeError where these differ."""
         if not self.all_same_first_dim():
             raise ShapeError(_OP, "first_dims", [shape[0] for shape in self.tensor_shapes], "equal numbers")
-        return self.logical_shape[0] // self.num_tensors
+        return _rows(self.tensor_shapes)[0]
 
     def get_common_last_dim(self) -> int:
-        """How many columns each has."""
-        return self.logical_shape[1]
+        """How many columns each has. ShapeError where these differ."""
+        if not self.all_same_last_dim():
+            raise ShapeError(_OP, "last_dims", [shape[-1] for shape in self.tensor_shapes], "equal numbers")
+        return self.tensor_shapes[0][-1]
 
     def get_dtype(self) -> torch.dtype:
         """The dtype of the values."""
@@ -154,14 +165,13 @@ class GroupedTensorStorage:
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """A new one of matrices of these ``shapes``, which agree in the columns: uninitialised of ``dtype``,
-        or zeros cast by ``quantizer``. ``device``: None is the current CUDA device, or the CPU where there is
-        none. ShapeError for other shapes."""
+        """A new one of matrices of these ``shapes``: uninitialised of ``dtype``, or zeros cast by
+        ``quantizer``. ``device``: None is the current CUDA device, or the CPU where there is none. ShapeError
+        for what are no shapes of so many matrices."""
         integer(_OP, "num_tensors", num_tensors, 1)
         sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)
-        if len(sizes) != num_tensors or any(len(s) != 2 or s[1] != sizes[0][1] for s in sizes):
-            wanted = f"{num_tensors} shapes (rows, columns) with as many columns"
-            raise ShapeError(_OP, "shapes", shown(shapes), wanted)
+        if len(sizes) != num_tensors or any(len(size) != 2 for size in sizes):
+            raise ShapeError(_OP, "shapes", shown(shapes), f"{num_tensors} shapes (rows, columns)")
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
         if quantizer is not None:
             kind = torch.float32 if dtype is None else dtype
@@ -182,14 +192,17 @@ class GroupedTensorStorage:
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """``make_grouped_tensor_with_shapes`` of matrices with ``first_dims`` rows, read on the host; None:
-        equal numbers of ``logical_first_dim`` rows in all. ``last_dims``: None."""
-        if last_dims is not None:
-            raise UnsupportedError(_OP, "last_dims", shown(last_dims), "None: all have as many columns")
-        rows = [logical_first_dim // num_tensors] * num_tensors if first_dims is None else first_dims.tolist()
-        if sum(rows) != logical_first_dim:
-            raise ShapeError(_OP, "logical_first_dim", logical_first_dim, f"the sum of {rows}")
-        shapes = [(n, logical_last_dim) for n in rows]
+        """``make_grouped_tensor_with_shapes`` of matrices with ``first_dims`` rows and ``last_dims`` columns,
+        read on the host. None: equal numbers of rows, ``logical_first_dim`` in all or, with ``last_dims``,
+        each; ``logical_last_dim`` columns. ShapeError where the two numbers are not ``logical_shape``'s."""
+        rows = logical_first_dim if last_dims is not None else logical_first_dim // num_tensors
+        pairs = ((first_dims, rows), (last_dims, logical_last_dim))
+        shapes = [
+            *zip(*([n] * num_tensors if own is None else own.tolist() for own, n in pairs), strict=True)
+        ]
+        if sum(map(math.prod, shapes)) != logical_first_dim * logical_last_dim:
+            got = f"({logical_first_dim}, {logical_last_dim})"
+            raise ShapeError(_OP, "logical_first_dim, logical_last_dim", got, f"of matrices {shapes}")
         return GroupedTensorStorage.make_grouped_tensor_with_shapes(
             num_tensors, shapes, quantizer, device, dtype
         )
@@ -216,8 +229,8 @@ class GroupedTensorStorage:
 
 
 class GroupedTensor(GroupedTensorStorage, torch.Tensor):
-    """The values of several matrices, a tensor of shape (groups, rows, K), or (all rows, K) where their
-    numbers of rows differ. Operations of torch see that tensor and give usual ones."""
+    """The values of several matrices, a tensor of shape (groups, rows, K), or ``logical_shape`` where their
+    shapes differ. Operations of torch see that tensor and give usual ones."""
 
     columnwise_data = scale_inv = columnwise_scale_inv = None
 
@@ -283,9 +296,18 @@ def stacked(members: Sequence[Tensor]) -> Any:
 
 
 def _whole(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(set(shapes)) == 1:
-        return (len(shapes), *shapes[0])
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else _logical(shapes)
+
+
+def _rows(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return [math.prod(shape[:-1]) for shape in shapes]
+
+
+def _logical(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    rows, columns = _rows(shapes), [shape[-1] for shape in shapes]
+    if len(set(columns)) == 1:
+        return sum(rows), columns[0]
+    return (rows[0], sum(columns)) if len(set(rows)) == 1 else (1, sum(map(math.prod, shapes)))
 
 
 @dataclass(frozen=True)

@@ -235,9 +235,10 @@ def _debug_modules() -> dict[str, ModuleType]:
         above, _, last = name.rpartition(".")
         if above in made:
             setattr(made[above], last, made[name])
-    # of which programs tell ``initialize`` the folder, by its own name or from the whole's
+    # of which programs tell ``initialize`` the folder, by its own name or from what it is in
     made[f"{debug}.features"].__path__ = [os.path.join(*debug.split("."), "features")]
-    made[f"{debug}.features"].__file__ = os.path.join(*debug.split("."), "features", "__init__.py")
+    for name in (debug, f"{debug}.features"):
+        made[name].__file__ = os.path.join(*name.split("."), "__init__.py")
     for name in ("TEDebugState", "set_weight_tensor_tp_group_reduce"):
         setattr(made[f"{debug}.pytorch.debug_state"], name, getattr(api, name))
     return made

@@ -159,8 +159,8 @@ IN_FLAX = {
     "TransformerLayer: mlp_activations: got ('foo',), expected one of": lambda: fn.TransformerLayer(
         8, 8, 2, mlp_activations=("foo",), **LAYER
     ),
-    "LayerNormMLP: activations: got ('linear',), expected one of": lambda: fn.LayerNormMLP(
-        8, 8, activations=("linear",), **LAYER
+    "LayerNormMLP: activations: got ('lineal',), expected one of": lambda: fn.LayerNormMLP(
+        8, 8, activations=("lineal",), **LAYER
     ),
     "TransformerLayer: mlp_activation_params: got": lambda: fn.TransformerLayer(
         8, 8, 2, mlp_activation_params={"limit": 1.0}, **LAYER

@@ -104,6 +104,47 @@ def test_activation_parameters_reach_the_mlp():
     assert np.isfinite(jax.jit(lambda own: layer.apply(own, X, deterministic=True))(variables)).all()
 
 
+def test_activations_of_flax():
+    """By their names, as many as one likes, times each other; a TransformerLayer's too."""
+    module = modules.LayerNormMLP(48, activations=("linear", "Tanh", "swish"), use_bias=True)
+    variables = filled(module.init, jax.random.key(0), X)
+    p = nn.unbox(variables["params"])
+    assert p["wi_kernel"].shape == (32, 3, 48)
+    h = fj.layernorm_dense(X, p["wi_kernel"], p["scale"], p["ln_bias"], p["wi_bias"])
+    act = nn.swish(h[..., 0, :]) * nn.tanh(h[..., 1, :]) * h[..., 2, :]
+    want = np.asarray(fj.dense(act, p["wo_kernel"], p["wo_bias"]))
+    # the same in another order of roundings of three factors
+    assert_close("y", np.asarray(module.apply(variables, X)[0]), want, "float32", 48 * 2.0**-22)
+    for name in ("tanhh", "shift", 3):
+        with pytest.raises(Fp8kitError, match="LayerNormMLP: activations: got"):
+            module.clone(activations=("linear", name)).init(jax.random.key(0), X)
+    with pytest.raises(Fp8kitError, match="GroupedMLP: activations: got"):
+        modules.GroupedMLP(2, 48, ("tanh",)).init(jax.random.key(0), X[0], jnp.array([8, 8]))
+    layer = modules.TransformerLayer(
+        32, 48, 4, mlp_activations=("silu", "tanh"), hidden_dropout=0.0, attention_dropout=0.0
+    )
+    variables = filled(layer.init, jax.random.key(0), X, deterministic=True)
+    mlp, own = modules.LayerNormMLP(48, activations=("silu", "tanh")), variables["params"]
+    without = own | {"mlp": own["mlp"] | {"wo_kernel": jax.tree.map(jnp.zeros_like, own["mlp"]["wo_kernel"])}}
+    y, stream = (layer.apply({"params": each}, X, deterministic=True) for each in (own, without))
+    want = stream + mlp.apply({"params": own["mlp"]}, stream)[0]
+    # one sum, rounded once more or less
+    assert_close("layer", np.asarray(y), np.asarray(want), "float32", 48 * 2.0**-22)
+
+
+def test_inputs_may_have_another_width_than_hidden_size():
+    """Which says how wide heads are."""
+    layer = modules.TransformerLayer(
+        16, 48, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False
+    )
+    variables = filled(layer.init, jax.random.key(0), X, deterministic=True)
+    p = nn.unbox(variables["params"])
+    assert (p["attention"]["qkv"]["kernel"].shape, p["mlp"]["wo_kernel"].shape) == ((32, 3, 16), (48, 32))
+    same = layer.clone(hidden_size=32, head_dim=4)
+    got, want = (np.asarray(each.apply(variables, X, deterministic=True)) for each in (layer, same))
+    assert_same_bits("y", got, want)
+
+
 def test_logical_axes_place_the_parameters():
     """Rules from the MeshResource put every kernel of a layer on the mesh; the layer computes what it
     computes on one device."""

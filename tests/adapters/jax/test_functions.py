@@ -13,6 +13,7 @@ from fp8kit_jax.scopes import recipe_in_force
 
 import fp8kit as fk
 from fp8kit.errors import AutogradError, Fp8kitError, RecipeError
+from fp8kit.recipe import Float8CurrentScaling
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.support.combinations import combinations
 
@@ -65,6 +66,12 @@ ACTIVATIONS = {
     ("quick_gelu",): lambda x: x[..., 0, :] * jax.nn.sigmoid(1.702 * x[..., 0, :]),
     ("squared_relu", "linear"): lambda x: jax.nn.relu(x[..., 0, :]) ** 2 * x[..., 1, :],
     ("sigmoid", "linear"): lambda x: jax.nn.sigmoid(x[..., 0, :]) * x[..., 1, :],
+    ("linear", "SiLU"): lambda x: jax.nn.silu(x[..., 0, :]) * x[..., 1, :],
+    ("swish",): lambda x: jax.nn.silu(x[..., 0, :]),
+    ("Tanh",): lambda x: jnp.tanh(x[..., 0, :]),
+    ("softplus", "tanh", "linear"): lambda x: (
+        jax.nn.softplus(x[..., 0, :]) * jnp.tanh(x[..., 1, :]) * x[..., 2, :]
+    ),
 }
 
 
@@ -100,6 +107,50 @@ def test_activation_with_parameters():
         Fp8kitError, match=r"activation: act_params: got 'slope'|activation: activation_params: got 'slope'"
     ):
         fj.activation(draw(0, 2, 1, 4), ("gelu",), {"slope": 1.0})
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("layout", ["io", "oi"])
+def test_an_mlp_with_an_activation_that_no_kernel_has(layout, normed):
+    """Values, gradients and what comes back beside y, of three operations; also in FP8."""
+    types, x, k1, k2 = ("silu", "tanh"), draw(0, 3, 5, 16), draw(1, 16, 2, 24), draw(2, 24, 16)
+    gamma = draw(3, 16) if normed else None
+    biases = draw(4, 2, 24), draw(5, 16)
+
+    def mlp(x, k1, k2, *biases, **asked):
+        if layout == "oi":
+            k1, k2 = k1.transpose(1, 2, 0), k2.T
+        how = {"norm_type": "rmsnorm", "activation_type": types, "kernel_layout": layout}
+        return fj.layernorm_mlp(x, gamma, None, (k1, k2), biases, **how, **asked)
+
+    def reference(x, k1, k2, *biases):
+        y = x if gamma is None else norm(x, gamma, None)
+        h = jnp.einsum("...h,haf->...af", y, k1) + biases[0]
+        return (jax.nn.silu(h[..., 0, :]) * jnp.tanh(h[..., 1, :])) @ k2 + biases[1]
+
+    check(mlp, reference, (x, k1, k2, *biases), 256)
+    check(lambda *a: mlp(*a, join_residual=True), lambda *a: reference(*a) + a[0], (x, k1, k2, *biases), 256)
+    args = x, k1, k2, *biases
+    beside = {"return_layernorm_output": True, "return_residual": True, "return_bias": True}
+    y, ln, residual, bias = mlp(*args, **beside)
+    close(y + bias, mlp(*args), 2)
+    close(ln, x if gamma is None else norm(x, gamma, None), 16)
+    assert_same_bits("residual", np.asarray(residual), np.asarray(x))
+    with fj.autocast(True, Float8CurrentScaling()):
+        h = (
+            fj.layernorm_dense(x, k1, gamma, None, biases[0], "rmsnorm")
+            if normed
+            else fj.dense(x, k1, biases[0])
+        )
+        want = fj.dense(fj.activation(h, types), k2, biases[1])
+        assert_same_bits("FP8", np.asarray(mlp(*args)), np.asarray(want))
+    for given in (
+        {"activation_params": {"alpha": 1.0}},
+        {"alphas": (x[0, 0, :1],)},
+        {"smooth_swiglu": "token"},
+    ):
+        with pytest.raises(Fp8kitError, match=next(iter(given))):
+            mlp(*args, **given)
 
 
 def test_l2norm_and_drop_path():
@@ -335,9 +386,8 @@ def test_refusals_name_operation_and_argument():
         jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.int32))
     with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
         fj.autocast(enabled=True, recipe="delayed")
-    for word in ("swish", ("swish",)):
-        with pytest.raises(Fp8kitError, match="did you mean silu"):
-            fj.activation(x[..., None, :], word)
+    with pytest.raises(Fp8kitError, match="did you mean silu"):
+        fj.activation(x[..., None, :], ("sillu",))
     with pytest.raises(Fp8kitError, match=r"got 'gelu', .*did you mean \('gelu',\)"):
         fj.activation(x[..., None, :], "gelu")
     with (

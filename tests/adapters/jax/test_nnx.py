@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as modules
@@ -60,6 +61,26 @@ def test_modules_are_the_functions():
     assert_same_bits(
         "norm", np.asarray(norm(x)), np.asarray(fj.layernorm(x, norm.scale[...], norm.ln_bias[...]))
     )
+
+
+def test_an_mlp_with_an_activation_that_no_kernel_has():
+    """Is a Flax one, with delayed scaling, whose state goes on too."""
+    x, kinds = jax.random.normal(jax.random.key(1), (2, 16, 32)), ("Tanh", "swish")
+    with fj.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        module = modules.LayerNormMLP(32, 48, rngs=nnx.Rngs(0), activations=kinds, layernorm_type="rmsnorm")
+        other = flax_modules.LayerNormMLP(48, activations=kinds, layernorm_type="rmsnorm")
+        variables = other.init(jax.random.key(0), x)
+        kernels = {name: getattr(module, name)[...] for name in ("wi_kernel", "wo_kernel")}
+        own = nn.unbox(variables) | {"params": {"scale": module.norm.scale[...], **kernels}}
+        assert_same_bits("y", np.asarray(module(x)), np.asarray(other.apply(own, x)[0]))
+
+        def loss(own):
+            return (other.apply(own, x)[0] ** 2).sum()
+
+        state = jax.grad(loss, allow_int=True)(own)[fj.FP8_COLLECTION_NAME]
+    for postfix in ("_0", "_1"):
+        assert np.asarray(state[f"x{postfix}_amax_history"]).max() > 0
+        assert np.asarray(state[f"grad{postfix}_amax_history"]).max() > 0
 
 
 def test_attention_is_the_function():

@@ -40,12 +40,40 @@ def test_against_torch(dtype, reduce, smoothing):
     assert not x.grad[0, 1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [False, True], ids=["tokens", "mean"])
+def test_the_gradient_in_the_logits_memory(device, dtype, reduce):
+    torch.manual_seed(0)
+    h, w = (torch.randn(*shape, device=device).to(dtype) for shape in ((B, S, 16), (V, 16)))
+    target = torch.randint(V, (B, S), device=device)
+    target[0, 1] = -100
+    found = []
+    for overwrite in (False, True):
+        leaf = h.clone().requires_grad_()
+        logits = leaf @ w.t()
+        before, seen = logits.detach().clone(), []
+        logits.register_hook(lambda g, seen=seen: seen.append(g.data_ptr()))
+        loss = parallel_cross_entropy(logits, target, 0.1, reduce, overwrite_input=overwrite)
+        assert torch.equal(logits.detach(), before)
+        loss.sum().backward(retain_graph=True)
+        assert (seen == [logits.data_ptr()]) == overwrite
+        assert torch.equal(logits.detach(), before) != overwrite
+        found.append((loss.detach(), leaf.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
 def test_old_names_other_layouts_and_refusals():
     x, target = torch.randn(S, B, V), torch.zeros(S, B, dtype=torch.int32)
     with pytest.warns(DeprecationWarning, match="_input"):
         old = parallel_cross_entropy(target=target, _input=x)
     assert torch.equal(old, parallel_cross_entropy(x, target))
     assert torch.equal(parallel_cross_entropy(x.transpose(0, 1), target.t()), old.t())
+    with pytest.raises(ShapeError, match="inp: got strides"):
+        parallel_cross_entropy(x.transpose(0, 1), target.t(), overwrite_input=True)
+    with pytest.raises(Fp8kitError, match="overwrite_input: got 'yes'"):
+        parallel_cross_entropy(x, target, overwrite_input="yes")
     with pytest.raises(ShapeError, match="target"):
         parallel_cross_entropy(x, target[1:])
     with pytest.raises(Fp8kitError, match="label_smoothing"):

@@ -410,10 +410,13 @@ def test_loggers_of_ones_own():
         debug_api.update_training_step(20)
         layer(torch.tensor(X))
         debug_api.step()
+        debug_api.initialize_training_step(30)
+        layer(torch.tensor(X))
+        debug_api.step()
     finally:
         debug_api.end_debug()
     largest = float(X.max())
-    assert values == [("Layer_1_activation_max", largest, 7), ("Layer_1_activation_max", largest, 20)]
+    assert values == [("Layer_1_activation_max", largest, step) for step in (7, 20, 30)]
 
 
 # of an attention whose constructor got a name, the parts' names in Transformer Engine's logs
@@ -490,6 +493,8 @@ def test_reached_as_transformer_engines_users_reach_it():
         "from transformer_engine.debug.pytorch.debug_state import TEDebugState\n"
         "TEDebugState.set_weight_tensor_tp_group_reduce(False)\n"
         "assert transformer_engine.debug.features is features and not TEDebugState.debug_enabled\n"
+        "import os.path; debug = os.path.dirname(transformer_engine.debug.__file__)\n"
+        "assert os.path.join(debug, 'features') == features.__path__[0]\n"
         "debug_api.initialize(feature_dirs=[features.__path__[0]], statistics_logger=BaseLogger())\n"
         "assert TEDebugState.debug_enabled\n"
         "te.module.base.TransformerEngineBaseModule._validate_name(object())\n"

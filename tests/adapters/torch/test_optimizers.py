@@ -9,7 +9,9 @@ import pytest
 import torch
 from fp8kit_torch import optimizer_state
 from fp8kit_torch.optimizers import FusedAdam, FusedSGD
+from fp8kit_torch.views import as_view
 
+from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_close, assert_same_bits
 from tests.support.tensors import assert_tensor_close
@@ -274,6 +276,30 @@ def test_capturable_takes_the_loss_scale_on_the_device(place):
     assert int(opt.param_groups[0]["step"]) == 4
     for i, (p, t) in enumerate(zip(params, twins, strict=True)):
         assert_close(f"parameter {i}", f64(p), f64(t), "float32", adam_slack(1e-2))
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_lose_the_loss_scale_in_one_call(place, dtype, monkeypatch):
+    """Rounded once, as by ``GradScaler.unscale_``, also those in strides."""
+    params, _ = make(dtype, place)
+    opt, factor = FusedAdam(params, lr=1e-2, capturable=True), 1000.0
+    scaler = torch.amp.GradScaler(place, init_scale=factor)
+    scaler.scale(torch.ones(1, device=place))
+    kernels, called = dispatch.kernels(as_view(params[0].detach()).device), []
+    for name in ("adamw_", "scale_"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, real=real, name=name: called.append(name) or real(*a))
+    give(params, 0)
+    wide = next(p for p in params if p.ndim == 2 and min(p.shape) > 1)
+    wide.grad = wide.grad.t().contiguous().t()
+    held, versions = [p.grad.clone() for p in params], [p.grad._version for p in params]
+    by = torch.tensor(1 / factor, dtype=torch.float32, device=place)
+    scaler.step(opt)
+    for i, (p, g) in enumerate(zip(params, held, strict=True)):
+        assert_same_bits(f"gradient {i}", f64(p.grad), f64((g.float() * by).to(dtype)))
+    assert called == ["adamw_", "scale_"]
+    assert all(p.grad._version > before for p, before in zip(params, versions, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -205,16 +205,64 @@ def test_matrices_in_one_memory():
     assert torch.equal(vectors, data.view(2, 3))
 
 
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        ft.Float8CurrentScalingQuantizer(ft.DType.kFloat8E4M3),
-        ft.Float8BlockQuantizer(ft.DType.kFloat8E4M3, rowwise=True, columnwise=True),
-        ft.MXFP8Quantizer(ft.DType.kFloat8E4M3),
-        ft.NVFP4Quantizer(),
-    ],
-    ids=lambda quantizer: type(quantizer).__name__,
-)
+# shapes -> logical shape, numbers of rows, of columns
+UNEVEN = {
+    "columns": ([(128, 64), (128, 256)], (128, 320), None, [64, 256]),
+    "both": ([(64, 128), (128, 256)], (1, 40960), [64, 128], [128, 256]),
+    "rows": ([(64, 128), (192, 128)], (256, 128), [64, 192], None),
+}
+QUANTIZERS = [
+    ft.Float8CurrentScalingQuantizer(ft.DType.kFloat8E4M3),
+    ft.Float8BlockQuantizer(ft.DType.kFloat8E4M3, rowwise=True, columnwise=True),
+    ft.MXFP8Quantizer(ft.DType.kFloat8E4M3),
+    ft.NVFP4Quantizer(),
+]
+
+
+@pytest.mark.parametrize("quantizer", [None, *QUANTIZERS], ids=lambda quantizer: type(quantizer).__name__)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_matrices_of_other_shapes(name, quantizer):
+    """By shapes and by numbers on the device; each matrix is as it is by itself."""
+    shapes, logical, rows, columns = UNEVEN[name]
+    how = {"quantizer": quantizer, "device": "cpu", "dtype": torch.float32}
+    made = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes, **how)
+    dims = [None if own is None else torch.tensor(own) for own in (rows, columns)]
+    again = GroupedTensorStorage.make_grouped_tensor(2, *dims, *logical, **how)
+    matrices = [torch.randn(shape) for shape in shapes]
+    for grouped in (made, again):
+        assert (tuple(grouped.shape), grouped.logical_shape, grouped.tensor_shapes) == (
+            logical,
+            logical,
+            shapes,
+        )
+        found = [None if own is None else own.tolist() for own in (grouped.first_dims, grouped.last_dims)]
+        assert found == [rows, columns]
+        assert (grouped.all_same_first_dim(), grouped.all_same_last_dim()) == (rows is None, columns is None)
+        assert (grouped.all_same_shape(), grouped.varying_both_dims()) == (False, name == "both")
+        for own, ask in ((rows, grouped.get_common_first_dim), (columns, grouped.get_common_last_dim)):
+            if own is None:
+                assert ask() == 128
+            else:
+                with pytest.raises(ShapeError, match="_dims: got"):
+                    ask()
+        assert grouped.tensor_offsets.tolist() == [0, matrices[0].numel(), made.numel()]
+        parts = grouped.split_into_quantized_tensors()
+        if quantizer is None:
+            for part, matrix in zip(parts, matrices, strict=True):
+                part.copy_(matrix)
+        else:
+            grouped.quantize(matrices)
+        values = grouped if quantizer is None else grouped.dequantize()
+        want = [matrix if quantizer is None else quantizer(matrix).dequantize() for matrix in matrices]
+        assert torch.equal(values.flatten(), torch.cat([each.flatten() for each in want]))
+        twin = copy.deepcopy(grouped)
+        assert twin.tensor_shapes == shapes
+    wrong = (n + 1 for n in logical)
+    with pytest.raises(ShapeError, match="logical_first_dim, logical_last_dim: got"):
+        GroupedTensorStorage.make_grouped_tensor(2, *dims, *wrong, **how)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda quantizer: type(quantizer).__name__)
 def test_codes_and_scales_of_all_lie_one_after_the_other(quantizer):
     made = GroupedTensor.make_grouped_tensor_with_shapes(2, [(128, 128)] * 2, quantizer, "cpu", torch.float32)
     matrices = [torch.randn(128, 128), 5 * torch.randn(128, 128)]
@@ -242,7 +290,9 @@ def test_codes_that_are_written_are_transposed_too():
 
 def test_what_is_refused():
     with pytest.raises(ShapeError, match="shapes"):
-        GroupedTensor.make_grouped_tensor_with_shapes(2, [(4, 8), (4, 9)], dtype=torch.float32)
+        GroupedTensor.make_grouped_tensor_with_shapes(2, [(4, 8), (4,)], dtype=torch.float32)
+    with pytest.raises(ShapeError, match="shapes"):
+        GroupedTensor.make_grouped_tensor_with_shapes(2, [(4, 8)], dtype=torch.float32)
     with pytest.raises(ArgumentError, match="dtype"):
         GroupedTensor.make_grouped_tensor_with_shapes(1, [(4, 8)])
     made = GroupedTensor.make_grouped_tensor_with_shapes(1, [(4, 8)], device="cpu", dtype=torch.float32)
