@@ -49,6 +49,7 @@ CHOICES = {
     "softmax_type": SOFTMAX_TYPES,
 }
 UNBOUNDED = (-1, -1)
+LEAST_CAP = 1e-30  # float32 is far from its ends
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class AttentionSpec:
       matters only with a window, a causal mask or ALiBi.
     * ``softmax_scale``: factor of q k^T; 0 means 1 / sqrt(head_dim).
     * ``bias``: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi". ``softmax_type``: "vanilla",
-      "off-by-one", "learnable".
+      "off-by-one", "learnable". ``softcap`` c: c * tanh(x / c) stands for x = softmax_scale * q k^T, or for
+      softmax_scale * (q k^T + bias), before other biases, the mask and softmax (Gemma 2, 2024); 0: no cap.
     * ``dropout``: probability of dropping an attention weight, in [0, 1). ``deterministic``: backward gives
       the same bits every time.
     * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A
@@ -99,6 +101,7 @@ class AttentionSpec:
     bottom_right_diagonal: bool | None = None
     bias: str = "no_bias"
     softmax_type: str = "vanilla"
+    softcap: float = 0.0
     max_seqlen_q: int = 0
     max_seqlen_kv: int = 0
     zero_padded: bool = False
@@ -192,6 +195,8 @@ def check(spec: AttentionSpec) -> None:
         want(field, getattr(spec, field) in words, f"one of {', '.join(words)}")
     want("layout", not spec.interleaved or groups == heads, f"one with {groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
+    capped = spec.softcap == 0 or LEAST_CAP <= spec.softcap <= 1 / LEAST_CAP
+    want("softcap", capped, f"0 for no cap, or {LEAST_CAP} to {1 / LEAST_CAP:g}")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
     want("placed", not spec.placed or spec.dropout > 0, "False without dropout")
     window, mask = spec.window_size, spec.mask

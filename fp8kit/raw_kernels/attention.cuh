@@ -1,6 +1,9 @@
 // What a row of the attention sees and what its scores are: the rule stands here once, for forward, backward
-// and the padding round cuDNN. T is the dtype of q, k, v, o and of the bias.
+// and the padding round cuDNN. T is the dtype of q, k, v, o and of the bias. CAP is 1 where scores are capped.
 #pragma once
+#ifndef CAP
+#define CAP 0
+#endif
 #include "philox.cuh"
 #include "sequences.cuh"
 
@@ -29,6 +32,8 @@ struct Rules {
   // packed sequences: where each starts in q's and in k's tokens (b + 1); null: batches lie apart
   const i32 *starts_q, *starts_kv;
   i64 tokens_q, tokens_kv;
+  f64 softcap;      // with CAP alone
+  i64 bias_capped;  // whether the bias joins the product before its cap
 };
 
 // A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its
@@ -59,21 +64,41 @@ DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
 
 DEVICE bool sees(const Row& row, i64 j) { return j >= row.first && j < row.last; }
 
-// The score of a column in the row's range, from q k^T: -Inf where the mask array masks it out.
-DEVICE float score(const Rules& rules, const Row& row, i64 j, float product) {
-  if (rules.mask != nullptr &&
-      rules.mask[row.batch * rules.mask_batch + row.head * rules.mask_head + row.i * rules.mask_row + j])
-    return -INF;
+// Whether the mask array masks out a column in the row's range.
+DEVICE bool masked_out(const Rules& rules, const Row& row, i64 j) {
+  return rules.mask != nullptr && rules.mask[row.batch * rules.mask_batch + row.head * rules.mask_head +
+                                             row.i * rules.mask_row + j];
+}
+
+// A score and a column's bias.
+DEVICE float with_bias(const Rules& rules, const Row& row, i64 j, float s) {
+  const i64 at = row.batch * rules.bias_batch + row.head * rules.bias_head + row.i * rules.bias_row + j;
+  return s + (float)rules.bias_factor * to_float(rules.bias[at]);
+}
+
+// tanh(what is capped / cap), from q k^T: a score's part of the cap. Its derivative is 1 - its square.
+DEVICE float part_of_cap(const Rules& rules, const Row& row, i64 j, float product) {
   float s = (float)rules.scale * product;
-  if (rules.bias != nullptr) {
-    const i64 at = row.batch * rules.bias_batch + row.head * rules.bias_head + row.i * rules.bias_row + j;
-    s += (float)rules.bias_factor * to_float(rules.bias[at]);
-  }
+  if (rules.bias != nullptr && rules.bias_capped) s = with_bias(rules, row, j, s);
+  return tanhf(s / (float)rules.softcap);
+}
+DEVICE float cap_slope(float part) { return fmaxf(1.0f - part * part, 0.0f); }
+
+// A score from what it is before the biases that are not capped.
+DEVICE float biased(const Rules& rules, const Row& row, i64 j, float s) {
+  if (rules.bias != nullptr && !(CAP && rules.bias_capped)) s = with_bias(rules, row, j, s);
   if (rules.slopes != nullptr) {
     const i64 away = row.place - j;
     s -= rules.slopes[row.batch * rules.slopes_batch + row.head] * (float)(away < 0 ? -away : away);
   }
   return s;
+}
+
+// The score of a column in the row's range, from q k^T: -Inf where the mask array masks it out.
+DEVICE float score(const Rules& rules, const Row& row, i64 j, float product) {
+  if (masked_out(rules, row, j)) return -INF;
+  const float s = CAP ? (float)rules.softcap * part_of_cap(rules, row, j, product) : (float)rules.scale * product;
+  return biased(rules, row, j, s);
 }
 
 // Dropout's factors of columns j ... j + 3: inverse_keep where the word is at least `threshold`,

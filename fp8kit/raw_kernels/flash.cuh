@@ -2,7 +2,7 @@
 // score is. D and DV are the features of a head of q and k and of v, rounded up to what is compiled. KIND is
 // 0 where rows see a band of columns (causal masks, windows, true lengths) and that is all; 1 where there is
 // dropout beside; 2 where there may be anything: a mask array, a bias, slopes, a further score, a scale that
-// is not positive, dropout.
+// is not positive, dropout. With CAP scores are capped; dropout is KIND 2 then.
 #pragma once
 #include "attention.cuh"
 #include "tiles.cuh"
@@ -128,7 +128,9 @@ DEVICE Row row_at(const Rules& rules, const Span& span, int batch, int head, int
 }
 
 // What a made score is multiplied by for units of log 2.
-DEVICE float unit_of(const Rules& rules) { return GENERAL ? LOG2E : (float)rules.scale * LOG2E; }
+DEVICE float unit_of(const Rules& rules) {
+  return GENERAL ? LOG2E : (float)(CAP ? rules.softcap : rules.scale) * LOG2E;
+}
 
 // -Inf in place of the scores that rows do not see. The accumulator's first element is of row `row0` and
 // column `column0`; TRANSPOSED: its rows are columns of scores. One that is seen
@@ -162,11 +164,31 @@ DEVICE void keep_seen(Sums<M, N>& p, const Span& span, int row0, int column0) {
   keep_seen<TRANSPOSED>(p, span, row0, column0, [](int, int, float product) { return product; });
 }
 
-// q k^T to scores, without the scale unless GENERAL.
+// q k^T to scores' parts of the cap.
+template <bool TRANSPOSED, int M, int N>
+DEVICE void make_parts(Sums<M, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
+                       int column0) {
+  const float rate = (float)(rules.scale / rules.softcap);
+  keep_seen<TRANSPOSED>(p, span, row0, column0, [&](int i, int j, float product) {
+    if constexpr (!GENERAL) return tanhf(product * rate);
+    const Row row = row_at(rules, span, batch, head, i);
+    return masked_out(rules, row, j) ? -INF : part_of_cap(rules, row, j, product);
+  });
+}
+
+// What a part of the cap is short of its score: the biases, in units of log 2.
+DEVICE float beside_part(const Rules& rules, const Span& span, int batch, int head, int i, int j, float part) {
+  if (!GENERAL || part == -INF) return 0.0f;  // not seen: there may be no bias
+  return biased(rules, row_at(rules, span, batch, head, i), j, 0.0f) * LOG2E;
+}
+
+// q k^T to scores, without the scale, or the cap, unless GENERAL.
 template <bool TRANSPOSED, int M, int N>
 DEVICE void make_scores(Sums<M, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
                         int column0) {
-  if constexpr (GENERAL)
+  if constexpr (CAP && !GENERAL)
+    make_parts<TRANSPOSED>(p, rules, span, batch, head, row0, column0);
+  else if constexpr (GENERAL)
     keep_seen<TRANSPOSED>(p, span, row0, column0, [&](int i, int j, float product) {
       return score(rules, row_at(rules, span, batch, head, i), j, product);
     });

@@ -3,7 +3,7 @@
 //
 //   dv = P'^T do        ds = P * (dropout(do v^T) - sum(do * o)) * scale       dk = ds^T q        dq = ds k
 //
-// P' is P after dropout. One kernel takes keys past all rows that see them, for dk and dv; another takes rows
+// P' is P after dropout; a cap on the scores makes a factor of ds, its derivative. One kernel takes keys past all rows that see them, for dk and dv; another takes rows
 // past all their keys, for dq. Nothing is added to memory, so the same input gives the same bits.
 //
 // functions: flash_bwd_dot (attention_bwd, packed_attention_bwd)
@@ -13,6 +13,10 @@
 // variants: T=bf16,f16; D=128; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=192; DV=128; KIND=0,1,2
 // variants: T=bf16,f16; D=256; DV=256; KIND=0,1,2
+// variants: T=bf16,f16; D=64; DV=64; KIND=0,2; CAP=1
+// variants: T=bf16,f16; D=128; DV=128; KIND=0,2; CAP=1
+// variants: T=bf16,f16; D=192; DV=128; KIND=0,2; CAP=1
+// variants: T=bf16,f16; D=256; DV=256; KIND=0,2; CAP=1
 // spills: 48 bytes, of what is read once a tile: accumulators fill the registers
 #include "flash.cuh"
 
@@ -55,12 +59,23 @@ extern "C" __global__ void flash_bwd_dot(Backward job) {
 }
 
 // P' and ds of one element in place of its score and do v^T; `kept`: dropout's factor. `lse` is in units of
-// log 2.
+// log 2. With CAP `score` is a part of the cap, and `beside` what it is short of the score.
 DEVICE void weight_and_slope(float& score, float unit, float lse, float dot, float kept, float scale,
-                             float& dp) {
-  const float weight = exp2_fast(score * unit - lse);
-  dp = scale * weight * (kept * dp - dot);
+                             float& dp, float beside = 0.0f) {
+  const float weight = exp2_fast(score * unit + beside - lse);
+  dp = scale * weight * (kept * dp - dot) * (CAP ? cap_slope(score) : 1.0f);
   score = weight * kept;
+}
+
+// How backward makes scores, and what it multiplies them by for units of log 2.
+template <bool TRANSPOSED, int N>
+DEVICE void remake_scores(Sums<1, N>& p, const Rules& rules, const Span& span, int batch, int head, int row0,
+                          int column0) {
+  if constexpr (CAP) make_parts<TRANSPOSED>(p, rules, span, batch, head, row0, column0);
+  else make_scores<TRANSPOSED>(p, rules, span, batch, head, row0, column0);
+}
+DEVICE float remade_unit(const Rules& rules) {
+  return CAP ? (float)rules.softcap * LOG2E : unit_of(rules);
 }
 
 // dk and dv of a tile of keys. Scores are made transposed, keys by rows of q: P and ds then have the form in
@@ -125,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
 
   const int warp_key = threadIdx.x / 32 % WARPS * 16, g = lane() / 4, t = lane() % 4;
   const bool makes_k = GROUPS == 1 || threadIdx.x >= THREADS, makes_v = GROUPS == 1 || threadIdx.x < THREADS;
-  const float scale = (float)rules.scale, unit = unit_of(rules);
+  const float scale = (float)rules.scale, unit = remade_unit(rules);
   // of a group that makes one of them only, `sums` is that one's
   Sums<1, (D > DV ? D : DV) / 8> sums;
   Sums<1, GROUPS == 1 ? DV / 8 : 2> more;  // dv where a warp makes both
@@ -148,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
     ds.clear();
     multiply_rows(p, keys, warp_key, queries(s));
     if (makes_k) multiply_rows(ds, values, warp_key, upstream(s));
-    make_scores<true>(p, rules, span, batch, head, row0, column0 + warp_key);
+    remake_scores<true>(p, rules, span, batch, head, row0, column0 + warp_key);
 #pragma unroll
     for (int m = 0; m < STEP / 8; ++m)
 #pragma unroll
@@ -158,7 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS) flash_bwd_keys(Bac
         if (drops(rules))
           factor = is_kept<KEYS>(kept, row, key) ? (float)rules.inverse_keep : 0.0f;
         float &score = p.at[0][m][e], &slope = ds.at[0][m][e];
-        weight_and_slope(score, unit, row_lse[s][row], row_dot[s][row], factor, scale, slope);
+        const float beside =
+            CAP ? beside_part(rules, span, batch, head, row0 + row, column0 + key, score) : 0.0f;
+        weight_and_slope(score, unit, row_lse[s][row], row_dot[s][row], factor, scale, slope, beside);
       }
     if constexpr (GROUPS == 1) {
       multiply_sums(more, p, upstream(s));
@@ -238,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
   commit_copies();
 
   const int warp_row = threadIdx.x / 32 * 16, g = lane() / 4, t = lane() % 4;
-  const float scale = (float)rules.scale, unit = unit_of(rules);
+  const float scale = (float)rules.scale, unit = remade_unit(rules);
   float lse[2], dot[2];  // of rows g and g + 8
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -266,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
     ds.clear();
     multiply_rows(p, queries, warp_row, keys(s));
     multiply_rows(ds, upstream, warp_row, values(s));
-    make_scores<false>(p, rules, span, batch, head, row0 + warp_row, column0);
+    remake_scores<false>(p, rules, span, batch, head, row0 + warp_row, column0);
 #pragma unroll
     for (int n = 0; n < STEP / 8; ++n)
 #pragma unroll
@@ -275,7 +292,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_queries(Backward
         float factor = 1.0f;
         if (drops(rules))
           factor = is_kept<STEP>(kept, row, column) ? (float)rules.inverse_keep : 0.0f;
-        weight_and_slope(p.at[0][n][e], unit, lse[half], dot[half], factor, scale, ds.at[0][n][e]);
+        float &score = p.at[0][n][e], &slope = ds.at[0][n][e];
+        const float beside =
+            CAP ? beside_part(rules, span, batch, head, row0 + row, column0 + column, score) : 0.0f;
+        weight_and_slope(score, unit, lse[half], dot[half], factor, scale, slope, beside);
       }
     multiply_sums(sums, ds, keys(s));
     __syncthreads();  // the tiles are free for what is loaded next

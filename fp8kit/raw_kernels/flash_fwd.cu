@@ -12,12 +12,16 @@
 // variants: T=bf16,f16; D=128; DV=128; KIND=0,2; PAGED=1
 // variants: T=bf16,f16; D=192; DV=128; KIND=0,2; PAGED=1
 // variants: T=bf16,f16; D=256; DV=256; KIND=0,2; PAGED=1
+// variants: T=bf16,f16; D=64; DV=64; KIND=0,2; PAGED=0,1; CAP=1
+// variants: T=bf16,f16; D=128; DV=128; KIND=0,2; PAGED=0,1; CAP=1
+// variants: T=bf16,f16; D=192; DV=128; KIND=0,2; PAGED=0,1; CAP=1
+// variants: T=bf16,f16; D=256; DV=256; KIND=0,2; PAGED=0,1; CAP=1
 // spills: 96 bytes, of what is read once a tile: accumulators fill the registers
 #include "flash.cuh"
 
 constexpr int M = DV <= 128 && !PAGED ? 2 : 1;  // 16-row tiles of a warp; of a cache few queries read
 constexpr int BLOCK_ROWS = WARPS * 16 * M;   // queries of a block
-constexpr int COLUMNS = D <= 128 && !GENERAL ? 64 : 32;  // keys at a time
+constexpr int COLUMNS = D <= 128 && !GENERAL && !CAP ? 64 : 32;  // keys at a time
 typedef Tile<BLOCK_ROWS, D> Queries;
 typedef Tile<COLUMNS, D> Keys;
 typedef Tile<COLUMNS, DV> Values;

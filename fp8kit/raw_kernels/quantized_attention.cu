@@ -2,6 +2,7 @@
 // functions: quantized_softmax_bwd (quantized_attention_bwd)
 // functions: clear_padding
 // variants: T=f32
+// variants: T=f32; CAP=1
 //
 // What stands between the matrix products of attention over quantised operands, all float32. Tiles of scores
 // are those of attention.cu: one block does one row.
@@ -88,8 +89,9 @@ extern "C" __global__ void scale_rows(float* x, const float* inverse, i64 heads,
 }
 
 // From the products q k^T and dp = do v^T, both in place: p = exp(score - lse), and ds = scale * p *
-// (dropout(dp) - sum(do * o)). Without a `scale_inv` p is not written, ds is not rounded, and its amax is
-// taken; with one, p becomes dropout(rounded p), and ds rounded by `ds_scale`. o and d_o have rows of `dim`
+// (dropout(dp) - sum(do * o)), times the cap's derivative. Without a `scale_inv` p is not written, ds's amax is
+// taken, and ds is not rounded, and without that derivative for a bias that is not capped; with one, p becomes
+// dropout(rounded p), and ds rounded by `ds_scale`. o and d_o have rows of `dim`
 // elements, strides in elements.
 extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const float* lse, const float* o,
                                                  const float* d_o, float* amax, const float* ds_scale,
@@ -126,8 +128,10 @@ extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const
       const bool seen = sees(row, j + n);
       const float weight = seen ? expf(score(rules, row, j + n, scores[at]) - shift) : 0.0f;
       const float slope = seen ? factor * weight * (keep[n] * dp[at] - dot) : 0.0f;
-      most = amax_of(most, slope);
-      dp[at] = rounds ? round_to(how.ds, slope, scale, inverse, ds_words[n]) : slope;
+      const float inner = CAP && seen ? slope * cap_slope(part_of_cap(rules, row, j + n, scores[at])) : slope;
+      most = amax_of(most, inner);
+      dp[at] = rounds ? round_to(how.ds, inner, scale, inverse, ds_words[n])
+                      : rules.bias_capped ? inner : slope;
       if (rounds) scores[at] = round_to(how.p, weight, how.scale, how.inverse, words[n]) * keep[n];
     }
   }

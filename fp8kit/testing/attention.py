@@ -4,10 +4,11 @@
 that float32 may make.
 
 Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is
-twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and
-dS to the operands' 16-bit dtype before the next product: off the CPU, half an epsilon of each term is
-allowed for that, and as much for what P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also
-half such a step for each P and dS.
+twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. A cap adds 8 u of the score (tanh
+within 2 ulp, and four roundings), and its derivative 1 - t^2 errs by 2 (1 - t^2) / cap of the score's error,
+and by 12 u for t's own and the roundings. Tensor-core attention rounds P and dS to the operands' 16-bit dtype
+before the next product: off the CPU, half an epsilon of each term is allowed for that, and as much for what
+P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also half such a step for each P and dS.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Rules:
     masked: bool = False
     zero_padded: bool = False
     placed: bool = False
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,12 @@ class Oracle:
         if slopes is not None:
             distance = np.abs(_columns(z, rules)[0] - np.arange(z.s_kv))
             added = -np.broadcast_to(slopes.astype(np.float64), (z.b, z.h))[..., None, None] * distance
-        scores = np.where(seen, self.scale * q @ k.swapaxes(-1, -2) + added, -np.inf)
+        inner, cap = self.scale * q @ k.swapaxes(-1, -2), rules.softcap
+        bends, within = np.ones((1, 1, 1, 1)), cap > 0 and rules.bias == "pre_scale_bias"
+        if cap:
+            part = np.tanh((inner + added * within) / cap)
+            inner, bends = cap * part, 1 - part * part
+        scores = np.where(seen, inner + added * (not within), -np.inf)
         sink = np.full((z.h, 1, 1), -np.inf if rules.softmax_type == "vanilla" else 0.0)
         if offset is not None:
             sink = offset.astype(np.float64)[:, None, None]
@@ -152,7 +159,7 @@ class Oracle:
 
         self.score_size = self.scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
         largest = self.score_size + np.abs(added).max() + np.abs(finite).max()
-        self.score_error = (z.d + 6) * ROUNDOFF * largest
+        self.score_error = (z.d + 6 + 8 * (cap > 0)) * ROUNDOFF * largest
         relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
         if not exact and dtype is not float32:
             relative += epsilon(dtype)
@@ -164,26 +171,31 @@ class Oracle:
         rounded = self.o if dtype is float64 else self.o.astype(np.float32).astype(dtype.numpy)
         self.o_given = rounded if given is None else given
         self.lse_given = self.lse.astype(np.float32)
-        terms = do * self.o_given.astype(np.float64)
+        terms: Any = do * self.o_given.astype(np.float64)
         delta, delta_size = terms.sum(-1, keepdims=True), np.abs(terms).sum(-1, keepdims=True)
         self.probabilities, self.kept, upstream = p, kept, do @ v.swapaxes(-1, -2) * factors
         self.upstream_size = np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors
-        ds, size = p * (upstream - delta), p * (self.upstream_size + delta_size)
+        beyond, beyond_size = p * (upstream - delta), p * (self.upstream_size + delta_size)
+        ds, size, self.bends = beyond * bends, beyond_size * bends, bends
         self.slopes, self.slope_sizes = ds, size
+        off = self.score_error / cap if cap else 0.0
+        # of dS, by the cap's derivative
+        self.bend_error = beyond_size * (2 * off * (bends + off) + 12 * ROUNDOFF * (cap > 0))
         relative += (z.s_q * self.group + 2 * z.d + 8) * ROUNDOFF
         self.grads = self.products(ds, kept, q, k, do)
-        self.slacks = self.products(
-            relative * size + step * (size > 0), relative * kept + step * (kept > 0), *map(np.abs, (q, k, do))
-        )
+        slack = relative * size + self.bend_error + step * (size > 0)
+        self.slacks = self.products(slack, relative * kept + step * (kept > 0), *map(np.abs, (q, k, do)))
         self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
         self.sizes: dict[str, Array] = {}
         # dS itself is not rounded on its way to dbias and doffset, on any engine
         if bias is not None:
             axes = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
-            self.grads["dbias"], self.sizes["dbias"] = (
-                bias_factor * x.sum(axes, keepdims=True) for x in (ds, size)
+            terms = (ds, size, self.bend_error) if within else (beyond, beyond_size, 0 * size)
+            self.grads["dbias"], self.sizes["dbias"], error = (
+                bias_factor * x.sum(axes, keepdims=True) for x in terms
             )
             self._precise("dbias", z.s_kv + 3 * z.d + 24 + size.size // bias.size)
+            self.slacks["dbias"] = self.slacks["dbias"] + error
         if offset is not None:
             with np.errstate(invalid="ignore"):
                 weight = np.where(self.rows, np.exp(sink[..., 0] - finite[..., 0]), 0)
@@ -232,7 +244,7 @@ def attention_oracle(
     sizes = Sizes.of(q, v, *(cu_seqlens or ()))
     exact = Oracle(float64, sizes, spec, True, q, k, v, do, keep=np.asarray(keep))
     delta_size = (abs(do) * exact.o_size).sum(-1, keepdims=True)
-    ds_size = exact.probabilities * (exact.upstream_size + delta_size)
+    ds_size = exact.bends * exact.probabilities * (exact.upstream_size + delta_size)
     k = np.repeat(k, exact.group, 1)
     magnitudes = {"o": exact.o_size, **exact.products(ds_size, exact.kept, abs(q), abs(k), abs(do))}
     values, back = {"o": exact.o, **exact.grads}, np.argsort(order)

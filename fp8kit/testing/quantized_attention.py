@@ -90,7 +90,8 @@ class QuantizedOracle(Oracle):
         self.o_slack = off @ np.abs(groups) * inverse + (relative + terms) * self.o_size
         self.o_given = self.o.astype(np.float32)
 
-        error = abs(self.scale) * (relative + (2 * sizes.d + 8) * ROUNDOFF) * self.slope_sizes
+        error = (relative + (2 * sizes.d + 8) * ROUNDOFF) * self.slope_sizes + self.bend_error
+        error *= abs(self.scale)
         exact = self.scale * self.slopes
         most = np.abs(exact).max(initial=0)
         factor, scale_error = ds.format.max / max(most, ds.epsilon) if most else 1.0, 0.0

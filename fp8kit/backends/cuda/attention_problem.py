@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     placed: bool = False
     strides: tuple[Strides, ...] = ()
     tokens: tuple[int, int] = (0, 0)
+    softcap: float = 0.0
 
     @property
     def cleaned(self) -> bool:
@@ -58,6 +59,11 @@ class Problem(NamedTuple):
     def bias_factor(self) -> float:
         """What the bias is multiplied by when it joins the scaled product."""
         return self.scale if self.bias == "pre_scale_bias" else 1.0
+
+    @property
+    def bias_capped(self) -> bool:
+        """Whether the bias joins the product before its cap."""
+        return self.softcap > 0 and self.bias == "pre_scale_bias"
 
     @property
     def blind(self) -> bool:
@@ -98,6 +104,7 @@ def problem(
         spec.zero_padded,
         spec.placed,
         tuple([ordered(spec.qkv_format, steps) for steps in strides]),
+        softcap=spec.softcap,
     )
 
 

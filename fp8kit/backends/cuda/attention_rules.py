@@ -9,7 +9,7 @@ from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.structures import Packer
 from fp8kit.backends.protocol import AttentionExtras, Lying
 
-_RULES = Packer("3P3qP3qdPqP4qdPqdP3q2P2q")
+_RULES = Packer("3P3qP3qdPqP4qdPqdP3q2P2qdq")
 
 
 def over_scores(shape: Shape) -> tuple[int, int, int]:
@@ -51,4 +51,6 @@ def pack(problem: Problem, extras: AttentionExtras, lying: Lying | None = None) 
         address(None if lying is None else lying.starts_kv),
         problem.tokens[0] or problem.rows,
         problem.tokens[1] or problem.columns,
+        problem.softcap,
+        int(problem.bias_capped),
     )

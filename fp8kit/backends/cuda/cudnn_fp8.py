@@ -87,6 +87,8 @@ def refused(problem: Problem, formats: tuple[str, str], backward: bool) -> str |
         value = getattr(problem, name)
         if value != taken:
             found.append(f"{name} {value!r}: cuDNN has none in FP8")
+    if problem.softcap:
+        found.append(f"softcap {problem.softcap}: cuDNN has none in FP8")
     if problem.masked:
         found.append("mask 'arbitrary': cuDNN is not used with a mask array")
     if problem.dropout:

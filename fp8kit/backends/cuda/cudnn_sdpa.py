@@ -85,6 +85,8 @@ def _refused(problem: Problem, backward: bool) -> str | None:
         value = getattr(problem, name)
         if value != taken:
             found.append(f"{name} {value!r}: cuDNN is not used with it")
+    if problem.softcap:
+        found.append(f"softcap {problem.softcap}: cuDNN is not used with it")
     if problem.masked:
         found.append("mask 'arbitrary': cuDNN is not used with a mask array")
     if problem.placed:

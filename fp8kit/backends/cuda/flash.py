@@ -72,14 +72,15 @@ def why_not(problem: Problem, dbias: bool = False) -> str | None:
 
 
 @functools.lru_cache(256)
-def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False) -> Shape:
+def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False, capped: bool = False) -> Shape:
     """Returns the kernels for such heads and rules (``KIND`` of flash.cuh): see ``Shape``. ``paged``:
-    forward's over a cache of pages."""
+    forward's over a cache of pages; ``capped``: those with a cap on the scores."""
     d, d_v = next(pair for pair in _COMPILED if dim <= pair[0] and dim_v <= pair[1])
     narrow = d <= 128
-    rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 64 if narrow and kind < 2 else 32
-    step, stages = columns, 2 if narrow else 1
+    step, stages = 64 if narrow and kind < 2 else 32, 2 if narrow else 1
+    rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 32 if capped else step
     defines = {"T": launch.type_name(DTYPES[dtype]), "D": str(d), "DV": str(d_v), "KIND": str(kind)}
+    defines |= {"CAP": "1"} if capped else {}
     forward = _ITEM * (rows * d + 2 * columns * (d + d_v))
     backward = _ITEM * (_TILE + stages * step) * (d + d_v)
     return Shape(d, d_v, rows, columns, forward, backward, defines, {**defines, "PAGED": str(int(paged))})
@@ -105,9 +106,10 @@ def _shape(problem: Problem, paged: bool = False) -> Shape:
     with np.errstate(all="ignore"):
         positive = np.float32(problem.scale) > 0
     kind = int(problem.dropout > 0) if positive and not general else 2
-    if paged and kind:  # dropout in inference is rare: one kernel for all but the plain rules
+    capped = problem.softcap > 0
+    if (paged or capped) and kind:  # dropout is rare there: one kernel for all but the plain rules
         kind = 2
-    return shape(problem.dim, problem.dim_v, problem.dtype, kind, paged)
+    return shape(problem.dim, problem.dim_v, problem.dtype, kind, paged, capped)
 
 
 def on_hopper(problem: Problem, device: int) -> bool:

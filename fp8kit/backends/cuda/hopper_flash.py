@@ -39,6 +39,8 @@ def why_not(problem: Problem, defines: dict[str, str], device: int | None, *view
         found.append(f"head_dim {problem.dim}, head_dim_v {problem.dim_v}: both 64 or both 128")
     if defines["KIND"] != "0":
         found.append("more than a band: a mask array, a bias, a further score, dropout or no positive scale")
+    if problem.softcap:
+        found.append(f"softcap {problem.softcap}")
     if problem.padded or problem.qkv_format == "thd":
         found.append("lengths in cu_seqlens")
     if any(0 in view.strides for view in views):

@@ -68,7 +68,7 @@ class _QuantizedTiledCall(unfused.TiledCall):
 
     def own_kernel(self, function: str) -> launch.Kernel:
         """Returns a kernel of quantized_attention.cu."""
-        return launch.kernel(_SOURCE, function, self.device, T="f32")
+        return launch.kernel(_SOURCE, function, self.device, **unfused.defines(self.problem))
 
     def on_rows(self, function: str, tile: unfused.Tile, args: tuple[int, ...]) -> None:
         """Such a kernel on a tile, one block a row."""

@@ -38,10 +38,11 @@ class Layout(NamedTuple):
 
     ``groups`` key heads and ``rows`` rows at most make a tile. ``summed``: more than one tile adds to a key
     head. ``places``, of what there is: "scores" and "dweights" (do v^T) are float32; "weights" and "dscores"
-    have the problem's dtype and are the same memory where that is float32. "dk", "dv": float32 sums of
-    ``groups`` heads, where they are ``summed``. "dbias": float32 sums of the whole bias; "doffset": parts of
-    its sums. "queries", "keys", "upstream", "values": a tile's copies of q, k, do and v without padding,
-    where they are needed. "cublaslt": the library's own workspace; "end": bytes in all.
+    have the problem's dtype and are the same memory where that is float32, but for "dscores" with the
+    gradient of a bias that is not capped. "dk", "dv": float32 sums of ``groups`` heads, where they are
+    ``summed``. "dbias": float32 sums of the whole bias; "doffset": parts of its sums. "queries", "keys",
+    "upstream", "values": a tile's copies of q, k, do and v without padding, where they are needed.
+    "cublaslt": the library's own workspace; "end": bytes in all.
     """
 
     groups: int
@@ -55,7 +56,9 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
     """Returns the layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
     itemsize = DTYPES[problem.dtype].itemsize
     narrow = 0 if problem.dtype == "float32" else itemsize
-    row = problem.columns * (4 + narrow) * (2 if backward else 1)
+    # the bias's gradient is that of capped scores, dq's and dk's not
+    apart = 4 if dbias is not None and not narrow and problem.softcap and not problem.bias_capped else 0
+    row = problem.columns * ((4 + narrow) * (2 if backward else 1) + apart)
     rows = min(problem.rows, max(1, _LIMIT // row))
     groups = min(problem.groups, _MOST_BLOCKS, max(1, _LIMIT // (row * rows)))
     summed = backward and (problem.heads > problem.groups or rows < problem.rows)
@@ -63,7 +66,7 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
 
     sizes = {"scores": 4 * elements, "weights": narrow * elements}
     if backward:
-        sizes |= {"dweights": 4 * elements, "dscores": narrow * elements}
+        sizes |= {"dweights": 4 * elements, "dscores": (narrow or apart) * elements}
     if summed:
         sizes |= {"dk": 4 * keys * problem.dim, "dv": 4 * keys * problem.dim_v}
     if dbias is not None:
@@ -77,7 +80,7 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
         sizes["values"] = itemsize * keys * problem.dim_v
     places = arranged(sizes | {"cublaslt": cublaslt.WORKSPACE})
     if not narrow:
-        places |= {"weights": places["scores"], "dscores": places.get("dweights", 0)}
+        places |= {"weights": places["scores"]} | ({} if apart else {"dscores": places.get("dweights", 0)})
     return Layout(groups, rows, summed, places)
 
 
@@ -224,13 +227,17 @@ def offset_gradient(
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     arrays = extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial
     args: tuple[int, ...] = (*arrays, *strides, problem.dim_v, problem.batch, problem.rows)
-    kind = launch.type_name(DTYPES[problem.dtype])
     one, other = (
-        launch.kernel("attention.cu", name, o.device.index, T=kind)
+        launch.kernel("attention.cu", name, o.device.index, **defines(problem))
         for name in ("attention_doffset_partial", "attention_doffset")
     )
     launch.launch(one, (problem.heads, _CHUNKS), 256, args, stream)
     launch.launch(other, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
+
+
+def defines(problem: Problem) -> dict[str, str]:
+    """What attention.cu is compiled with for a problem."""
+    return {"T": launch.type_name(DTYPES[problem.dtype])} | ({"CAP": "1"} if problem.softcap else {})
 
 
 class TiledCall(Padding):
@@ -260,7 +267,7 @@ class TiledCall(Padding):
 
     def kernel(self, function: str) -> launch.Kernel:
         """Returns a kernel of attention.cu."""
-        return launch.kernel("attention.cu", function, self.device, T=self.type)
+        return launch.kernel("attention.cu", function, self.device, **defines(self.problem))
 
     def queries(self, view: ArrayView, tile: Tile) -> Matrices:
         """Returns the tile's rows in q, o or their gradients."""

@@ -58,6 +58,10 @@ class AttentionSpec(Protocol):
         """Which softmax: "vanilla", "off-by-one" or "learnable" (a softmax_offset array comes)."""
 
     @property
+    def softcap(self) -> float:
+        """What scores are capped at, 0 for no cap; see ``Kernels.attention_fwd``."""
+
+    @property
     def zero_padded(self) -> bool:
         """Whether the rows beyond the true lengths hold 0 already: k's and v's, and in backward also q's and
         do's."""
@@ -143,7 +147,9 @@ class Attentions(Protocol):
         i' = i + n_kv - n_q where ``bottom_right``, else at i' = i. It sees column j iff i < n_q and j < n_kv,
         and j >= i' - left where left >= 0, and j <= i' + right where right >= 0, and the mask is 0 there.
         Score (Press et al., ALiBi, 2022): scale * q k^T; scale * (q k^T + bias); scale * q k^T + bias; or
-        scale * q k^T - slope * |i' - j|. Softmax types "off-by-one" (Miller 2023) and "learnable" (Xiao et
+        scale * q k^T - slope * |i' - j|. With a softcap c (Gemma 2, 2024) c * tanh(x / c)
+        stands for x = scale * q k^T, or scale * (q k^T + bias); other biases, slopes, mask and further score
+        come after it. Softmax types "off-by-one" (Miller 2023) and "learnable" (Xiao et
         al. 2023, attention sinks) add one more score, 0 or softmax_offset[h], to every row i < n_q: it takes
         weight and gives nothing to o.
 

@@ -120,14 +120,12 @@ def attention_bwd(
 
     With P recomputed, M the dropout factors and D = rowsum(do * o): dv = (P M)^T do, dS = P ((do v^T) M - D),
     dq = scale dS k, dk = scale dS^T q, dbias = dS (times scale where it is added before scaling), doffset =
-    -sum exp(offset - lse) D.
+    -sum exp(offset - lse) D. A cap's derivative is a factor of dS, but not for a bias that is added after it.
     """
     call = Backward((do, q, k, v, o), lse, extras, spec, scale_first=True)
     found = Gradients(call.queries, call.keys, call.values, call.upstream)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
-    for at, p, ds, factors in call.blocks():
-        if bias is not None:
-            at.add_to(bias, ds)
+    for at, p, ds, factors in call.blocks(bias):
         found.add(at, p, ds, factors)
     found.queries *= np.float32(spec.softmax_scale)
     found.put(dq, dk, dv, spec)
@@ -162,9 +160,9 @@ class Backward:
         self.random, self.place = dropout(spec.dropout, extras.rng), place_of(extras, self.sizes)
         self.extras, self.spec = extras, spec
 
-    def blocks(self) -> Iterator[tuple[Block, Float32, Float32, Float32 | None]]:
-        """Each block, its probabilities, gradients of its queries' and keys' products, and dropout's
-        factors."""
+    def blocks(self, bias: Float32 | None = None) -> Iterator[tuple[Block, Float32, Float32, Float32 | None]]:
+        """Each block, its probabilities, gradients of its queries' and keys' products, and dropout's factors;
+        the scores' gradients are added to ``bias``."""
         first, second = np.empty(0, np.float32), np.empty(0, np.float32)
         for at in blocks(self.sizes, self.queries.shape[4], self.extras, self.spec):
             first, p = at.buffers(first)
@@ -172,7 +170,7 @@ class Backward:
             np.matmul(self.queries[at.rows], self.keys[at.columns].swapaxes(-1, -2), out=p)
             if self.factor is not None:
                 p *= self.factor
-            self.scores.complete(p, at)
+            slopes = self.scores.complete(p, at, slopes=True)
             np.matmul(self.upstream[at.rows], self.values[at.columns].swapaxes(-1, -2), out=ds)
             factors = None if self.random is None else at.factors(self.random, self.place)
             if factors is not None:
@@ -180,6 +178,12 @@ class Backward:
             rows = p.reshape(-1, at.width), ds.reshape(-1, at.width)
             statistics = self.sums[at.rows].reshape(-1), self.delta[at.rows].reshape(-1)
             _gradient(*rows, *statistics, at.place, np.float32(1) if self.factor is None else self.factor)
+            if bias is not None and not self.scores.bias_capped:
+                at.add_to(bias, ds)
+            if slopes is not None:
+                ds *= slopes
+            if bias is not None and self.scores.bias_capped:
+                at.add_to(bias, ds)
             yield at, p, ds, factors
 
     def put(self, dbias: ArrayView | None, slopes: Float32 | None, doffset: ArrayView | None) -> None:

@@ -189,7 +189,7 @@ def true_lengths(cu_seqlens: ArrayView | None, batches: int, length: int) -> Arr
 
 
 class Scores:
-    """What is added to the products scale * q k^T, and the further score of a softmax type."""
+    """What is made of the products scale * q k^T, and the further score of a softmax type."""
 
     def __init__(self, extras: AttentionExtras, spec: AttentionSpec) -> None:
         self.mask = None if extras.mask is None else extras.mask.numpy() != 0
@@ -197,11 +197,21 @@ class Scores:
         self.bias_factor = np.float32(spec.softmax_scale if spec.bias == "pre_scale_bias" else 1)
         self.slopes = None if extras.alibi_slopes is None else extras.alibi_slopes.numpy()
         self.offset = None if extras.softmax_offset is None else extras.softmax_offset.numpy()
-        self.sink = spec.softmax_type != "vanilla"
+        self.sink, self.cap = spec.softmax_type != "vanilla", np.float32(spec.softcap)
+        self.bias_capped = bool(self.cap) and spec.bias == "pre_scale_bias"
 
-    def complete(self, scores: Float32, at: Block) -> None:
-        """Add the bias to a block's products, in place; -Inf where the mask array masks out."""
-        if self.bias is not None:
+    def complete(self, scores: Float32, at: Block, slopes: bool = False) -> Float32 | None:
+        """Cap a block's products and add the bias, in place; -Inf where the mask array masks out. Returns the
+        cap's derivatives where there is a cap and ``slopes`` are asked for."""
+        found = None
+        if self.bias is not None and self.bias_capped:
+            scores += self.bias_factor * at.of(self.bias)
+        if self.cap:
+            scores /= self.cap
+            np.tanh(scores, out=scores)
+            found = 1 - scores * scores if slopes else None
+            scores *= self.cap
+        if self.bias is not None and not self.bias_capped:
             scores += self.bias_factor * at.of(self.bias)
         if self.slopes is not None:
             z = at.sizes
@@ -212,6 +222,7 @@ class Scores:
             scores -= slopes.reshape(*at.shape[:3], 1, 1) * distance
         if self.mask is not None:
             np.copyto(scores, np.float32(-np.inf), where=at.of(self.mask))
+        return found
 
     def sinks(self, sizes: Sizes) -> Float32:
         """Returns the further score of each head, float32 (h_kv, group, 1); -Inf where there is none."""

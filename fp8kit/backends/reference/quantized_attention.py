@@ -153,10 +153,8 @@ def quantized_attention_bwd(
     found = Gradients(queries, heads_of(k_rows, spec), call.values, upstream)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
     most = np.float32(0)
-    for at, _, slopes, _ in call.blocks():
+    for _, _, slopes, _ in call.blocks(bias):
         most = np.fmax(most, np.fmax.reduce(np.abs(slopes), axis=None))
-        if bias is not None:
-            at.add_to(bias, slopes)
     rounded, rounded_p = Rounded.of(ds, rng, DS_DRAW, most), Rounded.of(p, rng, P_DRAWS[1])
     for at, weights, slopes, factors in call.blocks():
         rounded_p.round(weights.reshape(-1, at.width), at)

@@ -218,6 +218,7 @@ _LONG_KEYS: Options = {"s_kv": 33}
 _LONG: Options = {"b": 1, "s_q": 300, "s_kv": 300, "h": 1, "h_kv": 1, "d": 32}
 _GROUPS: Options = {"h": 6, "h_kv": 2}
 _ALIBI, _LEARNABLE = {"bias": "alibi"}, {"softmax_type": "learnable"}
+_CAP: Options = {"softcap": 1.5}  # of scores up to some 5: all of the curve
 _PRE, _POST = {"bias": "pre_scale_bias"}, {"bias": "post_scale_bias"}
 
 
@@ -269,6 +270,19 @@ ALL_CASES: dict[str, Options] = {
     "learnable": {**_LONG_KEYS, **_BSHD, **_LEARNABLE},
     "learnable-padding": {**_PADDED, **_LEARNABLE, **_BOTTOM_RIGHT},
     "depth-of-v": {"d_v": 24, "h": 4, **_CAUSAL},
+    "cap": {**_LONG_KEYS, **_CAP, **_CAUSAL, "bottom_right": True},
+    "cap-padding-groups": {**_PADDED, **_GROUPS, **_BSHD, **_CAP, "window": (5, 3)},
+    "cap-pre-bias": {**_LONG_KEYS, "over": (1, 2, 17), **_CAP, **_PRE},
+    "cap-post-bias": {**_LONG_KEYS, **_BSHD, "over": (2, 1, 17), **_CAP, **_POST},
+    "cap-alibi-learnable-mask": {
+        **_LONG_KEYS,
+        "over": (2, 2, 17),
+        "masked": True,
+        **_CAP,
+        **_ALIBI,
+        **_LEARNABLE,
+    },
+    "cap-dropout-placed": {"s_kv": 23, **_BSHD, **_CAP, **_dropped(0.25, True)},
     "placed": {"s_kv": 23, **_BSHD, **_dropped(0.25, True)},
     "placed-causal-groups": {**_GROUPS, **_square(40), **_CAUSAL, **_dropped(0.5, True)},
     "placed-padding": {**_PADDED, **_BSHD, **_dropped(0.5, True)},
@@ -281,6 +295,9 @@ ALL_CASES |= {
     "tiles-128-groups": {**_GROUPS, "b": 1, **_square(139), "d": 128, **_BSHD, **_CAUSAL},
     "tiles-128-window": {"b": 1, "s_q": 150, "s_kv": 277, "d": 128, "window": (70, 9), "bottom_right": True},
     "tiles-128-cross": {"b": 1, "s_q": 131, "s_kv": 259, "h": 1, "h_kv": 1, "d": 128},
+    "cap-tiles-64": {**_packed(2), "b": 1, **_square(209), "d": 64, **_CAP, **_CAUSAL},
+    "cap-tiles-128": {"b": 1, "s_q": 131, "s_kv": 259, "h": 1, "h_kv": 1, "d": 128, **_CAP, **_BOTTOM_RIGHT},
+    "cap-tiles-256": {**_GROUPS, "b": 1, **_square(70), "d": 256, **_CAP, "window": (40, 0)},
 }
 # only in float32: dropout (vendor libraries draw their own masks in 16 bits), odd depths and lengths, batches
 # or rows that see nothing
@@ -304,6 +321,19 @@ FLOAT32_CASES: dict[str, Options] = {
     "mask-of-everything": {**_TINY, "masked": True, "window": (0, -1), "bottom_right": True},
     "bias-of-one-row": {"b": 3, **_PRE},
     "bias-of-everything": {"h": 4, "over": (2, 4, 17), **_POST, **_CAUSAL},
+    "everything-capped": {
+        **_PADDED,
+        "h": 4,
+        "over": (1, 4, 17),
+        "masked": True,
+        **_POST,
+        **_LEARNABLE,
+        **_CAP,
+        "window": (11, 3),
+        **_dropped(0.3),
+    },
+    "cap-far-above": {**_LONG_KEYS, "softcap": 1e4},
+    "cap-far-below": {**_LONG_KEYS, "softcap": 1e-3},
     "everything": {
         **_PADDED,
         "h": 4,

@@ -138,6 +138,7 @@ _FORMS: dict[str, Options] = {
     "causal": {**_SELF, **_CAUSAL},
     "causal-gaps": {**_SELF, **_APART, **_CAUSAL},
     "cross-gaps": {**_CROSS, **_APART},
+    "cap-gaps": {**_SELF, **_APART, **_CAUSAL, "softcap": 1.5},
     "cross-bottom-right": {**_CROSS, **_CAUSAL, "bottom_right": True},
     "empty": {**_SELF, "lengths_q": (0, 7, 0, 20, 0), "lengths_kv": (3, 7, 0, 0, 2), **_CAUSAL},
     "longest-is-longer": {**_SELF, "s_q": 200, "s_kv": 130, **_APART},

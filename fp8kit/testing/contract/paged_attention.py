@@ -122,6 +122,8 @@ _FORMS: dict[str, Options] = {
     "off-by-one": {**_STEP, "softmax_type": "off-by-one"},
     "learnable": {**_PROMPT, "softmax_type": "learnable", "size": 11},
     "odd-heads": {**_STEP, "d": 10},
+    "cap": {**_STEP, "d": 64, "softcap": 1.5},
+    "cap-alibi-learnable": {**_PROMPT, "bias": "alibi", "softmax_type": "learnable", "softcap": 1.5},
     "dropout": {**_PROMPT, "dropout": 0.25},
     "many-new": {"lengths_q": (150, 140), "lengths_kv": (150, 300), "h": 1, "d": 32, **_CAUSAL},
 }
