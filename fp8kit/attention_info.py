@@ -82,6 +82,7 @@ KEYS: dict[str, Key] = {
     "bottom_right": _choice("default", {"default": None, "true": True, "false": False}),
     "bias": _choice("none", {"none": "no_bias"} | {name: name for name in BIASES}),
     "softmax": _choice("vanilla", SOFTMAX_TYPES),
+    "softcap": Key("0", float, "a number, 0 for no cap"),
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
     "layout": _choice("sbhd", FORMATS),
     "fp8": _choice("none", {"none": None, "hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}),
@@ -99,6 +100,7 @@ _FIELDS = {
     "bottom_right_diagonal": "bottom_right",
     "bias": "bias",
     "softmax_type": "softmax",
+    "softcap": "softcap",
     "max_seqlen_q": "sequence",
     "max_seqlen_kv": "sequence_kv",
 }

@@ -63,6 +63,7 @@ def dot_product_attention(
     context_parallel_causal_load_balanced: bool = False,
     context_parallel_strategy: str = "DEFAULT",
     stripe_size: int | None = None,
+    softcap: float = 0.0,
 ) -> Any:
     """dropout(softmax(scores)) value for each head, scores = scale_factor * query key^T and a bias (Vaswani
     et al. 2017).
@@ -254,6 +255,7 @@ def _resolved(options: Mapping[str, Any], module: str = "") -> _OperationCall:
         None if corner is None else bool(corner),
         biased,
         spelled(options["softmax_type"]),
+        float(options["softcap"]),
         *longest.values(),
         quantized=attention_in_force(_OP, module),
     )

@@ -65,7 +65,7 @@ def activations(others: tuple[str, ...]) -> Rule:
 
 _SHARED = """attention_dropout bottom_right_diagonal hidden_dropout hidden_size in_features input_layernorm
 layernorm_epsilon smooth_swiglu norm_position norm_gain gain num_attention_heads num_gqa_groups
-qk_norm_before_rope qk_norm_eps qkv_format return_bias return_layernorm_output window_size
+qk_norm_before_rope qk_norm_eps qkv_format return_bias return_layernorm_output softcap window_size
 zero_centered_gamma"""
 RULES: dict[str, Rule] = {
     # the same in all frontends

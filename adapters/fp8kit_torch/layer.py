@@ -76,6 +76,7 @@ _READ = [
     "self_attn_mask_type",
     "sequence_parallel",
     "set_parallel_mode",
+    "softcap",
     "softmax_scale",
     "softmax_type",
     "symmetric_ar_type",

@@ -17,8 +17,8 @@ _ELEMENTS = 2**24  # scores that are there at a time
 
 
 def max_logits(spec: AttentionSpec, inputs: Mapping[str, Tensor]) -> Tensor:
-    """max over batches, rows and the columns that they see of softmax_scale * q k^T, with its bias: (h,),
-    float32; -Inf for a head without any. ``inputs``: an attention's, by name.
+    """max over batches, rows and the columns that they see of softmax_scale * q k^T, capped and with its bias:
+    (h,), float32; -Inf for a head without any. ``inputs``: an attention's, by name.
 
     The products are rounded to the inputs' dtype; of attention in FP8 they are those before its casts. Blocks
     of rows are multiplied by all columns once more. No gradient goes through it.
@@ -134,16 +134,22 @@ def _biased(
     other: _Places,
     block: slice,
 ) -> Tensor:
+    """Scaled scores, capped, and with their bias."""
+    added: Any = 0.0
     if spec.biased:
         factor = spec.softmax_scale if spec.bias == "pre_scale_bias" else 1.0
         bias = inputs["bias"]
         own_part = _of_rows(bias, block) if own.sequence is None else _of_packed(bias, own, other, block)
-        return scores + factor * own_part.float()
+        added = factor * own_part.float()
     if spec.bias == "alibi":
         slopes = inputs["alibi_slopes"].float()
         slopes = slopes[None] if slopes.ndim == 1 else slopes
-        return scores - slopes[..., None, None] * _distance(spec, own, other, block).abs()
-    return scores
+        added = -slopes[..., None, None] * _distance(spec, own, other, block).abs()
+    if spec.bias == "pre_scale_bias":
+        scores, added = scores + added, 0.0
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    return scores + added
 
 
 @custom_op("fp8kit::max_logits", mutates_args=())

@@ -67,6 +67,7 @@ TABLE: dict[str, tuple[_Field, ...]] = {
         attention_dropout=0.0,
         window_size=(-1, -1),
         softmax_type="vanilla",
+        softcap=0.0,
         attention_type="self",
     ),
     "MultiheadAttention": _fields("hidden_size", "attention_type", "input_layernorm", return_bias=False),

@@ -15,7 +15,7 @@ from fp8kit.arguments import Rule, flag, integer, named, number, one, optional, 
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.layers.attention_inputs import QK_NORMS
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.attention_spec import BIASES, FORMATS, LEAST_CAP, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.smooth import LINES
 
 NORM_POSITIONS = ("before", "after")  # of a layer's branches
@@ -119,6 +119,12 @@ def cp_communication(operation: str, name: str, value: Any) -> None:
         _CP_COMMUNICATION(operation, name, each)
 
 
+def cap(operation: str, name: str, value: Any) -> float:
+    """Returns a cap of scores: 0, or a number that float32 divides by."""
+    found = number(operation, name, value, 1 / LEAST_CAP)
+    return found if found == 0 else number(operation, name, value, 1 / LEAST_CAP, least=LEAST_CAP)
+
+
 _MASK = one(*MASKS, *MASK_ALIASES)
 
 # of constructors
@@ -165,6 +171,7 @@ CONSTRUCTED: dict[str, Rule] = {
     "attention_type": one("self", "cross"),
     "layer_type": one("encoder", "decoder"),
     "softmax_scale": optional(positive_number),
+    "softcap": cap,
     "norm_position": one(*NORM_POSITIONS),
     "gain": positive_number,
     "norm_gain": optional(positive_number),
@@ -194,6 +201,7 @@ CALLED: dict[str, Rule] = {
     "qkv_format": optional(one(*FORMATS)),
     "tensor_format": one(*FORMATS),
     "core_attention_bias_type": one(*BIASES),
+    "softcap": optional(cap),
     "align_size": size,
     "map_type": one("mask", "index"),
     "reduction": one("mean", "none"),

@@ -19,7 +19,7 @@ from fp8kit.ops.rope import rope
 _NO_NAMES: Mapping[str, str] = {}
 # arguments that are those of the core attention
 _OF_CORE = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
-    window_size bottom_right_diagonal layer_number attention_type softmax_type softmax_scale device
+    window_size bottom_right_diagonal softcap layer_number attention_type softmax_type softmax_scale device
     get_rng_state_tracker tp_group tp_size"""
 # all that a call of the core attention without options depends on, beside its input's shape, dtype and device
 _SETTINGS = attrgetter(*CORE_SETTINGS.split(), "training")
@@ -59,9 +59,9 @@ class MultiheadAttention(AttentionHeads):
     * ``tp_group``, ``tp_size``, ``sequence_parallel``: as ``Linear``; with several ranks
       ``set_parallel_mode`` is True: each has a part of the heads, the projections in are split as "column",
       proj as "row".
-    * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``,
-      ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and
-      ``LayerNormLinear``.
+    * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softcap``,
+      ``softmax_type``, ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as
+      ``Linear`` and ``LayerNormLinear``.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and
       there is none here.
 
@@ -89,6 +89,7 @@ class MultiheadAttention(AttentionHeads):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         tp_group: Any = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
@@ -227,6 +228,7 @@ class MultiheadAttention(AttentionHeads):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        softcap: float | None = None,
         *,
         part: Mapping[str, Any] | None = None,
         **unknown: Any,
@@ -261,6 +263,7 @@ class MultiheadAttention(AttentionHeads):
             attn_mask_type,
             window_size,
             bottom_right_diagonal,
+            softcap,
             inference_params,
             core_attention_bias_type,
             core_attention_bias,

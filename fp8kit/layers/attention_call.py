@@ -56,6 +56,7 @@ class AttentionCall(AttentionBase):
     attention_type: str
     softmax_scale: float
     softmax_type: str
+    softcap: float
     name: str | None
     return_max_logit = False
     # whatever bottom_right_diagonal and the right of window_size say, as in Transformer Engine
@@ -115,6 +116,7 @@ class AttentionCall(AttentionBase):
         window = self.window_size if window is None else (int(window[0]), int(window[1]))
         if self.causal_masks_have_their_corner and "causal" in mask:
             corner, window = None, (window[0], min(window[1], 0))
+        cap = of("softcap")
         asked: Operation = attention
         longest, cache = (0, 0), of("inference_params")
         step: dict[str, Any] = {}
@@ -146,6 +148,7 @@ class AttentionCall(AttentionBase):
             corner,
             bias,
             self.softmax_type,
+            self.softcap if cap is None else float(cap),
             *longest,
         )
         spec, draws = self.attention_spec(cache is None, fields, of("bf16_backward") is True)

@@ -16,6 +16,7 @@ CORE_OPTIONS: dict[str, Any] = {
     "attn_mask_type": None,
     "window_size": None,
     "bottom_right_diagonal": None,
+    "softcap": None,
     "inference_params": None,
     "core_attention_bias_type": "no_bias",
     "core_attention_bias": None,

@@ -18,7 +18,7 @@ from fp8kit.ops.attention_spec import FORMATS
 
 # attributes that a call without options depends on
 CORE_SETTINGS = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type
-    window_size bottom_right_diagonal softmax_scale softmax_type"""
+    window_size bottom_right_diagonal softcap softmax_scale softmax_type"""
 NO_WINDOW = (-1, -1)
 _NO_FORK = nullcontext()
 
@@ -37,6 +37,9 @@ class DotProductAttention(AttentionCall):
       "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window. ``bottom_right_diagonal``:
       see ``fp8kit.ops.attention_spec.AttentionSpec``. In torch causal masks have their own, whatever it says,
       and end there, also with a window that goes on to the right.
+    * ``softcap``: c * tanh(x / c) stands for x = softmax_scale * q k^T, before biases (but one that is scaled
+      too), the mask and softmax, as in Gemma 2; 0: no cap. On a GPU cuDNN's kernels and those for Hopper know
+      none: such a call is one of fp8kit's own for any chip.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) is added to
       the denominator; "learnable": exp(softmax_offset[h]) is, a float32 parameter (h,) that starts at 0
       and may be cast with the model. ``device``: where that lies. In torch ``softmax_offset`` is None with
@@ -68,6 +71,7 @@ class DotProductAttention(AttentionCall):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Any = None,
@@ -125,6 +129,7 @@ class DotProductAttention(AttentionCall):
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Any = None,
@@ -217,6 +222,7 @@ class DotProductAttention(AttentionCall):
                 attn_mask_type,
                 window_size,
                 bottom_right_diagonal,
+                softcap,
                 inference_params,
                 core_attention_bias_type,
                 core_attention_bias,

@@ -17,7 +17,13 @@ from fp8kit.ops.dropout_add import add, dropout_add
 from fp8kit.ops.values import check_sequences
 
 # what the cross-attention has in common with the layer's own
-_CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+_CROSS_OPTIONS = (
+    "softcap",
+    "core_attention_bias_type",
+    "core_attention_bias",
+    "alibi_slopes",
+    "fast_zero_fill",
+)
 # how sequences lie: the queries' arguments -> those of keys and values
 _SEQUENCES = {
     "cu_seqlens_q": "cu_seqlens_kv",
@@ -34,8 +40,8 @@ _CROSS = {
 }
 # arguments that are those of the attentions, of the attentions and the MLP, and of the norm alone
 _OF_ATTENTIONS = """kv_channels attention_dropout layernorm_epsilon layer_number num_gqa_groups
-    fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softmax_type qk_norm_type qk_norm_eps
-    qk_norm_before_rope qk_norm_learned softmax_scale seq_length micro_batch_size"""
+    fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved softcap softmax_type qk_norm_type
+    qk_norm_eps qk_norm_before_rope qk_norm_learned softmax_scale seq_length micro_batch_size"""
 _OF_BRANCHES = """init_method output_layer_init_method bias normalization zero_centered_gamma params_dtype
     device fuse_wgrad_accumulation get_rng_state_tracker tp_group tp_size sequence_parallel
     set_parallel_mode"""
@@ -63,7 +69,7 @@ class TransformerLayer(AttentionBase):
       output (after their dropout), while training; what stays is divided by 1 - q. A sample is a sequence of
       the batch in each format (Transformer Engine takes the first dimension, which is one only with "bshd");
       the cross-attention is not dropped, as there.
-    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``,
+    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softcap``, ``softmax_type``,
       ``rotary_pos_interleaved``, ``qk_norm_type``, ``qk_norm_eps``, ``qk_norm_before_rope``: as
       ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``,
@@ -131,6 +137,7 @@ class TransformerLayer(AttentionBase):
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
@@ -278,6 +285,7 @@ class TransformerLayer(AttentionBase):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        softcap: float | None = None,
         **unknown: Any,
     ) -> Any:
         """Returns an array of the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd",
@@ -290,7 +298,7 @@ class TransformerLayer(AttentionBase):
           for an encoder, ArgumentError otherwise.
         * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``,
           ``checkpoint_core_attention`` and the others: as ``MultiheadAttention.forward``, for the self
-          attention; the cross-attention gets the score's bias, ALiBi's slopes and
+          attention; the cross-attention gets the cap, the score's bias, ALiBi's slopes and
           ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see
           ``Linear``.
         * A decoder with "thd", or whose cross-attention has a padding mask and no ``enc_dec_attn_mask``:
@@ -307,6 +315,7 @@ class TransformerLayer(AttentionBase):
             self_attn_mask_type,
             window_size,
             bottom_right_diagonal,
+            softcap,
             inference_params,
             core_attention_bias_type,
             core_attention_bias,

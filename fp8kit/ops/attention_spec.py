@@ -49,7 +49,7 @@ CHOICES = {
     "softmax_type": SOFTMAX_TYPES,
 }
 UNBOUNDED = (-1, -1)
-LEAST_CAP = 1e-30  # float32 is far from its ends
+LEAST_CAP = 1e-30  # so far from float32's ends that scores may be divided by it
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def check(spec: AttentionSpec) -> None:
         want(field, getattr(spec, field) in words, f"one of {', '.join(words)}")
     want("layout", not spec.interleaved or groups == heads, f"one with {groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
-    capped = spec.softcap == 0 or LEAST_CAP <= spec.softcap <= 1 / LEAST_CAP
-    want("softcap", capped, f"0 for no cap, or {LEAST_CAP} to {1 / LEAST_CAP:g}")
+    capped = spec.softcap == 0 or LEAST_CAP <= spec.softcap < 1 / LEAST_CAP
+    want("softcap", capped, f"0 for no cap, or a number in [{LEAST_CAP:g}, {1 / LEAST_CAP:g})")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
     want("placed", not spec.placed or spec.dropout > 0, "False without dropout")
     window, mask = spec.window_size, spec.mask

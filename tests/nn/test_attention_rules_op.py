@@ -45,11 +45,16 @@ CASES = {
     "alibi": change(bias="alibi", mask="causal_bottom_right"),
     "off_by_one": change(softmax_type="off-by-one", mask="causal"),
     "learnable": change(softmax_type="learnable", dropout=0.2),
+    "cap": change(softcap=1.5, mask="causal"),
+    "cap_pre_scale_bias": change(softcap=1.5, bias="pre_scale_bias"),
+    "cap_post_scale_bias": change(softcap=1.5, bias="post_scale_bias", softmax_type="learnable"),
+    "cap_alibi_arbitrary": change(softcap=1.5, bias="alibi", mask="arbitrary", window_size=(6, 6)),
     "depth_of_v": change(head_dim_v=12, layout="q_kv"),
     "thd": change(mask="padding", **THD),
     "thd_causal": change(mask="padding_causal", **THD),
     "thd_q_kv": change(mask="padding_causal_bottom_right", layout="q_kv", **THD),
     "thd_bias_learnable": change(mask="padding", bias="post_scale_bias", softmax_type="learnable", **THD),
+    "thd_cap": change(mask="padding_causal", softcap=1.5, **THD),
     "thd_dropout_depth": change(mask="padding", dropout=0.25, head_dim_v=4, **THD),
 }
 
@@ -81,6 +86,7 @@ class Case:
             spec.softmax_type,
             spec.padded,
             spec.masked,
+            softcap=spec.softcap,
         )
         z = self.sizes
         self.q, self.k = self.draw(3, 4, 13, 8), self.draw(3, 2, 17, 8)
@@ -322,6 +328,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         ShapeError,
         "bottom_right_diagonal: got",
     ),
+    "negative_cap": ({"softcap": -1.0}, GOOD, ShapeError, r"softcap: got -1.0, expected 0 for no cap, or"),
+    "endless_cap": ({"softcap": np.inf}, GOOD, ShapeError, "softcap: got inf"),
     "bias": ({"bias": "prescale"}, GOOD, ShapeError, "bias: got 'prescale'"),
     "softmax": (
         {"softmax_type": "off_by_one"},

@@ -42,7 +42,7 @@ from fp8kit_jax.sequences import SequenceDescriptor
 # and how many arrays they are
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3, "t3hd": 1, "thd_t2hd": 2, "thd_thd_thd": 3}
 # fields that are the function's arguments
-_OPTIONS = "attn_mask_type", "attn_bias_type", "scale_factor", "window_size", "softmax_type"
+_OPTIONS = "attn_mask_type", "attn_bias_type", "scale_factor", "window_size", "softmax_type", "softcap"
 log = logging.getLogger("fp8kit")
 # whether the pairs of a rotary embedding are neighbours
 GROUPINGS = {"consecutive": False, "alternate": True}
@@ -90,7 +90,8 @@ class DotProductAttention(NamedWell, EitherCase):
     same shapes with up to ``max_segments_per_seq`` sequences in each row, as a SequenceDescriptor says;
     tokens of none are 0. A window of a mask without "bottom_right" goes from the first query and the first
     key on. ``dtype``: what the inputs are cast to, None: as they are. ``float32_logits``: scores are float32
-    either way. ``context_parallel_axis``, ``context_parallel_causal_load_balanced``,
+    either way. ``softcap`` c: c * tanh(score / c) stands for scaled scores, before their bias, 0: no cap.
+    ``context_parallel_axis``, ``context_parallel_causal_load_balanced``,
     ``context_parallel_strategy`` and ``stripe_size``: see ``fp8kit_jax.dot_product_attention``.
     ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of
     ``common.FIXED`` have one value.
@@ -118,6 +119,7 @@ class DotProductAttention(NamedWell, EitherCase):
     score_mod: Any = None
     score_mod_bprop: Any = None
     stripe_size: int | None = None
+    softcap: float = 0.0
 
     @nn.compact
     @draws_keys
@@ -302,6 +304,7 @@ class MultiHeadAttention(NamedWell, EitherCase):
     return_bias: bool = False
     join_residual: bool = False
     join_layernorm_output: bool = False
+    softcap: float = 0.0
 
     @nn.compact
     def __call__(

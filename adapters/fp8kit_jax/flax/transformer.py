@@ -111,6 +111,7 @@ class TransformerLayer(NamedWell, EitherCase):
     norm_gain: float | None = None
     smooth_swiglu: str | None = None
     head_dim: int | None = None
+    softcap: float = 0.0
 
     @nn.compact
     def __call__(

@@ -302,11 +302,11 @@ def _attention(g: Graph, spec: AttentionSpec) -> dict[str, Any]:
         own = int(g.inputs["bias"].shape[1])
         bias = g.by_group(bias, groups, each) if own > 1 else op.Unsqueeze(bias, g.ints(1))
     scale = g.number(spec.softmax_scale)
-    if bias is not None and spec.bias == "pre_scale_bias":
-        scores = op.Mul(op.Add(scores, bias), scale)
-    else:
-        scores = op.Mul(scores, scale)
-        scores = scores if bias is None else op.Add(scores, bias)
+    before = spec.bias == "pre_scale_bias"
+    scores = op.Mul(op.Add(scores, bias) if before else scores, scale)
+    if spec.softcap:
+        scores = op.Mul(op.Tanh(op.Div(scores, g.number(spec.softcap))), g.number(spec.softcap))
+    scores = scores if bias is None or before else op.Add(scores, bias)
     seen = _seen(g, spec, q, k, groups, each)
     low = g.number(-3e38)
     masked = scores if seen is None else op.Where(seen, scores, low)
