@@ -17,7 +17,7 @@ _ELEMENTS = 2**24  # scores that are there at a time
 
 
 def max_logits(spec: AttentionSpec, inputs: Mapping[str, Tensor]) -> Tensor:
-    """max over batches, rows and the columns that they see of softmax_scale * q k^T, capped and with its bias:
+    """max over batches, rows and the columns that they see of softmax_scale * q k^T, capped, with its bias:
     (h,), float32; -Inf for a head without any. ``inputs``: an attention's, by name.
 
     The products are rounded to the inputs' dtype; of attention in FP8 they are those before its casts. Blocks
@@ -135,7 +135,7 @@ def _biased(
     block: slice,
 ) -> Tensor:
     """Scaled scores, capped, and with their bias."""
-    added: Any = 0.0
+    added: Tensor | float = 0.0
     if spec.biased:
         factor = spec.softmax_scale if spec.bias == "pre_scale_bias" else 1.0
         bias = inputs["bias"]

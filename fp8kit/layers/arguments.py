@@ -202,6 +202,7 @@ CALLED: dict[str, Rule] = {
     "tensor_format": one(*FORMATS),
     "core_attention_bias_type": one(*BIASES),
     "softcap": optional(cap),
+    "thd_attention_policy_dispatch": one("auto", "grouped"),
     "align_size": size,
     "map_type": one("mask", "index"),
     "reduction": one("mean", "none"),

@@ -13,6 +13,8 @@ from fp8kit.layers.attention_heads import AttentionHeads
 from fp8kit.layers.attention_inputs import PreparedCall, core_options, layout_of, normed_and_rotated
 from fp8kit.layers.base import Branch, Init, child_name, picked
 from fp8kit.layers.dot_product_attention import CORE_SETTINGS
+from fp8kit.layers.sequence_policies import POLICIES
+from fp8kit.layers.sequence_policies import check as check_policies
 from fp8kit.lru import LRU, SHAPES
 from fp8kit.ops.rope import rope
 
@@ -228,6 +230,8 @@ class MultiheadAttention(AttentionHeads):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
         *,
         part: Mapping[str, Any] | None = None,
@@ -276,6 +280,8 @@ class MultiheadAttention(AttentionHeads):
             max_seqlen_kv,
             fast_zero_fill,
             pad_between_seqs,
+            thd_attention_policies,
+            thd_attention_policy_dispatch,
         )
         beside = {
             "encoder_output": encoder_output,
@@ -344,6 +350,10 @@ class MultiheadAttention(AttentionHeads):
             if self._separate:
                 self.check_part(operation, "q_norm", x)
                 self.check_part(operation, "k_norm", x)
+        if options.get(POLICIES) is not None:
+            with on_behalf_of(operation, **names):
+                check_policies(core, options, x)
+            return PreparedCall(None, source, None)
         plain = not options and source is None and rotary_pos_emb is None
         key: Any = None
         if plain and type(core) is self.frontend.DotProductAttention:

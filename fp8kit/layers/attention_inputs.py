@@ -29,6 +29,8 @@ CORE_OPTIONS: dict[str, Any] = {
     "max_seqlen_kv": None,
     "fast_zero_fill": True,
     "pad_between_seqs": None,
+    "thd_attention_policies": None,
+    "thd_attention_policy_dispatch": "auto",
 }
 # cross-attention's arguments whose default is not None, which a layer without cross-attention must leave
 CROSS_DEFAULTS = {"enc_dec_attn_mask_type": "no_mask"}

@@ -10,7 +10,7 @@ from fp8kit.arguments import without_unknown
 from fp8kit.collectives import share
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.formats import float32
-from fp8kit.layers import context_parallel
+from fp8kit.layers import context_parallel, sequence_policies
 from fp8kit.layers.attention_call import AttentionCall
 from fp8kit.layers.attention_inputs import ResolvedCall, core_options, layout_of
 from fp8kit.layers.unsupported import FORWARD, refuse
@@ -147,6 +147,8 @@ class DotProductAttention(AttentionCall):
         qkv_layer: Any = None,
         kv_layer: Any = None,
         qkv_interleave_dim: int = -3,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
         *,
         prepared: ResolvedCall | None = None,
         **unknown: Any,
@@ -186,6 +188,12 @@ class DotProductAttention(AttentionCall):
           ``num_splits``: accepted; kernels choose their own. ``fp8_output``: o as a ``QuantizedTensor`` where
           the recipe quantises attention, as an input of the next layer with a scale of its own; PyTorch only.
           ``score_mod`` and its like: at their defaults only.
+        * ``thd_attention_policies``: mappings, each with the numbers of some sequences of "thd"
+          (``sequence_ids``, integers (n,) in rising order) and their ``mask_type``, ``window_size`` and
+          perhaps ``bottom_right_diagonal``, instead of the call's. Each sequence belongs to one, which on a
+          GPU is not checked. ``thd_attention_policy_dispatch``: "auto" or "grouped"; both are the same here:
+          each policy is a call over the tokens where they lie, and the outputs are added. Not beside a bias,
+          a cache, context parallelism, ``return_max_logit``, or within ``torch.compile``.
         * ``prepared``: what ``resolve`` returned for these options, where it was asked before the layers were
           there; else this asks.
 
@@ -235,6 +243,8 @@ class DotProductAttention(AttentionCall):
                 max_seqlen_kv,
                 fast_zero_fill,
                 pad_between_seqs,
+                thd_attention_policies,
+                thd_attention_policy_dispatch,
             )
             options |= {"qkv_format": qkv_format, "qkv_interleave_dim": qkv_interleave_dim}
         if prepared is None:
@@ -255,6 +265,8 @@ class DotProductAttention(AttentionCall):
                 "num_splits": num_splits,
             }
             self.check_arguments({**layers, **options, **plain})
+            if thd_attention_policies is not None:
+                return sequence_policies.attend(self, layers, {**options, **plain})
         if checkpoint_core_attention:
             again: Any = self
             return self.call_checkpointed(again, **layers, **options, prepared=prepared)

@@ -285,6 +285,8 @@ class TransformerLayer(AttentionBase):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
         **unknown: Any,
     ) -> Any:
@@ -328,6 +330,8 @@ class TransformerLayer(AttentionBase):
             max_seqlen_kv,
             fast_zero_fill,
             pad_between_seqs,
+            thd_attention_policies,
+            thd_attention_policy_dispatch,
         )
         of_encoder = {
             "encoder_output": encoder_output,

@@ -70,6 +70,13 @@ CASES = {
     ),
     "learnable": ({"softmax_type": "learnable"}, {}, Rules(window=(-1, 0), softmax_type="learnable")),
     "depth_of_v": ({"kv_channels": (D, 12)}, {}, Rules(window=(-1, 0))),
+    "softcap": ({"softcap": 1.5}, {}, Rules(window=(-1, 0), softcap=1.5)),
+    "softcap_in_the_call": (
+        {"softcap": 30},
+        {"softcap": np.float32(1.5), "core_attention_bias_type": "pre_scale_bias"},
+        Rules(window=(-1, 0), bias="pre_scale_bias", softcap=1.5),
+    ),
+    "no_softcap_in_the_call": ({"softcap": 1.5}, {"softcap": 0}, Rules(window=(-1, 0))),
 }
 
 
@@ -90,6 +97,7 @@ def test_dot_product_attention(device, name, dtype):
         rules.softmax_type,
         rules.padded,
         rules.masked,
+        softcap=rules.softcap,
     )
     depth = channels[1] if isinstance(channels, tuple) else D
     lengths = (LENGTHS_Q, LENGTHS_KV) if rules.padded else ((), ())

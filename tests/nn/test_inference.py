@@ -76,6 +76,7 @@ CASES = {
         Rules(window=(-1, 0), bias="alibi"),
     ),
     "learnable": ({"softmax_type": "learnable"}, {}, Rules(window=(-1, 0), softmax_type="learnable")),
+    "softcap": ({"softcap": 1.5}, {}, Rules(window=(-1, 0), softcap=1.5)),
     "depth_of_v": ({"kv_channels": (D, 12)}, {}, Rules(window=(-1, 0))),
 }
 SLOPES = np.array([0.25, 0.0625, 0.015625, 0.00390625], np.float32)
@@ -123,7 +124,7 @@ def test_attention_over_a_cache(device, paged, case, dtype):
     """Each step's rows stand at the ends of their sequences."""
     form = {"causal": "sbhd", "no_mask": "bshd", "window": "thd"}.get(case, "bshd")
     given = CASES[case][2]
-    rules = Rules("bshd", given.window, True, 0.4, 0.0, given.bias, given.softmax_type)
+    rules = Rules("bshd", given.window, True, 0.4, 0.0, given.bias, given.softmax_type, softcap=given.softcap)
     offset = draw(7, (HEADS,), "float32") if case == "learnable" else None
     for (index, name), (got, q, k, v) in run_core(form, device, dtype, paged, case, pad=2).items():
         sizes = Sizes(1, len(q), len(k), HEADS, GROUPS, D, d_v=v.shape[-1])

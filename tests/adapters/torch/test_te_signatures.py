@@ -193,6 +193,7 @@ def test_arguments_mean_the_same_by_place_and_by_name():
         "attn_input_format": "bshd",
         "qk_norm_type": "RMSNorm",
         "softmax_type": "off-by-one",
+        "softcap": 2.0,
         "enc_dec_attn_mask_type": "causal",
         "enc_dec_window_size": (3, 0),
         "hidden_dropout": 0.0,
