@@ -133,7 +133,7 @@ def test_activations(name):
     "options",
     [
         {"softmax_type": "learnable", "num_gqa_groups": 2, "window_size": (2, 0)},
-        {"softmax_type": "off-by-one", "self_attn_mask_type": "causal_bottom_right"},
+        {"softmax_type": "off-by-one", "softcap": 0.5, "self_attn_mask_type": "causal_bottom_right"},
         {"rotary_pos_interleaved": True, "qk_norm_type": "RMSNorm", "fuse_qkv_params": True},
     ],
     ids=["learnable", "off_by_one", "rotated"],

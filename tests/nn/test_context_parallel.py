@@ -153,13 +153,16 @@ def test_a_step_round_the_ring():
     assert FakeCollectives(1).run(rank) == [[0.0] * 3]
 
 
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-def test_the_chunks_of_one_rank_are_an_attention(device, form):
+@pytest.mark.parametrize(
+    ("form", "cap"), [("sbhd", 0.0), ("bshd", 0.0), ("thd", 0.0), ("sbhd", 0.5), ("thd", 0.5)]
+)
+def test_the_chunks_of_one_rank_are_an_attention(device, form, cap):
     """A ring of one rank merges what its second chunk of queries sees in both chunks of keys."""
     packed = form == "thd"
     lead = (64,) if packed else (S, B) if form == "sbhd" else (B, S)
     mask, dtype = ("padding_causal" if packed else "causal"), ("float32" if device == "cpu" else "bfloat16")
     fields = {"num_gqa_groups": G, "qkv_format": form, "mask": mask, "layout": "separate"}
+    fields["softcap"] = cap
     spec = AttentionSpec(H, D, **fields, max_seqlen_q=S, max_seqlen_kv=S)
     arrays = {n: draw(*lead, heads * D) + (n == "v") for n, heads in (("q", H), ("k", G), ("v", G))}
     g, sums = draw(*lead, H * D) * 0.5, {}

@@ -48,6 +48,27 @@ def test_norms_of_queries_and_keys(kind, first):
     assert_same_bits("y", np.asarray(layer.apply(variables, X, X)[0]), np.asarray(want))
 
 
+def test_a_cap_of_a_layer_is_its_attentions():
+    """Of TransformerLayer in both of a decoder's attentions."""
+    layer = modules.MultiHeadAttention(8, 4, softcap=0.5)
+    variables = layer.init(jax.random.key(0), X, X)
+    p = nn.unbox(variables["params"])
+    y = fj.layernorm_dense(X, p["qkv"]["kernel"], p["qkv"]["scale"], p["qkv"]["ln_bias"])
+    q, k, v = (y[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
+    want = modules.DotProductAttention(8, 4, softcap=0.5, scale_factor=1.0).apply({}, q, k, v)
+    plain = fj.dot_product_attention(q, k, v, scale_factor=1.0)
+    assert not np.array_equal(np.asarray(want), np.asarray(plain))
+    want = fj.dense(want.reshape(2, 16, 32), p["out"]["kernel"])
+    assert_same_bits("y", np.asarray(layer.apply(variables, X, X)[0]), np.asarray(want))
+    sizes = {"hidden_size": 32, "mlp_hidden_size": 64, "num_attention_heads": 4, "dtype": jnp.float32}
+    decoder = {**sizes, "layer_type": modules.TransformerLayerType.DECODER, "hidden_dropout": 0.0}
+    one, other = (modules.TransformerLayer(**decoder, softcap=cap) for cap in (0.5, 0.0))
+    inputs = {"encoded": X[:, :5], "deterministic": True}
+    variables = one.init(jax.random.key(0), X[:, :1], **inputs)  # where the layer's own has one score a row
+    apart = [np.asarray(each.apply(variables, X[:, :1], **inputs)) for each in (one, other)]
+    assert not np.array_equal(*apart)
+
+
 def test_packed_layouts_of_attention():
     qkv = jax.random.normal(jax.random.key(2), (2, 16, 3, 4, 8))
     want = modules.DotProductAttention(8, 4).apply({}, *(qkv[:, :, i] for i in range(3)))

@@ -227,8 +227,11 @@ def test_rope_of_sequences_with_gaps():
     np.testing.assert_array_equal(back(wide)[0], jnp.zeros_like(wide).at[at].set(back_alone(x)[0]))
 
 
-@combinations({"mask": ["no_mask", "causal", "padding_causal", "arbitrary"]}, usual=["arbitrary"])
-def test_attention(mask):
+@combinations(
+    {"mask": ["no_mask", "causal", "padding_causal", "arbitrary"], "cap": [0.0, 0.5]},
+    usual=["arbitrary-0.0", "causal-0.5"],
+)
+def test_attention(mask, cap):
     q, k, v = draw(0, 2, 16, 4, 8), draw(1, 2, 16, 2, 8), draw(2, 2, 16, 2, 12)
     lengths = jnp.array([16, 9])
     given = (
@@ -242,6 +245,7 @@ def test_attention(mask):
     def reference(q, k, v):
         k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
+        s = cap * jnp.tanh(s / cap) if cap else s
         i, j = jnp.arange(16)[:, None], jnp.arange(16)
         seen = {"no_mask": jnp.ones((16, 16), bool), "arbitrary": ~hidden}.get(mask, j <= i)
         if mask == "padding_causal":
@@ -250,9 +254,8 @@ def test_attention(mask):
         p = fj.softmax(s, ~jnp.broadcast_to(seen, s.shape))
         return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-    check(
-        lambda q, k, v: fj.dot_product_attention(q, k, v, attn_mask_type=mask, **given), reference, (q, k, v)
-    )
+    given |= {"attn_mask_type": mask, "softcap": cap}
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, **given), reference, (q, k, v))
 
 
 def test_packed_attention_is_the_separate_one():

@@ -94,6 +94,7 @@ ATTENTION = {
     "qkv_format": "bshd",
     "window_size": (1, 1),
     "softmax_type": "vanilla",
+    "softcap": 2.0,
     "softmax_offset": None,
     "alibi_slopes": None,
     "cu_seqlens_q": np.array([0, 2, 5], np.int32),

@@ -44,6 +44,7 @@ CASES = {
     "causal": {"attn_mask_type": "padding_causal"},
     "window": {"attn_mask_type": "padding_causal", "window_size": (5, 0)},
     "offset": {"attn_mask_type": "padding_causal", "softmax_type": "learnable"},
+    "cap": {"attn_mask_type": "padding_causal", "softcap": 0.5},
 }
 
 

@@ -46,6 +46,7 @@ CASES = {
     "padding_balanced": {"attn_mask_type": "padding_causal", "context_parallel_causal_load_balanced": True},
     "offset": {"attn_mask_type": "causal", "softmax_type": "learnable"},
     "off_by_one": {"attn_mask_type": "causal", "softmax_type": "off_by_one"},
+    "cap": {"attn_mask_type": "causal", "softcap": 0.5},
 }
 
 

@@ -185,10 +185,11 @@ ATTENTION = {
     "arbitrary": {"attn_mask_type": "arbitrary", "mask": HIDDEN},
     "alibi": {"attn_bias_type": "alibi"},
     "off-by-one": {"softmax_type": "off-by-one"},
+    "cap": {"softcap": 0.5},
     "sbhd": {"qkv_format": "sbhd", "shape": (16, 2)},
 }
 # what the native module is made with
-MODULE = ("attn_mask_type", "window_size", "qkv_format", "softmax_type")
+MODULE = ("attn_mask_type", "window_size", "qkv_format", "softmax_type", "softcap")
 
 
 @combinations({"case": [*ATTENTION, "bias"], "dtype": DTYPES})

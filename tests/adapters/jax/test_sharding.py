@@ -109,6 +109,7 @@ ATTENTIONS = {
     "alibi": {"attn_bias_type": "alibi"},
     "window": {"window_size": (3, 0)},
     "sink": {"softmax_type": "off-by-one"},
+    "cap": {"softcap": 0.5},
 }
 
 

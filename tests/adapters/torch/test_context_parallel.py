@@ -121,6 +121,8 @@ OPTIONS = {
     "packed_window": ("thd", "padding_causal", {"window_size": (5, 0)}, {}, ("all_gather", "a2a")),
     "two_sided_window": ("sbhd", "no_mask", {"window_size": (5, 3)}, {}, ("a2a",)),
     "bottom_right": ("bshd", "causal_bottom_right", {}, {}, ("a2a",)),
+    "softcap": ("bshd", "causal", {"softcap": 0.5}, {}, KINDS),
+    "packed_softcap": ("thd", "padding_causal", {"softcap": 0.5}, {"gaps": True}, KINDS),
     "off_by_one": ("bshd", "causal", {"softmax_type": "off-by-one"}, {}, ("all_gather", "a2a")),
 }
 

@@ -94,6 +94,11 @@ def test_a_mask_of_ones_own_and_biases():
         _, found = call(q, k, v, core_attention_bias_type=kind, core_attention_bias=bias)
         wanted = (scores(q, k) + factor * bias).amax((0, 2, 3))
         assert_tensor_close(kind, found, wanted, SLACK)
+        call, inner = core(attn_mask_type="no_mask", softcap=0.5), scores(q, k)
+        _, found = call(q, k, v, core_attention_bias_type=kind, core_attention_bias=bias)
+        inner, outer = (inner + factor * bias, 0.0) if kind == "pre_scale_bias" else (inner, bias)
+        wanted = (0.5 * torch.tanh(inner / 0.5) + outer).amax((0, 2, 3))
+        assert_tensor_close(f"{kind}, capped", found, wanted, SLACK)
 
 
 def test_alibi():

@@ -58,6 +58,7 @@ ATTENTION = HINTS | {
     "name": always("n"),
     "rotary_pos_interleaved": always(False),
     "softmax_type": always("learnable"),
+    "softcap": always(2.0),
     "qk_norm_type": always("L2Normalization"),
     "qk_norm_eps": always(1e-6),
     "qk_norm_before_rope": always(True),
@@ -83,6 +84,9 @@ SEEN = {
     "max_seqlen_q": always(None),
     "fast_zero_fill": always(True),
     "pad_between_seqs": always(None),
+    "softcap": always(2.0),
+    "thd_attention_policies": always(None),
+    "thd_attention_policy_dispatch": always("auto"),
 }
 
 CACHED = {
@@ -174,6 +178,7 @@ CALLS: dict[str, Call] = {
         attention_type=always("cross"),
         softmax_scale=always(0.5),
         softmax_type=always("learnable"),
+        softcap=always(2.0),
         name=always("n"),
         device=always("cpu"),
     ),
@@ -196,6 +201,9 @@ CALLS: dict[str, Call] = {
         fast_zero_fill=always(True),
         inference_params=always(None),
         pad_between_seqs=always(False),
+        softcap=always(2.0),
+        thd_attention_policies=always(None),
+        thd_attention_policy_dispatch=always("auto"),
         qkv_layer=always(None),
         kv_layer=always(None),
         qkv_interleave_dim=always(-3),

@@ -66,6 +66,7 @@ GEOMETRY = {
     "layer_number": 1,
     "name": None,
     "softmax_type": "vanilla",
+    "softcap": 2.0,
 }
 
 QK = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
@@ -108,6 +109,9 @@ ATTEND = {
     "bottom_right_diagonal": None,
     "checkpoint_core_attention": False,
     "inference_params": None,
+    "softcap": 2.0,
+    "thd_attention_policies": None,
+    "thd_attention_policy_dispatch": "auto",
 }
 
 INFERENCE = {
