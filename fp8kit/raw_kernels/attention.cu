@@ -61,9 +61,10 @@ extern "C" __global__ void attention_softmax(const float* products, T* p, float*
 }
 
 // From the products q k^T and dp = do v^T: p as forward had it (dropped), and
-// ds = scale * P * (dropout(dp) - sum(do * o)), P undropped, times the cap's derivative. p may be the products'
-// memory and ds dp's (T = f32); `wide`, null or dp's memory, gets ds unrounded, without that derivative for a
-// bias that is not capped. o and d_o have rows of `dim` elements, strides in elements. `wide` is not ds then.
+// ds = scale * P * (dropout(dp) - sum(do * o)), P undropped, times the cap's derivative. p may be the
+// products' memory and ds dp's (T = f32); `wide`, null or dp's memory, gets ds unrounded, and for a bias that
+// is not capped without that derivative: it must not be ds then. o and d_o have rows of `dim` elements,
+// strides in elements.
 extern "C" __global__ void attention_softmax_bwd(const float* products, const float* dp, T* p, T* ds,
                                                  float* wide, const float* lse, const T* o, const T* d_o,
                                                  i64 o_batch, i64 o_head, i64 o_row, i64 do_batch,
@@ -90,7 +91,8 @@ extern "C" __global__ void attention_softmax_bwd(const float* products, const fl
       const bool seen = sees(row, j + n);
       const float weight = seen ? expf(score(rules, row, j + n, products[at]) - shift) : 0.0f;
       const float slope = seen ? factor * weight * (keep[n] * dp[at] - dot) : 0.0f;
-      const float inner = CAP && seen ? slope * cap_slope(part_of_cap(rules, row, j + n, products[at])) : slope;
+      float inner = slope;
+      if (CAP && seen) inner *= cap_slope(part_of_cap(rules, row, j + n, products[at]));
       p[at] = from_float<T>(weight * keep[n]);
       if (wide != nullptr) wide[at] = rules.bias_capped ? inner : slope;
       ds[at] = from_float<T>(inner);

@@ -3,8 +3,9 @@
 //
 //   dv = P'^T do        ds = P * (dropout(do v^T) - sum(do * o)) * scale       dk = ds^T q        dq = ds k
 //
-// P' is P after dropout; a cap on the scores makes a factor of ds, its derivative. One kernel takes keys past all rows that see them, for dk and dv; another takes rows
-// past all their keys, for dq. Nothing is added to memory, so the same input gives the same bits.
+// P' is P after dropout; a cap on the scores makes its derivative a factor of ds. One kernel takes keys past
+// all rows that see them, for dk and dv; another takes rows past all their keys, for dq. Nothing is added to
+// memory, so the same input gives the same bits.
 //
 // functions: flash_bwd_dot (attention_bwd, packed_attention_bwd)
 // functions: flash_bwd_keys (attention_bwd, packed_attention_bwd)

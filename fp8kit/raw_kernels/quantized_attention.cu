@@ -89,9 +89,9 @@ extern "C" __global__ void scale_rows(float* x, const float* inverse, i64 heads,
 }
 
 // From the products q k^T and dp = do v^T, both in place: p = exp(score - lse), and ds = scale * p *
-// (dropout(dp) - sum(do * o)), times the cap's derivative. Without a `scale_inv` p is not written, ds's amax is
-// taken, and ds is not rounded, and without that derivative for a bias that is not capped; with one, p becomes
-// dropout(rounded p), and ds rounded by `ds_scale`. o and d_o have rows of `dim`
+// (dropout(dp) - sum(do * o)), times the cap's derivative. Without a `scale_inv` p is not written, ds is not
+// rounded, and its amax is taken; what is written is without that derivative for a bias that is not capped.
+// With one, p becomes dropout(rounded p), and ds rounded by `ds_scale`. o and d_o have rows of `dim`
 // elements, strides in elements.
 extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const float* lse, const float* o,
                                                  const float* d_o, float* amax, const float* ds_scale,
@@ -128,7 +128,8 @@ extern "C" __global__ void quantized_softmax_bwd(float* scores, float* dp, const
       const bool seen = sees(row, j + n);
       const float weight = seen ? expf(score(rules, row, j + n, scores[at]) - shift) : 0.0f;
       const float slope = seen ? factor * weight * (keep[n] * dp[at] - dot) : 0.0f;
-      const float inner = CAP && seen ? slope * cap_slope(part_of_cap(rules, row, j + n, scores[at])) : slope;
+      float inner = slope;
+      if (CAP && seen) inner *= cap_slope(part_of_cap(rules, row, j + n, scores[at]));
       most = amax_of(most, inner);
       dp[at] = rounds ? round_to(how.ds, inner, scale, inverse, ds_words[n])
                       : rules.bias_capped ? inner : slope;

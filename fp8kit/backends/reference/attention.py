@@ -170,7 +170,7 @@ class Backward:
             np.matmul(self.queries[at.rows], self.keys[at.columns].swapaxes(-1, -2), out=p)
             if self.factor is not None:
                 p *= self.factor
-            slopes = self.scores.complete(p, at, slopes=True)
+            capped = self.scores.complete(p, at, derivatives=True)
             np.matmul(self.upstream[at.rows], self.values[at.columns].swapaxes(-1, -2), out=ds)
             factors = None if self.random is None else at.factors(self.random, self.place)
             if factors is not None:
@@ -180,8 +180,8 @@ class Backward:
             _gradient(*rows, *statistics, at.place, np.float32(1) if self.factor is None else self.factor)
             if bias is not None and not self.scores.bias_capped:
                 at.add_to(bias, ds)
-            if slopes is not None:
-                ds *= slopes
+            if capped is not None:
+                ds *= capped
             if bias is not None and self.scores.bias_capped:
                 at.add_to(bias, ds)
             yield at, p, ds, factors

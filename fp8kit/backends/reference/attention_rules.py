@@ -197,19 +197,20 @@ class Scores:
         self.bias_factor = np.float32(spec.softmax_scale if spec.bias == "pre_scale_bias" else 1)
         self.slopes = None if extras.alibi_slopes is None else extras.alibi_slopes.numpy()
         self.offset = None if extras.softmax_offset is None else extras.softmax_offset.numpy()
-        self.sink, self.cap = spec.softmax_type != "vanilla", np.float32(spec.softcap)
+        self.sink = spec.softmax_type != "vanilla"
+        self.cap = np.float32(spec.softcap)
         self.bias_capped = bool(self.cap) and spec.bias == "pre_scale_bias"
 
-    def complete(self, scores: Float32, at: Block, slopes: bool = False) -> Float32 | None:
+    def complete(self, scores: Float32, at: Block, derivatives: bool = False) -> Float32 | None:
         """Cap a block's products and add the bias, in place; -Inf where the mask array masks out. Returns the
-        cap's derivatives where there is a cap and ``slopes`` are asked for."""
+        cap's ``derivatives`` where there is a cap and they are asked for."""
         found = None
         if self.bias is not None and self.bias_capped:
             scores += self.bias_factor * at.of(self.bias)
         if self.cap:
             scores /= self.cap
             np.tanh(scores, out=scores)
-            found = 1 - scores * scores if slopes else None
+            found = 1 - scores * scores if derivatives else None
             scores *= self.cap
         if self.bias is not None and not self.bias_capped:
             scores += self.bias_factor * at.of(self.bias)
