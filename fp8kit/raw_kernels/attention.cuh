@@ -8,8 +8,6 @@
 #include "philox.cuh"
 #include "sequences.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f;
-
 // The host packs this (backends/cuda/attention_rules.py). Arrays that are absent are null;
 // a stride of 0 broadcasts.
 struct Rules {
@@ -79,28 +77,11 @@ DEVICE float with_bias(const Rules& rules, const Row& row, i64 j, float s) {
   return s + (float)rules.bias_factor * to_float(rules.bias[at]);
 }
 
-// 2^x, within 2 ulp; results below 2^-126 are 0.
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// tanh(x), within 8 * 2^-24 of itself and without a branch: a polynomial near 0, fitted to the relative
-// error; of e^2x elsewhere.
-DEVICE float tanh_fast(float x) {
-  const float s = x * x, size = fabsf(x);
-  const float inner = fmaf(s, fmaf(s, 0.0164376442f, -0.0526718466f), 0.133207256f);
-  const float near = fmaf(x * s, fmaf(s, inner, -0.333329467f), x);
-  const float far = 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.0f * LOG2E * size));
-  return size < 0.55f ? near : copysignf(far, x);
-}
-
 // tanh(what is capped / cap), from q k^T: a score's part of the cap. Its derivative is 1 - its square.
 DEVICE float part_of_cap(const Rules& rules, const Row& row, i64 j, float product) {
   float s = (float)rules.scale * product;
   if (rules.bias != nullptr && rules.bias_capped) s = with_bias(rules, row, j, s);
-  return tanh_fast(s / (float)rules.softcap);
+  return tanhf(s / (float)rules.softcap);
 }
 DEVICE float cap_slope(float part) { return fmaxf(1.0f - part * part, 0.0f); }
 

@@ -9,7 +9,7 @@
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr bool GENERAL = KIND == 2, MAY_DROP = KIND > 0;
-constexpr float LN2 = 0.6931471805599453f;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 // One of q, k, v, o, do and their gradients. Strides in elements.
 struct Array {
@@ -19,6 +19,13 @@ struct Array {
     return at + b * batch + h * head + i * row;
   }
 };
+
+// 2^x, within 2 ulp; results below 2^-126 are 0.
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 struct Range { int low, high; };  // low ... high - 1
 
@@ -163,7 +170,7 @@ DEVICE void make_parts(Sums<M, N>& p, const Rules& rules, const Span& span, int 
                        int column0) {
   const float rate = (float)(rules.scale / rules.softcap);
   keep_seen<TRANSPOSED>(p, span, row0, column0, [&](int i, int j, float product) {
-    if constexpr (!GENERAL) return tanh_fast(product * rate);
+    if constexpr (!GENERAL) return tanhf(product * rate);
     const Row row = row_at(rules, span, batch, head, i);
     return masked_out(rules, row, j) ? -INF : part_of_cap(rules, row, j, product);
   });

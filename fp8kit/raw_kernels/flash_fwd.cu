@@ -21,7 +21,7 @@
 
 constexpr int M = DV <= 128 && !PAGED ? 2 : 1;  // 16-row tiles of a warp; of a cache few queries read
 constexpr int BLOCK_ROWS = WARPS * 16 * M;   // queries of a block
-constexpr int COLUMNS = D <= (CAP ? 64 : 128) && !GENERAL ? 64 : 32;  // keys at a time
+constexpr int COLUMNS = D <= 128 && !GENERAL && !CAP ? 64 : 32;  // keys at a time
 typedef Tile<BLOCK_ROWS, D> Queries;
 typedef Tile<COLUMNS, D> Keys;
 typedef Tile<COLUMNS, DV> Values;

@@ -4,12 +4,11 @@
 that float32 may make.
 
 Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is
-twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. A cap adds 12 u of the score (tanh
-within 8 u of itself, and four roundings), and its derivative 1 - t^2 errs by 2 (1 - t^2) / cap of the score's
-error, and by 20 u for t's own and the roundings. Tensor-core attention rounds P and dS to the operands'
-16-bit dtype before the next product: off the CPU, half an epsilon of each term is allowed for that, and as
-much for what P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also half such a step for each
-P and dS.
+twice the largest score error (score and log-sum-exp) plus (s_kv + 16) u. A cap adds 8 u of the score (tanh
+within 2 ulp, and four roundings), and its derivative 1 - t^2 errs by 2 (1 - t^2) / cap of the score's error,
+and by 12 u for t's own and the roundings. Tensor-core attention rounds P and dS to the operands' 16-bit dtype
+before the next product: off the CPU, half an epsilon of each term is allowed for that, and as much for what
+P's rounding did; in float16, whose steps are 2^-24 below 2^-14, also half such a step for each P and dS.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class Oracle:
 
         self.score_size = self.scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
         largest = self.score_size + np.abs(added).max() + np.abs(finite).max()
-        self.score_error = (z.d + 6 + 12 * (cap > 0)) * ROUNDOFF * largest
+        self.score_error = (z.d + 6 + 8 * (cap > 0)) * ROUNDOFF * largest
         relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
         if not exact and dtype is not float32:
             relative += epsilon(dtype)
@@ -181,7 +180,7 @@ class Oracle:
         self.slopes, self.slope_sizes = ds, size
         off = self.score_error / cap if cap else 0.0
         # of dS, by the cap's derivative
-        self.bend_error = beyond_size * (2 * off * (bends + off) + 20 * ROUNDOFF * (cap > 0))
+        self.bend_error = beyond_size * (2 * off * (bends + off) + 12 * ROUNDOFF * (cap > 0))
         relative += (z.s_q * self.group + 2 * z.d + 8) * ROUNDOFF
         self.grads = self.products(ds, kept, q, k, do)
         slack = relative * size + self.bend_error + step * (size > 0)

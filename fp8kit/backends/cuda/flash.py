@@ -78,7 +78,7 @@ def shape(dim: int, dim_v: int, dtype: str, kind: int, paged: bool = False, capp
     d, d_v = next(pair for pair in _COMPILED if dim <= pair[0] and dim_v <= pair[1])
     narrow = d <= 128
     step, stages = 64 if narrow and kind < 2 else 32, 2 if narrow else 1
-    rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 32 if capped and d > 64 else step
+    rows, columns = 16 * _WARPS * (2 if d_v <= 128 and not paged else 1), 32 if capped else step
     defines = {"T": launch.type_name(DTYPES[dtype]), "D": str(d), "DV": str(d_v), "KIND": str(kind)}
     defines |= {"CAP": "1"} if capped else {}
     forward = _ITEM * (rows * d + 2 * columns * (d + d_v))
