@@ -73,6 +73,7 @@ def test_tiles_cover_every_row_once_in_bounded_memory(
         ({"dim_v": 12}, False, "head_dim_v 12: cuDNN takes multiples of 8 up to 256"),
         ({"bias": "alibi"}, False, "bias 'alibi': cuDNN is not used with it"),
         ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': cuDNN is not used with it"),
+        ({"softcap": 30.0}, False, "softcap 30.0: cuDNN is not used with it"),
         ({"masked": True}, False, "mask 'arbitrary': cuDNN is not used with a mask array"),
         (
             {"dropout": 0.1, "placed": True},
@@ -120,6 +121,7 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
         "pre_scale_bias",
         "learnable",
         placed=True,
+        softcap=2.5,
         tokens=(31, 41),
     )
 
@@ -142,15 +144,15 @@ def test_the_rules_structure_has_the_sources_layout() -> None:
     assert words[:10].tolist() == [1, 2, 4, 40 * 72, 0, 72, 5, 0, 72, 0]
     assert words[11:18].tolist() == [6, 6, 7, 1, 7, 0, 1]
     assert words[19:21].tolist() == [3, 2**31]
-    assert words[22:].tolist() == [8, 6, 40, 72, 9, 10, 31, 41]
-    assert [doubles[i] for i in (10, 18, 21)] == [0.125, 0.125, 2.0]
+    assert [*words[22:30].tolist(), words[31]] == [8, 6, 40, 72, 9, 10, 31, 41, 1]
+    assert [doubles[i] for i in (10, 18, 21, 30)] == [0.125, 0.125, 2.0, 2.5]
     header = (manifest.FOLDER / "attention.cuh").read_text().partition("struct Rules {")[2].partition("};")[0]
     declared = ",".join(line.partition("//")[0].strip(" ;") for line in header.splitlines())
     names = [name.split()[-1].strip("*") for name in declared.split(",") if name]
     assert " ".join(names) == (
         "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes "
         "slopes_batch offset sink left right bottom_right scale rng threshold inverse_keep dropout_place "
-        "heads s_q s_kv starts_q starts_kv tokens_q tokens_kv"
+        "heads s_q s_kv starts_q starts_kv tokens_q tokens_kv softcap bias_capped"
     )
 
 
@@ -338,6 +340,21 @@ def test_many_new_tokens_of_long_sequences_are_cudnns(rows: int, monkeypatch: py
 def test_what_flash_does_not_take(change: dict[str, Any], dbias: bool, reason: str | None) -> None:
     about = Problem(2, 8, 2, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, right=0)._replace(**change)
     assert flash.why_not(about, dbias) == reason
+
+
+@pytest.mark.parametrize(("change", "kind"), [({}, "0"), ({"dropout": 0.5}, "2"), ({"bias": "alibi"}, "2")])
+def test_a_cap_is_flashs(change: dict[str, Any], kind: str) -> None:
+    """Neither cuDNN's nor Hopper's, at any size; by kernels of their own."""
+    about = Problem(2, 8, 2, 8192, 8192, 128, 128, "bfloat16", "sbhd", 0.125, right=0)._replace(**change)
+    capped = about._replace(softcap=50.0)
+    assert flash.why_not(capped) is None
+    assert "softcap 50.0: cuDNN is not used with it" in str(cudnn_sdpa._refused(capped, False))
+    assert "softcap 50.0" in flash.kernels(capped, 0)
+    found = flash._shape(capped)
+    assert found.defines == {"T": "bf16", "D": "128", "DV": "128", "KIND": kind, "CAP": "1"}
+    assert tuple(sorted(found.defines.items())) in manifest.source("flash_bwd.cu").variants
+    assert tuple(sorted(found.forward_defines.items())) in manifest.source("flash_fwd.cu").variants
+    assert "CAP" not in flash._shape(about).defines
 
 
 def test_every_head_size_has_kernels() -> None:

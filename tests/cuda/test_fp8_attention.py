@@ -125,6 +125,7 @@ PROBLEM = Problem(2, 4, 2, 64, 64, 128, 128, "float32", "bshd", 0.1, zero_padded
 REFUSED = {
     "bias 'alibi': cuDNN has none in FP8": PROBLEM._replace(bias="alibi"),
     "softmax_type 'learnable': cuDNN has none in FP8": PROBLEM._replace(softmax_type="learnable"),
+    "softcap 30.0: cuDNN has none in FP8": PROBLEM._replace(softcap=30.0),
     "mask 'arbitrary': cuDNN is not used with a mask array": PROBLEM._replace(masked=True),
     "one row by one column": PROBLEM._replace(rows=1, columns=1),
     "head_dim 96: cuDNN's backward takes 128": PROBLEM._replace(dim=96),

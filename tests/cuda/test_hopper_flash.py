@@ -147,6 +147,7 @@ def test_every_block_has_about_as_much_to_do(tiles: int, pairs: int) -> None:
         ({"dim": 96, "dim_v": 96}, "head_dim 96, head_dim_v 96: both 64 or both 128"),
         ({"dim": 128}, "head_dim 128, head_dim_v 64: both 64 or both 128"),
         ({"padded": True}, "lengths in cu_seqlens"),
+        ({"softcap": 30.0}, "softcap 30.0"),
         ({"dropout": 0.1}, "more than a band: "),
         ({"scale": -1.0}, "more than a band: "),
         ({"columns": 0}, "an empty array"),
