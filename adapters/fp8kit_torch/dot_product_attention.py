@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8kit import layers
 from fp8kit.autocast import current
 from fp8kit.errors import UnsupportedError
+from fp8kit.layers import sequence_policies
 from fp8kit.layers.attention_inputs import ResolvedCall
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.arguments import not_compiled
@@ -33,6 +34,11 @@ def _narrow(layer: Any, o: Tensor) -> Tensor:
 _narrowed = torch.compiler.disable(_narrow, reason=str(not_compiled("fp8_output of DotProductAttention")))
 
 
+_by_policies = torch.compiler.disable(
+    sequence_policies.attend, reason=str(not_compiled("thd_attention_policies of DotProductAttention"))
+)
+
+
 class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterModule):
     causal_masks_have_their_corner = True
 
@@ -50,6 +56,9 @@ class DotProductAttention(layers.DotProductAttention, AttentionBase, ParameterMo
             return None
         sizes = self.num_attention_heads, self.num_gqa_groups, self._dims
         return packed_views(q, k, v, 1 if form == "thd" else 2, *sizes)
+
+    def attend_by_policies(self, layers: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        return (_by_policies if self.is_compiling() else sequence_policies.attend)(self, layers, options)
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         if not self.is_compiling():

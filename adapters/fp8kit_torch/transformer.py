@@ -44,6 +44,8 @@ class TransformerLayer(layers.TransformerLayer, AttentionBase):
             return False
         if core["checkpoint_core"] is not False or "inference_params" in core["options"]:
             return False
+        if core["prepared"].core is None:  # attention by policies, several operations
+            return False
         if (state is not None and state.calibrating) or not recompute.idle() or global_hooks():
             return False
         attention, mlp = modules["self_attention"], modules["layernorm_mlp"]

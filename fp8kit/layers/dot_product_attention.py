@@ -193,7 +193,7 @@ class DotProductAttention(AttentionCall):
           perhaps ``bottom_right_diagonal``, instead of the call's. Each sequence belongs to one, which on a
           GPU is not checked. ``thd_attention_policy_dispatch``: "auto" or "grouped"; both are the same here:
           each policy is a call over the tokens where they lie, and the outputs are added. Not beside a bias,
-          a cache, context parallelism, ``return_max_logit``, or within ``torch.compile``.
+          a cache, context parallelism or ``return_max_logit``; ``torch.compile`` leaves it to eager code.
         * ``prepared``: what ``resolve`` returned for these options, where it was asked before the layers were
           there; else this asks.
 
@@ -266,7 +266,7 @@ class DotProductAttention(AttentionCall):
             }
             self.check_arguments({**layers, **options, **plain})
             if thd_attention_policies is not None:
-                return sequence_policies.attend(self, layers, {**options, **plain})
+                return self.attend_by_policies(layers, {**options, **plain})
         if checkpoint_core_attention:
             again: Any = self
             return self.call_checkpointed(again, **layers, **options, prepared=prepared)
@@ -296,6 +296,10 @@ class DotProductAttention(AttentionCall):
         """(query_layer, kv_layer, qkv_layer, qkv_interleave_dim) where layers are views of one array, which a
         frontend knows; None otherwise."""
         return None
+
+    def attend_by_policies(self, layers: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """``sequence_policies.attend``."""
+        return sequence_policies.attend(self, layers, options)
 
     def max_logit(self, spec: Any, inputs: Mapping[str, Any]) -> Any:
         """Returns the largest score of each head, for ``return_max_logit``, where a frontend has it."""

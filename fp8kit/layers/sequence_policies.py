@@ -54,9 +54,6 @@ def check(core: Any, options: Mapping[str, Any], like: Any) -> list[_Policy]:
         if not (value is None or value is False or (isinstance(value, str) and value == "no_bias")):
             usual = CORE_OPTIONS.get(name)
             raise UnsupportedError(op, name, shown(value), f"{usual!r} beside {POLICIES}: {why}")
-    if core.is_compiling():
-        wanted = "None within torch.compile, or a call outside of it (torch.compiler.disable)"
-        raise UnsupportedError(op, POLICIES, "a list", wanted)
     if not isinstance(given, list | tuple) or not given:
         raise ArgumentError(op, POLICIES, shown(given), "a list of policies")
     found = [_policy(core, policy, options.get("bottom_right_diagonal"), like) for policy in given]
