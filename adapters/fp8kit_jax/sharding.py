@@ -35,6 +35,7 @@ from fp8kit_jax.program import Program
 Bind = Callable[..., Any]
 Dims = list[int | None]  # for each array, which dimension is split, None for none
 Made = tuple[tuple[Partition, int], ...]  # partitions, and into how many parts each
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _FACTORS = (2, 3, 5, 7)  # numbers of parts by which a partition's dimensions are found
 
 
@@ -212,7 +213,8 @@ def _partition(
     chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
-        with jax.enable_x64(wide):
+        # as without a mesh around: JAX 0.12 types a sum's terms by one with explicit axes, which XLA refuses
+        with jax.enable_x64(wide), jax.sharding.use_abstract_mesh(_NO_MESH):
             return _run_part(program, chosen, arrays, bind)
 
     results, arguments = (
