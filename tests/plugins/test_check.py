@@ -25,15 +25,15 @@ def test_what_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     count = sum(case.kernel == "add" for case in cases())
     report = check_implementation(Engine("acme", ["add"]).impls[0])
     assert report.ok
-    assert (report.count("kept"), report.count("left"), report.count("broken")) == (count, 0, 0)
+    assert (report.count("kept"), report.count("declined"), report.count("broken")) == (count, 0, 0)
     assert (
         capsys.readouterr().out
-        == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 left to others, 0 broken\n"
+        == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 declined, 0 broken\n"
     )
     half = Engine("half", ["add"], supported_dtypes=frozenset({"float16"})).impls[0]
     report, said = check(half)
     assert report.ok
-    assert 0 < report.count("left") < count
+    assert 0 < report.count("declined") < count
     assert "left: dtype float32 of a is not among float16" in said
 
 
