@@ -34,7 +34,7 @@ def test_what_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     report, said = check(half)
     assert report.ok
     assert 0 < report.count("declined") < count
-    assert "left: dtype float32 of a is not among float16" in said
+    assert "declined: dtype float32 of a is not among float16" in said
 
 
 def test_what_breaks_it() -> None:
@@ -59,7 +59,7 @@ def test_what_breaks_it() -> None:
     report, said = check(refusing("add", "not today"))
     assert not report.ok
     assert "takes no case" in said
-    assert "left: not today" in said
+    assert "declined: not today" in said
 
 
 def test_workspaces_are_the_implementations_own() -> None:
