@@ -73,8 +73,8 @@ def signature_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], nee
     given = GivenMetas(operation, metas)
     with reading(operation, spec):
         signature = operation.infer(spec, given, needs)
-    given.want_no_others(needs)
     want_signature(operation, spec, given, signature)
+    given.want_no_others(needs)
     return signature
 
 
