@@ -426,7 +426,7 @@ class NVFP4Quantizer(_BlockQuantizer):
         return (*shape[:-1], shape[-1] // 2)
 
     def get_columnwise_shape(self, shape: Any) -> Shape:
-        """(K, rows), which ``convert_shape_for_fp4`` halves."""
+        """(K, ...), which ``convert_shape_for_fp4`` halves: that of ``_columnwise_data`` for a matrix."""
         return super().get_columnwise_shape(shape)
 
 
