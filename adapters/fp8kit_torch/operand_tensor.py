@@ -25,7 +25,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit_torch import torch_compat
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import shown
-from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
+from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt, taken
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.views import as_view
@@ -242,6 +242,23 @@ class OperandTensor(QuantizedTensor):
         made = self._made(parts, self._how, shape, self.dtype)
         made._quantizer = self._quantizer
         return made  # type: ignore[no-any-return]
+
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """Of one scale, or of scales within rows."""
+        parts, (granularity, tile) = self._parts, (self._fp8.w.granularity, self._fp8.w.tile)
+        if "w_q" not in parts or self.ndim != 2 or (granularity != "tensor" and tile[0] != 1):
+            return None
+        rows, k = places.shape[0], self.shape[1]
+        codes, scales = self.product.shapes(rows, k, self._fp8.w)
+        made = {"w_q": taken(parts["w_q"][: self.shape[0]], places, codes[0])}
+        if granularity == "tensor":
+            made["w_scale_inv"] = parts["w_scale_inv"].clone()
+        else:
+            along = len(scales) - 1  # rows come last
+            made["w_q_inv"] = taken(parts["w_q_inv"], places, scales[along], along, empty=1)
+        found = self._made(made, self._how, (rows, k), self.dtype)
+        found._quantizer = self._quantizer
+        return found  # type: ignore[no-any-return]
 
     # --- for products ---------------------------------------------------------------------------------------
 

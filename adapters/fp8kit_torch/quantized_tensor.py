@@ -95,6 +95,11 @@ class QuantizedTensor(torch.Tensor):
         """The same codes under another shape, None where their scales do not allow it."""
         return None
 
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """The matrix of these rows, codes and scales with the columns as the contraction alone; rows of 0
+        where ``places``, integer (rows,), is negative. None where the scales do not allow it."""
+        return None
+
     def rows_in_parts(self, values: Tensor) -> Tensor:
         """``values``, zeros h (rows, K), as a process's rows of a parameter that ``fully_shard`` divides, and
         that know how they are gathered; as they are where there is no such way."""
@@ -427,6 +432,16 @@ def _is_copys_place(
     """Whether that is what torch's stager of asynchronous checkpoints makes first of a tensor that it copies,
     whose attributes it then sets: as large, on a device that it names."""
     return device is not None and dtype in (None, tensor.dtype) and tuple(size) == tuple(tensor.shape)
+
+
+def taken(part: Tensor, places: Tensor, count: int, dim: int = 0, empty: float = 0) -> Tensor:
+    """Slices of ``part`` along ``dim``, ``empty`` where ``places``, integer (rows,), is negative, and behind
+    them until there are ``count``."""
+    places = torch.nn.functional.pad(places, (0, count - places.shape[0]), value=-1)
+    if not part.shape[dim]:
+        return part.new_full((*part.shape[:dim], count, *part.shape[dim + 1 :]), empty)
+    shape = [-1 if axis == dim else 1 for axis in range(part.ndim)]
+    return part.index_select(dim, places.clamp(min=0)).masked_fill_((places < 0).view(shape), empty)
 
 
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:

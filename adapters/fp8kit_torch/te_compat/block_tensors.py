@@ -22,7 +22,7 @@ from fp8kit.quantized_array import QuantizedArray
 from fp8kit.tiles import Rotation
 from fp8kit_torch.checks import of_one, shown
 from fp8kit_torch.layer import next_rng
-from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
+from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt, taken
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.quantizers import Quantizer
 
@@ -174,6 +174,23 @@ class BlockTensor(QuantizedTensor):
             if name in made._parts:
                 part = made._parts[name]
                 made._parts[name] = part.view(*shape[:-1], part.shape[-1])
+        return made  # type: ignore[no-any-return]
+
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """Of a matrix whose rows are there."""
+        rows, (count, *_) = places.shape[0], self.shape
+        if "rowwise_data" not in self._parts or self.ndim != 2:
+            return None
+        sizes = {"rowwise_data": rows, "rowwise_scale_inv": -(-rows // _PAD[0]) * _PAD[0]}
+        if self._how.row_scaled:
+            sizes["rowwise_tensor_scale_inv"] = rows
+        parts = {
+            name: taken(part[:count], places, sizes[name]) if name in sizes else part.clone()
+            for name, part in self._parts.items()
+            if name.startswith("rowwise")
+        }
+        made = self._made(parts, self._how, (rows, self.shape[1]), self.dtype)
+        made._quantizer = self._quantizer
         return made  # type: ignore[no-any-return]
 
     @property
