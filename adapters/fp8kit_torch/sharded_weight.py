@@ -350,6 +350,17 @@ class _Seen(_Knowing):
 
     __torch_function__ = torch_compat.no_torch_function
 
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """As torch's: modules assign it where they change dtype or device."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        rows = value._rows if isinstance(value, _Seen) else _Rows(value.detach(), self._rows.fp8)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._plain, self._rows = _opened(value).detach(), rows
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation on the plain tensor; those by which ``fully_shard`` and modules move rows give such

@@ -135,7 +135,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = own_parameters(self)
-        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and p.is_meta}
+        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and _is_made(p, fn)}
         held = shells | {name for name, p in whole.items() if isinstance(p, QuantizedTensor)}
         whole = {name: _plain(p) if name in shells else p for name, p in whole.items()}
         plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
@@ -221,6 +221,12 @@ class StatefulModule(FP8Layer, ParameterModule):
             missing_keys.remove(key)
         self._weights = None
         self._hold(told=True)
+
+
+def _is_made(parameter: Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a parameter on the meta device gets memory by ``fn``."""
+    probe = torch.empty(0, dtype=parameter.dtype, device="meta")
+    return parameter.is_meta and not fn(probe).is_meta
 
 
 def _plain(parameter: Parameter) -> Parameter:

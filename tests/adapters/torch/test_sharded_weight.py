@@ -395,3 +395,30 @@ def test_rows_keep_their_values_where_a_layer_moves(one_process):
     plain.to(torch.bfloat16)
     # bfloat16 has 8 bits
     assert ((plain.weight.detach().float() - rows.float()).abs() <= 2.0**-8 * rows.abs()).all()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_rows_that_two_layers_share_stay_one_parameter(device):
+    """Also where they change dtype, as a plain parameter does; and these are rows of the new dtype."""
+    with ft.quantized_model_init(recipe=Float8CurrentScaling()), torch.device("meta"):
+        model = torch.nn.Sequential(*[ft.Linear(32, 32, bias=False) for _ in range(2)])
+    rows, values = model[0].weight, torch.arange(1024.0).view(32, 32)
+    if device == "cpu":
+        rows = torch.nn.Parameter(sharded_weight.rows_of(values.clone(), rows._rows.fp8))
+        model[0].register_parameter("weight", rows)
+    model[1].register_parameter("weight", rows)
+    rows.mark = "kept"
+    model.to(torch.bfloat16)
+    assert model[0].weight is model[1].weight is rows
+    assert (rows.dtype, rows.mark, rows.is_meta) == (torch.bfloat16, "kept", device == "meta")
+    assert rows.detach().dtype == rows._rows.padded.dtype == torch.bfloat16
+    assert sum(1 for _ in model.parameters()) == 1
+    if device == "cpu":
+        with torch.no_grad():
+            rows.mul_(2)
+        assert rows._rows.changed
+        assert torch.equal(rows._rows.padded, 2 * values.bfloat16())
+        rows.data = 3 * values
+        assert torch.equal(rows.detach() + 0, 3 * values)
+    model.to_empty(device="cpu")
+    assert {type(layer.weight) for layer in model} == {ft.Float8Tensor if device == "meta" else type(rows)}
