@@ -33,8 +33,6 @@ from fp8kit_torch.views import as_view
 # makes a quantizer that casts as a tensor was cast; ``te_compat.quantizers``, which needs this file, puts its
 # function here
 MADE_BY: list[Callable[[Any], Any]] = []
-# makes a process's rows of a weight under ``fully_shard``; ``sharded_weight`` puts its function here
-SHARDED_BY: list[Callable[[Tensor, Quantization], Tensor]] = []
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -222,9 +220,6 @@ class OperandTensor(QuantizedTensor):
                 for part, values in fresh:
                     part.copy_(values)
         self._lag = lag_of(self._parts)
-
-    def rows_in_parts(self, values: Tensor) -> Tensor:
-        return SHARDED_BY[0](values, self._fp8)
 
     def shared_view(self, shape: Shape) -> QuantizedTensor | None:
         """Of one scale any shape, without the transposed codes unless rows stay; of blocks those whose rows

@@ -23,6 +23,9 @@ from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
 _aten = torch.ops.aten
+# kind of tensor -> what makes a process's rows of such a weight under ``fully_shard``, of their values and
+# the weight; ``sharded_weight`` and ``te_compat.sharded_blocks`` put their functions here
+SHARDED_BY: dict[type, Callable[[Tensor, Any], Tensor]] = {}
 _VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
@@ -103,7 +106,8 @@ class QuantizedTensor(torch.Tensor):
     def rows_in_parts(self, values: Tensor) -> Tensor:
         """``values``, zeros h (rows, K), as a process's rows of a parameter that ``fully_shard`` divides, and
         that know how they are gathered; as they are where there is no such way."""
-        return values
+        make = next((make for kind, make in SHARDED_BY.items() if isinstance(self, kind)), None)
+        return values if make is None else make(values, self)
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         """(function, first arguments) that make such a tensor of parts, for pickles and copies."""

@@ -20,6 +20,7 @@ from fp8kit.float8 import quantize
 from fp8kit.formats import E2M1, FORMATS
 from fp8kit.quantized_array import QuantizedArray
 from fp8kit.tiles import Rotation
+from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import of_one, shown
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt, taken
@@ -81,6 +82,12 @@ class BlockTensor(QuantizedTensor):
             if (rows, columns)[1 - along]:
                 parts |= cls._side(name, values.detach().reshape(count, k), how, along, shape)
         return cls._made(parts, how, shape, values.dtype)
+
+    @classmethod
+    def rows_cast(cls, values: Tensor, how: Blocks) -> dict[str, Tensor]:
+        """The parts of h (rows, K) with the columns as the contraction. Any number of rows, but with square
+        blocks a multiple of one."""
+        return cls._side("rowwise", values.detach(), how, 1, tuple(values.shape))
 
     @staticmethod
     def _side(name: str, x: Tensor, how: Blocks, along: int, shape: Shape) -> dict[str, Tensor]:
@@ -212,6 +219,13 @@ class BlockTensor(QuantizedTensor):
     def _columnwise_scale_inv(self) -> Tensor | None:
         """uint8: MXFP8's (rows / block, K) to multiples of (4, 128), NVFP4's (K, rows / block)."""
         return self._parts.get("columnwise_scale_inv")
+
+    def refill(self, parts: dict[str, Tensor]) -> None:
+        """Take over the values of ``parts``, unseen by autograd: backward reads what forward did."""
+        with torch.no_grad(), torch_compat.unseen_writes(tuple(self._parts.values())):
+            for name, part in self._parts.items():
+                if part is not parts[name]:
+                    part.copy_(parts[name])
 
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
