@@ -211,9 +211,11 @@ class Seen(_Knowing):
     # torch refuses both for classes of one's own
 
     def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array in their memory."""
         return self._plain.numpy(force=force)
 
     def tolist(self) -> Any:
+        """The values as nested lists."""
         return self._plain.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
