@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _aten = torch.ops.aten
 # kind of tensor -> what makes a process's rows of such a weight under ``fully_shard``, of their values and
 # the weight; ``sharded_weight`` and ``te_compat.sharded_blocks`` put their functions here
 SHARDED_BY: dict[type, Callable[[Tensor, Any], Tensor]] = {}
+# whether several layers have a parameter; ``stateful`` puts its function here
+SHARED: list[Callable[[Tensor], bool]] = []
 _VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
@@ -66,6 +69,11 @@ class QuantizedTensor(torch.Tensor):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if made := vars(cls).get("__new__"):
+            cls.__new__ = staticmethod(_or_parameter(made.__func__))  # type: ignore[method-assign,assignment]
 
     @classmethod
     def _made(
@@ -265,7 +273,11 @@ class QuantizedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """0; once ``untyped_storage`` was asked for, the address in it: safetensors asks for both, torch's
-        asynchronous checkpoints for this one first, and for no values."""
+        asynchronous checkpoints for this one first, and for no values. UnsupportedError of a parameter of
+        several layers, which accelerate would take for all that have no address."""
+        if isinstance(self, torch.nn.Parameter) and any(is_shared(self) for is_shared in SHARED):
+            wanted = "one of each layer: accelerate tells weights apart by addresses, and these have none"
+            raise UnsupportedError("data_ptr", "weight", "a weight in FP8 that several layers share", wanted)
         return super().data_ptr() if self._decoded is None else self._memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -282,6 +294,10 @@ class QuantizedTensor(torch.Tensor):
         if known is None or writes is None or known[0] != writes or known[1].dtype != self.dtype:
             self._decoded = writes, self._values(), parts
         return self._decoded[1]  # type: ignore[index]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values in memory of their own."""
+        return self.dequantize().numpy(force=force)
 
     def clear(self) -> None:
         """Let the memory go: the codes and scales are empty until ``data`` is assigned."""
@@ -423,6 +439,19 @@ class QuantizedTensor(torch.Tensor):
         rebuild, first = self._rebuilding()
         last = tuple(self.shape), self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter)
         return rebuild, (*first, *last, self._high_precision_init_val)
+
+
+def _or_parameter(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's ``__new__`` that makes a parameter of a tensor, too, as accelerate calls a parameter's class
+    for another parameter in its place."""
+
+    @wraps(make)
+    def new(cls: type, *given: Any, **options: Any) -> Any:
+        if len(given) == 1 and isinstance(given[0], Tensor) and options.keys() <= {"requires_grad"}:
+            return torch.nn.Parameter(given[0], **options)
+        return make(cls, *given, **options)
+
+    return new
 
 
 def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:

@@ -23,6 +23,7 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, ShardedWeight, held_now
+from fp8kit_torch.quantized_tensor import SHARED
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
@@ -223,6 +224,11 @@ class StatefulModule(FP8Layer, ParameterModule):
         self._hold(told=True)
 
 
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether several layers have a parameter."""
+    return sum(own is parameter for module in list(_MODULES) for own in own_parameters(module).values()) > 1
+
+
 def _is_made(parameter: Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
     """Whether a parameter on the meta device gets memory by ``fn``."""
     probe = torch.empty(0, dtype=parameter.dtype, device="meta")
@@ -249,3 +255,6 @@ def prepare_all(history: str, layer: tuple[str, str]) -> int:
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(length, layer in (("", ""), (module.layer_name, module.name or "")))
     return length  # type: ignore[no-any-return]
+
+
+SHARED.append(_is_shared)
