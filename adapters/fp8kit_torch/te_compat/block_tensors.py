@@ -227,6 +227,9 @@ class BlockTensor(QuantizedTensor):
                 if part is not parts[name]:
                     part.copy_(parts[name])
 
+    def _get_quantizer(self) -> Any:
+        return _quantizer_of(self) if self._quantizer is None else self._quantizer
+
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
         return False
@@ -459,6 +462,26 @@ class NVFP4Quantizer(_BlockQuantizer):
     def get_columnwise_shape(self, shape: Any) -> Shape:
         """(K, ...), which ``convert_shape_for_fp4`` halves: that of ``_columnwise_data`` for a matrix."""
         return super().get_columnwise_shape(shape)
+
+
+def _quantizer_of(held: BlockTensor) -> Quantizer:
+    """One that casts as a tensor was cast."""
+    how, usages = held._how, held.get_usages()
+    if how.mx:
+        dtype = of_format(FORMATS[how.format])
+        return MXFP8Quantizer(dtype, with_2d_quantization=how.square, **usages)
+    return NVFP4Quantizer(
+        **usages,
+        with_rht=bool(how.signs),
+        with_post_rht_amax=bool(how.signs),
+        with_2d_quantization=how.square,
+        stochastic_rounding=how.stochastic,
+        row_scaled_nvfp4=how.row_scaled,
+        nvfp4_use_4over6=how.rule.startswith("4over6"),
+        nvfp4_e4m3_max=int(how.most),
+        nvfp4_4over6_err_mode="MSE" if "mse" in how.rule else "MAE",
+        with_random_sign_mask=how.signs != "plus",
+    )
 
 
 def _rebuilt(
