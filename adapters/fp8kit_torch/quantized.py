@@ -27,8 +27,10 @@ from fp8kit_torch.checks import check
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.sharded_weight import ShardedWeight, rows_of
+from fp8kit_torch.sharded_rows import ShardedWeight
+from fp8kit_torch.sharded_weight import rows_of
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
+from fp8kit_torch.te_compat.sharded_blocks import rows_of_coded
 
 
 @lru_cache(maxsize=256)
@@ -72,9 +74,10 @@ class HeldWeights(NamedTuple):
         codes."""
         values = weight.detach()
         if values.is_meta:
-            if self.quantizer is not None:
-                return weight  # type: ignore[return-value]
-            shell = torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
+            rows = (
+                rows_of(values, self.fp8) if self.quantizer is None else rows_of_coded(values, self.quantizer)
+            )
+            shell = torch.nn.Parameter(rows, weight.requires_grad)
             vars(shell).update(vars(weight))
             return shell
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
@@ -122,7 +125,7 @@ def quantized_model_init(
     casts them.
 
     Under torch's ``fully_shard`` each process has its rows in high precision (``ShardedWeight``), and codes
-    are gathered; not of MXFP8 and NVFP4.
+    are gathered.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe

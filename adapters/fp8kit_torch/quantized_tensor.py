@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
 _aten = torch.ops.aten
+# kind of tensor -> what makes a process's rows of such a weight under ``fully_shard``, of their values and
+# the weight; ``sharded_weight`` and ``te_compat.sharded_blocks`` put their functions here
+SHARDED_BY: dict[type, Callable[[Tensor, Any], Tensor]] = {}
+# whether several layers have a parameter; ``stateful`` puts its function here
+SHARED: list[Callable[[Tensor], bool]] = []
 _VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
@@ -64,6 +70,11 @@ class QuantizedTensor(torch.Tensor):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if made := vars(cls).get("__new__"):
+            cls.__new__ = staticmethod(_or_parameter(made.__func__))  # type: ignore[method-assign,assignment]
+
     @classmethod
     def _made(
         cls,
@@ -95,10 +106,16 @@ class QuantizedTensor(torch.Tensor):
         """The same codes under another shape, None where their scales do not allow it."""
         return None
 
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """The matrix of these rows, codes and scales with the columns as the contraction alone; rows of 0
+        where ``places``, integer (rows,), is negative. None where the scales do not allow it."""
+        return None
+
     def rows_in_parts(self, values: Tensor) -> Tensor:
         """``values``, zeros h (rows, K), as a process's rows of a parameter that ``fully_shard`` divides, and
         that know how they are gathered; as they are where there is no such way."""
-        return values
+        make = next((make for kind, make in SHARDED_BY.items() if isinstance(self, kind)), None)
+        return values if make is None else make(values, self)
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         """(function, first arguments) that make such a tensor of parts, for pickles and copies."""
@@ -256,7 +273,11 @@ class QuantizedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """0; once ``untyped_storage`` was asked for, the address in it: safetensors asks for both, torch's
-        asynchronous checkpoints for this one first, and for no values."""
+        asynchronous checkpoints for this one first, and for no values. UnsupportedError of a parameter of
+        several layers, which accelerate would take for all that have no address."""
+        if isinstance(self, torch.nn.Parameter) and any(is_shared(self) for is_shared in SHARED):
+            wanted = "one of each layer: accelerate tells weights apart by addresses, and these have none"
+            raise UnsupportedError("data_ptr", "weight", "a weight in FP8 that several layers share", wanted)
         return super().data_ptr() if self._decoded is None else self._memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -273,6 +294,10 @@ class QuantizedTensor(torch.Tensor):
         if known is None or writes is None or known[0] != writes or known[1].dtype != self.dtype:
             self._decoded = writes, self._values(), parts
         return self._decoded[1]  # type: ignore[index]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values in memory of their own."""
+        return self.dequantize().numpy(force=force)
 
     def clear(self) -> None:
         """Let the memory go: the codes and scales are empty until ``data`` is assigned."""
@@ -416,6 +441,19 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, (*first, *last, self._high_precision_init_val)
 
 
+def _or_parameter(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's ``__new__`` that makes a parameter of a tensor, too, as accelerate calls a parameter's class
+    for another parameter in its place."""
+
+    @wraps(make)
+    def new(cls: type, *given: Any, **options: Any) -> Any:
+        if len(given) == 1 and isinstance(given[0], Tensor) and options.keys() <= {"requires_grad"}:
+            return torch.nn.Parameter(given[0], **options)
+        return make(cls, *given, **options)
+
+    return new
+
+
 def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
     """Whether these are a tensor's own sizes and strides."""
     return not offset and tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride()
@@ -427,6 +465,16 @@ def _is_copys_place(
     """Whether that is what torch's stager of asynchronous checkpoints makes first of a tensor that it copies,
     whose attributes it then sets: as large, on a device that it names."""
     return device is not None and dtype in (None, tensor.dtype) and tuple(size) == tuple(tensor.shape)
+
+
+def taken(part: Tensor, places: Tensor, count: int, dim: int = 0, empty: float = 0) -> Tensor:
+    """Slices of ``part`` along ``dim``, ``empty`` where ``places``, integer (rows,), is negative, and behind
+    them until there are ``count``."""
+    places = torch.nn.functional.pad(places, (0, count - places.shape[0]), value=-1)
+    if not part.shape[dim]:
+        return part.new_full((*part.shape[:dim], count, *part.shape[dim + 1 :]), empty)
+    shape = [-1 if axis == dim else 1 for axis in range(part.ndim)]
+    return part.index_select(dim, places.clamp(min=0)).masked_fill_((places < 0).view(shape), empty)
 
 
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:

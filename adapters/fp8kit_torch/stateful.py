@@ -23,6 +23,7 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, ShardedWeight, held_now
+from fp8kit_torch.quantized_tensor import SHARED
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
@@ -135,7 +136,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = own_parameters(self)
-        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and p.is_meta}
+        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and _is_made(p, fn)}
         held = shells | {name for name, p in whole.items() if isinstance(p, QuantizedTensor)}
         whole = {name: _plain(p) if name in shells else p for name, p in whole.items()}
         plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
@@ -223,6 +224,17 @@ class StatefulModule(FP8Layer, ParameterModule):
         self._hold(told=True)
 
 
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether several layers have a parameter."""
+    return sum(own is parameter for module in list(_MODULES) for own in own_parameters(module).values()) > 1
+
+
+def _is_made(parameter: Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a parameter on the meta device gets memory by ``fn``."""
+    probe = torch.empty(0, dtype=parameter.dtype, device="meta")
+    return parameter.is_meta and not fn(probe).is_meta
+
+
 def _plain(parameter: Parameter) -> Parameter:
     """New memory for a parameter, held in no special way."""
     fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -243,3 +255,6 @@ def prepare_all(history: str, layer: tuple[str, str]) -> int:
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(length, layer in (("", ""), (module.layer_name, module.name or "")))
     return length  # type: ignore[no-any-return]
+
+
+SHARED.append(_is_shared)

@@ -120,6 +120,31 @@ def test_stays_in_its_library(make):
     np.testing.assert_array_equal(np.asarray(q.dequantize()), quantize(np.asarray(x)).dequantize())
 
 
+class Mine(torch.Tensor):
+    """A program's own class."""
+
+
+class MyArray(np.ndarray):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("make", "library"),
+    [
+        (lambda x: torch.from_numpy(x).as_subclass(Mine), torch.Tensor),
+        (lambda x: x.view(MyArray), np.ndarray),
+    ],
+    ids=["torch", "numpy"],
+)
+def test_arrays_of_a_class_of_ones_own_are_their_librarys(make, library):
+    x = _x(32, 64)
+    for scaling in ("tensor", "mx_1x32"):
+        found, wanted = (quantize(each, scaling=scaling) for each in (make(x), x))
+        for array in (found.data, found.dequantize()):
+            assert isinstance(array, library)
+        np.testing.assert_array_equal(np.asarray(found.data), wanted.data)
+
+
 def test_zero_copy():
     q = quantize(_x(6, 16))
     assert as_view(q).ptr == q.data.ctypes.data
