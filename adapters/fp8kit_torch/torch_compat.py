@@ -1,7 +1,7 @@
 """Every private name of torch that fp8kit_torch uses: what each is for, and what stands in for it where a
 torch has it no more.
 
-The names are those of torch 2.11 to 2.14. Where nothing public says the same, a torch without the name is
+The names are those of torch 2.11 to 2.15. Where nothing public says the same, a torch without the name is
 refused at import, as a BackendError: its numbers would be wrong.
 """
 
@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 from fp8kit.errors import BackendError
 
-KNOWN = "torch 2.11 to 2.14"
+KNOWN = "torch 2.11 to 2.15"
 
 
 def _required(owner: Any, name: str) -> Any:
