@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import flax as modules
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8kit.errors import ShapeError
 from fp8kit.testing import assert_same_bits
 from tests.support.combinations import combinations
 from tests.support.sharding import (
@@ -220,6 +222,28 @@ def test_directions_that_are_split_differently_drop_the_same_weights(first, seco
     kept = forward(*placed((Q, K, V), (SPLITS[first],) * 3))
     moved = jax.tree.map(lambda a: placed([a], [SPLITS[second] if a.ndim == 4 else ()])[0], kept)
     same_bits(back(moved, placed([g], [SPLITS[second]])[0]), want)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_under_shard_map_a_module_of_all_heads_takes_a_device_s(groups):
+    """As programs call Transformer Engine's module; three of four heads are nobody's part."""
+    module = modules.DotProductAttention(8, 4, groups, attn_mask_type="no_mask", scale_factor=0.25)
+    layers, heads = (
+        [draw(i, 8, 6, n, 8) for i, n in enumerate((4, groups, groups))],
+        P("data", None, "tensor"),
+    )
+    split = jax.shard_map(
+        lambda *layers: module.apply({}, *layers), mesh=mesh(), in_specs=(heads,) * 3, out_specs=heads
+    )
+    near(jax.jit(split)(*layers), module.apply({}, *layers))
+    odd = jax.shard_map(
+        lambda q, k, v: module.apply({}, q[:, :, :3], k, v),
+        mesh=mesh(),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    with pytest.raises(ShapeError, match=r"query: got shape \(2, 6, 3, 8\), expected \(..., 4, 8\)"):
+        jax.eval_shape(odd, *layers)
 
 
 def test_under_shard_map_a_device_draws_for_its_own_part():
