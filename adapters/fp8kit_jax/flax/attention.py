@@ -78,7 +78,7 @@ def _of_heads(mask: Any, groups: int, each: int) -> Any:
 
 class DotProductAttention(NamedWell, EitherCase):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
-    with ``transpose_batch_sequence``; value's d may be another. In a shard_map heads may be a device's part of
+    with ``transpose_batch_sequence``; value's d may be another. Within a shard_map heads may be a part of
     ``num_attention_heads`` and ``num_gqa_groups``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter,
     but ``softmax_offset`` of softmax "learnable".
 
