@@ -16,7 +16,6 @@ from fp8kit.formats import E2M1, E4M3, E8M0, Format
 from fp8kit.quantization import ROTATIONS, SCALE_RULES, SIGNS, TILES
 from fp8kit.tiles import Rotation, along_of, tiling
 
-WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
 _ONE = np.ones(1, np.float32)
 _VALUES = "; dequantize() gives the values"
 # what arrays have -> what there is here
@@ -59,7 +58,7 @@ class QuantizedArray:
         self,
         data: Any,
         scale_inv: Any = None,
-        format: Format = E4M3,
+        format: Any = E4M3,
         scaling: str = "tensor",
         *,
         scale_codes: Any = None,
@@ -69,8 +68,7 @@ class QuantizedArray:
         rotation: Rotation | None = None,
     ) -> None:
         codes = arrays.as_view(data, "QuantizedArray", "data")
-        if not isinstance(format, Format):
-            raise FormatError("QuantizedArray", "format", shown(format), WANTED)
+        format = formats.number_format(format, "QuantizedArray")
         native = codes.dtype is not formats.uint8
         if native and codes.dtype.format != format:
             wanted = f"uint8, or the float8 dtype of {format}"

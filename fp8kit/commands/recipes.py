@@ -315,6 +315,8 @@ def _check(options: argparse.Namespace) -> int:
     for each in operands:
         cast = casts[each["gemm"]]["operands"][each["operand"]]
         how = f"{cast['format']} by {cast['granularity']}" if cast else "as it is"
+        bits, turned = cast.get("rounding_bits"), cast.get("rotation")
+        how += f", {bits} random bits" * bool(bits) + f", {turned}" * bool(turned)
         shares = [_share(each[name]) if name in each else "" for name in ("clipped", "flushed")]
         rows.append((each["gemm"], each["operand"], how, *_errors(each), *shares))
     table(("GEMM", "operand", "cast", "relative error", "SQNR dB", "clipped", "flushed"), rows)
