@@ -68,17 +68,16 @@ class QuantizedArray:
         rotation: Rotation | None = None,
     ) -> None:
         codes = arrays.as_view(data, "QuantizedArray", "data")
-        format = formats.number_format(format, "QuantizedArray")
+        self._format: Format = formats.number_format(format, "QuantizedArray")
         native = codes.dtype is not formats.uint8
-        if native and codes.dtype.format != format:
-            wanted = f"uint8, or the float8 dtype of {format}"
+        if native and codes.dtype.format != self._format:
+            wanted = f"uint8, or the float8 dtype of {self._format}"
             raise FormatError("QuantizedArray", "data", codes.dtype.name, wanted)
         if not codes.contiguous:
             raise ShapeError("QuantizedArray", "data", f"strides {codes.strides}", "C-contiguous")
         self._codes = codes.view(formats.uint8)
         self._data = arrays.to_library(self._codes, data) if native else data
         self._flipped = False
-        self._format = format
         self._scaling = scaling
         self._along = along_of("QuantizedArray", along)
         grid = tiling(scaling, self._codes.rows().shape, self._along, "QuantizedArray")[1]
