@@ -224,6 +224,29 @@ def test_directions_that_are_split_differently_drop_the_same_weights(first, seco
     same_bits(back(moved, placed([g], [SPLITS[second]])[0]), want)
 
 
+@pytest.fixture
+def gspmd():
+    """JAX's former partitioner, which programs choose for Transformer Engine."""
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def test_gspmd_splits_alike(gspmd):
+    """A product, an MLP and attention, whose programs Shardy may have had before."""
+    args = draw(0, 8, 16, 64), jnp.ones(64), draw(1, 64, 2, 128) / 8, draw(2, 128, 64) / 16
+    check(
+        mlp,
+        (*args, draw(3, 2, 128), draw(4, 64), two("delayed")),
+        (ROWS, (), JOINED, ("tensor",), COLUMNS, (), ()),
+    )
+    check(fj.dense, (draw(0, 8, 16, 64), draw(1, 64, 48)), (("data", None, "tensor"), ("tensor",)))
+    check(fj.dot_product_attention, (Q, K, V), (HEADS,) * 3)
+    x, w = placed((draw(0, 8, 16, 64), draw(1, 64, 48)), (ROWS, COLUMNS))
+    assert jax.jit(fj.dense)(x, w).sharding.spec == P("data", None, "tensor")
+
+
 @pytest.mark.parametrize("groups", [4, 2])
 def test_under_shard_map_a_module_of_all_heads_takes_a_device_s(groups):
     """As programs call Transformer Engine's module; three of four heads are nobody's part."""
