@@ -109,12 +109,13 @@ class QuantizedArray:
 
     @classmethod
     def from_packed(
-        cls, packed: Any, scale_inv: Any = None, format: Format = E2M1, scaling: str = "tensor", **more: Any
+        cls, packed: Any, scale_inv: Any = None, format: Any = E2M1, scaling: str = "tensor", **more: Any
     ) -> QuantizedArray:
         """Returns the array whose codes ``packed()`` gave: uint8 (..., N / 2), two codes a byte, the even
         index in the low four bits. The other arguments, and the errors, are the constructor's; FormatError
         also for bytes that are not uint8 and a format of more than 4 bits."""
         view = arrays.as_view(packed, "from_packed", "packed")
+        format = formats.number_format(format, "from_packed")
         _want_4_bits("from_packed", format)
         if view.dtype is not formats.uint8:
             raise FormatError("from_packed", "packed", view.dtype.name, "uint8")
@@ -543,7 +544,6 @@ def _array(operation: str, other: Any) -> QuantizedArray:
     return other
 
 
-def _want_4_bits(operation: str, fmt: Any) -> None:
-    if not isinstance(fmt, Format) or fmt.bits > 4:
-        got = str(fmt) if isinstance(fmt, Format) else shown(fmt)
-        raise FormatError(operation, "format", got, "a format of at most 4 bits, as E2M1")
+def _want_4_bits(operation: str, fmt: Format) -> None:
+    if fmt.bits > 4:
+        raise FormatError(operation, "format", fmt, "a format of at most 4 bits, as E2M1")

@@ -1,10 +1,13 @@
 """Names of Transformer Engine's JAX package that stand for others: recipes by the names of their classes, its
-GEMM, its collectives."""
+GEMM, its collectives; descriptors of more sequences than a call can have."""
 
 from __future__ import annotations
 
 import fp8kit_jax as fj
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from fp8kit_jax import flax as modules
 from fp8kit_jax.te_compat import collectives, functions, quantize
 
 from fp8kit.errors import ArgumentError, RecipeError, UnsupportedError
@@ -32,6 +35,19 @@ def test_gemm():
     same_bits((got, functions.gemm(X, W)), (fj.dense(X, W, B, DIMS, own), fj.dense(X, W, None, DIMS)))
     with pytest.raises(UnsupportedError, match=r"gemm: rhs_quantizer: got object, .*quantizer_set"):
         functions.gemm(X, W, rhs_quantizer=object())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_more_sequences_than_there_may_be(packed):
+    """Ids that are not traced are looked at; numpy's as JAX's. Without packing several would be one."""
+    ids = np.array([[1, 1, 2, 2, 3, 0], [1, 1, 1, 1, 0, 0]], np.int32)
+    layout = {"qkv_layout": "thd_thd_thd", "max_segments_per_seq": 2} if packed else {}
+    module = modules.DotProductAttention(8, 4, attn_mask_type="padding", **layout)
+    said = "at most 2, as max_segments" if packed else "one sequence a row, or a packed qkv_layout"
+    for given in (ids, jnp.asarray(ids)):
+        descriptor = fj.SequenceDescriptor.from_segment_ids_and_pos(given)
+        with pytest.raises(ArgumentError, match=f"segment_ids: got 3 sequences a row, expected {said}"):
+            module.apply({}, *[draw(i, 2, 6, 4, 8) for i in range(3)], descriptor)
 
 
 def test_collectives():
