@@ -129,6 +129,12 @@ class QuantizerFactory:
     """Makes sets of quantizers."""
 
     @staticmethod
+    def create(*arguments: Any, **named: Any) -> Any:
+        """UnsupportedError: there is no quantizer of one operand."""
+        wanted = "create_set, whose products cast their operands; fp8kit_jax.quantize casts one array"
+        raise UnsupportedError("QuantizerFactory.create", "quantizer", "of one operand", wanted)
+
+    @staticmethod
     def create_set(
         n_quantizer_sets: int = 1,
         scaling_mode: ScalingMode | None = None,

@@ -35,6 +35,8 @@ def test_gemm():
     same_bits((got, functions.gemm(X, W)), (fj.dense(X, W, B, DIMS, own), fj.dense(X, W, None, DIMS)))
     with pytest.raises(UnsupportedError, match=r"gemm: rhs_quantizer: got object, .*quantizer_set"):
         functions.gemm(X, W, rhs_quantizer=object())
+    with pytest.raises(UnsupportedError, match=r"QuantizerFactory.create: .* expected create_set, "):
+        quantize.QuantizerFactory.create(scaling_mode=quantize.ScalingMode.MXFP8_1D_SCALING)
 
 
 @pytest.mark.parametrize("packed", [True, False])
