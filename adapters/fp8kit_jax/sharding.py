@@ -116,9 +116,10 @@ def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
 
 
 def _inferred(program: Program, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
-    """Returns how the results are split where the arguments are so; of some that may not be known yet. GSPMD
-    asks this instead of the rule, which is Shardy's."""
-    chosen = _choose(program, mesh, [getattr(shape.sharding, "spec", P()) for shape in arg_shapes])
+    """Returns how the results are split where the arguments are so. GSPMD asks this instead of the rule,
+    which is Shardy's, and before it knows how all arguments are split."""
+    known = [P() if shape.sharding is None else shape.sharding.spec for shape in arg_shapes]
+    chosen = _choose(program, mesh, known)
     return tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, "results"))
 
 
