@@ -60,5 +60,7 @@ def test_collectives():
     collectives.collective_gemm_bootstrap(8, 1, 7, 4, num_max_streams=3)
     with pytest.raises(ArgumentError, match="tensor_parallel_size: got 3, expected a divisor of 8"):
         collectives.collective_gemm_bootstrap(8, 1, 0, 3)
+    with pytest.raises(ArgumentError, match=r"forward_collective_op: got 'AG', expected a CollectiveOp"):
+        functions.gemm(X, W, collective_op="AG")
     with pytest.raises(ArgumentError, match="collective_op_set"):
         functions.dense(X, W, collective_op_set=None)
