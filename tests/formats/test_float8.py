@@ -18,7 +18,8 @@ from fp8kit.backends.dispatch import CannotTake
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import Float8Tensor, quantize
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
-from fp8kit.testing.compare import assert_close, sum_slack
+from fp8kit.quantized_array import QuantizedArray
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 
 TILES = {
     "tensor": (0, 0),
@@ -98,6 +99,19 @@ def test_stochastic_repeats_and_differs():
     assert (
         np.abs(codec.decode(first, E4M3) - x) <= np.maximum(E4M3.epsilon * np.abs(x), E4M3.smallest_subnormal)
     ).all()
+
+
+def test_formats_by_name_and_by_dtype():
+    """Of an array, and of codes from elsewhere; a dtype that has no codes is refused."""
+    x = np.linspace(-3, 3, 64, dtype=np.float32)
+    want = quantize(x, E5M2)
+    for given in ("E5M2", ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2), formats.float8_e5m2):
+        assert_same_bits("codes", quantize(x, given).data, want.data)
+        assert QuantizedArray(want.data, want.scale_inv, given).format is E5M2
+    assert quantize(x, ml_dtypes.float4_e2m1fn, scaling="nvfp4_1x16").format is E2M1
+    for given, said in (("E5M3", r"; did you mean E5M2\?"), (np.float32, ""), (np.zeros(2), "")):
+        with pytest.raises(FormatError, match=f"format: got .*, or the name of one{said}$"):
+            quantize(x, given)
 
 
 def test_saturate_and_user_format():
@@ -291,7 +305,7 @@ def test_slices_keep_their_scales():
         (FormatError, "rng", lambda: quantize(_x(4, 4), rounding="stochastic")),
         (FormatError, "rng", lambda: quantize(_x(4, 4), rng=(1, 2))),
         (FormatError, "no Inf and no NaN", lambda: quantize(_x(4, 4), E2M1, saturate=False)),
-        (FormatError, "E4M3", lambda: quantize(_x(4, 4), "E4M3")),
+        (FormatError, "E4M4", lambda: quantize(_x(4, 4), "E4M4")),
         (ShapeError, "matmul", lambda: quantize(_x(4, 4)) @ quantize(_x(4, 5)).T),
         (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),
         (ShapeError, "2 dimensions", lambda: quantize(_x(4)).T),
