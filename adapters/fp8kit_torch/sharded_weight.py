@@ -28,6 +28,7 @@ from fp8kit.quantization import Quantization
 from fp8kit.tiles import tiling
 from fp8kit_torch import torch_compat
 from fp8kit_torch.collectives import TorchCollectives
+from fp8kit_torch.held_values import written_by
 from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
 from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view
@@ -357,7 +358,7 @@ class _Seen(_Knowing):
         kwargs = kwargs or {}
         given, named = [*map(_opened, args)], {name: _opened(value) for name, value in kwargs.items()}
         own = args[0] if args and isinstance(args[0], _Seen) else None
-        for place, name in _written_by(func):
+        for place, name in written_by(func):
             _note_all(args[place] if place < len(args) else kwargs.get(name))
         if isinstance(own, ShardedWeight) and func in _MOVING:
             whole = func(own._rows.padded, *given[1:], **named)
@@ -492,14 +493,6 @@ def _opened(value: Any) -> Any:
     if (kind := type(value)) in _LISTS:
         return value if _OWN.isdisjoint(map(type, value)) else kind(map(_opened, value))
     return value._plain if isinstance(value, _Seen) else value
-
-
-@memoized("what operations on sharded weights write")
-def _written_by(func: Any) -> list[tuple[int, str]]:
-    """Place and name of each argument that an operation writes to; all of collectives, whose schemas do not
-    say it."""
-    arguments = enumerate(torch_compat.schema_arguments(func))
-    return [(at, own.name) for at, own in arguments if own.is_write or func.namespace == "c10d"]
 
 
 def _codes_fit(rows: _Rows) -> bool:
