@@ -131,12 +131,12 @@ class Part(HeldTensor):
         memo[id(self)] = made = self._values().detach().clone().requires_grad_(self.requires_grad)
         return made
 
-    # torch refuses both for classes of one's own
-
     def numpy(self, *, force: bool = False) -> Any:
-        return self.detach()._values().numpy(force=force)
+        """As a plain tensor's; torch has neither this nor ``tolist`` for classes of one's own."""
+        return self._values().numpy(force=force)
 
     def tolist(self) -> Any:
+        """As a plain tensor's."""
         return self._values().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

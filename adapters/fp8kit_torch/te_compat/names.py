@@ -161,7 +161,8 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
     """Make the modules attributes of those that they are in. Where the frontend itself has a module of that
-    name, it gets what it lacks."""
+    name, it gets what it lacks, and is the one that ``made`` has from then on: what a program sets in it is
+    there by either way."""
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         if not above and last in _LATER:  # a function there, and the module that it is in
@@ -169,14 +170,14 @@ def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
         at: Any = top
         for part in above.split(".") if above else ():
             at = getattr(at, part)
-        for parent in (at, made.get(above, at)):
-            known = vars(parent).get(last)
-            if known is None:
-                setattr(parent, last, module)
-            elif isinstance(known, ModuleType) and known is not module:
-                for key, value in vars(module).items():
-                    if not key.startswith("_") or key == "__getattr__":
-                        vars(known).setdefault(key, value)
+        known = vars(at).get(last)
+        if known is None:
+            setattr(at, last, module)
+        elif isinstance(known, ModuleType) and known is not module:
+            for key, value in vars(module).items():
+                if not key.startswith("_") or key in ("__getattr__", "__path__"):
+                    vars(known).setdefault(key, value)
+            made[name] = known
 
 
 class Finder(aliases.Finder):

@@ -38,6 +38,11 @@ def test_layers_come_from_the_meta_device(place, tmp_path):
     run("tests.adapters.torch.meta_worker", WORLD, tmp_path, place, cases)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_collectives_write_to_weights_in_fp8(place, tmp_path):
+    run("tests.adapters.torch.held_worker", WORLD, tmp_path, place, ["collectives", "first_of_ddp"])
+
+
 def test_what_is_no_group_is_refused():
     from fp8kit_torch import autocast
 
