@@ -71,7 +71,7 @@ class StatefulModule(FP8Layer, ParameterModule):
     def _hold(self, told: bool = False) -> None:
         """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they
         are made. ``told``: the log says that parameters have been replaced."""
-        if self._held is None:
+        if self._held is None or self._held.fp8 is None:
             return
         try:
             weights, parts = self.weight_inputs(), layer_products(self._spec)
@@ -99,9 +99,15 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """As torch's. A weight on the meta device whose values come is held as ``quantized_model_init``
-        said."""
+        said; one that a program has cast itself is multiplied as it is."""
         former = own_parameters(self).get(name)
         super().register_parameter(name, param)
+        if self.holds and self._held is None and isinstance(param, QuantizedTensor):
+            self._held = HeldWeights(None, False, param._get_quantizer())
+        elif isinstance(former, QuantizedTensor) and not isinstance(param, QuantizedTensor):
+            others = own_parameters(self).values()
+            if self._held is not None and self._held.fp8 is None and not any(map(_is_held, others)):
+                self._held = None
         came = former is not None and former.is_meta and param is not None and not param.is_meta
         if came and not self._resetting:
             self._hold()
@@ -221,6 +227,10 @@ class StatefulModule(FP8Layer, ParameterModule):
             missing_keys.remove(key)
         self._weights = None
         self._hold(told=True)
+
+
+def _is_held(parameter: Parameter | None) -> bool:
+    return isinstance(parameter, QuantizedTensor)
 
 
 def _plain(parameter: Parameter) -> Parameter:
