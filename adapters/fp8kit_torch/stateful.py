@@ -48,6 +48,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: HeldWeights | None = None
+    _afresh = False  # whether the next use of the state of delayed scaling makes it anew
     _resetting = False  # while parameters have memory and no values yet
     fp8_meta: Meta
 
@@ -129,6 +130,9 @@ class StatefulModule(FP8Layer, ParameterModule):
     def prepare(self, history_len: int, resize: bool = True) -> None:
         """Make the FP8 state where there is none, and give its history that length."""
         weight = next(iter(self.weight_inputs().values()))
+        if self._afresh:
+            self.fp8_meta.clear()
+            self._afresh = False
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
             if state is None:
@@ -196,7 +200,7 @@ class StatefulModule(FP8Layer, ParameterModule):
             name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS])
             for name in checked
         }
-        self.fp8_meta = Meta(states, self.fp8_meta.beside)
+        self.fp8_meta, self._afresh = Meta(states, self.fp8_meta.beside), False
         self._forget()
 
     def _checked_state(self, state: Tensor, operation: str, argument: str) -> tuple[dict[str, Tensor], Any]:

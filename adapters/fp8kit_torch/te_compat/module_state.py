@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import integer
+from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError
 from fp8kit.layer_recipes import CustomRecipe, QuantizerRole
@@ -109,6 +109,7 @@ class TransformerEngineState:
     # who reads the output, and the input's gradient, for ``get_quantizer_roles``
     output_quantizer_role: QuantizerRole | None = None
     grad_input_quantizer_role: QuantizerRole | None = None
+    _afresh = False  # see ``fp8_meta_tensors_initialized``
 
     # --- FP8 at the moment ----------------------------------------------------------------------------------
 
@@ -127,13 +128,25 @@ class TransformerEngineState:
 
     @property
     def fp8_initialized(self) -> bool:
-        """Whether it has run in FP8 with delayed scaling, or would run in FP8 now."""
+        """Whether it has run in FP8 with delayed scaling, or would run in FP8 now. Programs set it to False,
+        so that a layer is set up again: here each call sees to that."""
         return bool(self.fp8_meta) or self.fp8
+
+    @fp8_initialized.setter
+    def fp8_initialized(self, value: bool) -> None:
+        flag(type(self).__name__, "fp8_initialized", value)
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether there are scales and amax histories, in ``fp8_meta``."""
-        return bool(self.fp8_meta)
+        """Whether there are scales and amax histories, in ``fp8_meta``. Set to False: the next use makes new
+        ones, unless ``set_extra_state`` does so first."""
+        return bool(self.fp8_meta) and not self._afresh
+
+    @fp8_meta_tensors_initialized.setter
+    def fp8_meta_tensors_initialized(self, value: bool) -> None:
+        own: Any = self
+        self._afresh = not flag(type(self).__name__, "fp8_meta_tensors_initialized", value)
+        own._binding = None
 
     @property
     def primary_weights_in_fp8(self) -> bool:

@@ -258,3 +258,35 @@ def test_one_weight_of_two_that_a_program_has_cast_is_refused():
         layer(torch.ones(16, 32))
     layer.fc2_weight = torch.nn.Parameter(quantizer_of(recipe)(layer.fc2_weight.detach()))
     assert layer(torch.ones(16, 32)) is not None
+
+
+def test_a_state_that_is_loaded_again_stays(make):
+    """As programs load it once more on another device, having said that there is none."""
+    layer = make()
+    run(layer, RECIPES["delayed"], None).sum().backward()
+    before = layer.state_dict()["_extra_state"].clone()
+    layer.fp8_initialized = False
+    layer.fp8_meta_tensors_initialized = False
+    assert not layer.fp8_meta_tensors_initialized
+    layer.set_extra_state(layer.get_extra_state())
+    assert layer.fp8_meta_tensors_initialized
+    assert torch.equal(layer.state_dict()["_extra_state"], before)
+    scale = layer.fp8_meta["scaling_fwd"].scale.clone()
+    with torch.no_grad():
+        run(layer, RECIPES["delayed"], None)
+    assert torch.equal(layer.fp8_meta["scaling_fwd"].scale, scale)
+    with pytest.raises(ArgumentError, match="fp8_initialized"):
+        layer.fp8_initialized = "no"
+
+
+def test_a_state_that_is_said_not_to_be_there_is_made_anew(make):
+    layer, other = make(), make()
+    other.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        run(layer, RECIPES["delayed"], None).sum().backward()
+    layer.fp8_meta_tensors_initialized = False
+    assert torch.equal(run(layer, RECIPES["delayed"], None), run(other, RECIPES["delayed"], None))
+    for name, state in layer.fp8_meta.items():
+        for own, wanted in zip(state.parts, other.fp8_meta[name].parts, strict=True):
+            assert torch.equal(own, wanted)
+    assert layer.fp8_meta_tensors_initialized
