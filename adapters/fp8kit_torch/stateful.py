@@ -65,8 +65,10 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
+        made = "_spec" in vars(self)
         super().set_spec(spec)
-        self._held = held_now() if self.holds else None
+        if not made:
+            self._held = held_now() if self.holds else None
         self._hold()
 
     def _hold(self, told: bool = False) -> None:

@@ -11,6 +11,7 @@ from fp8kit.arguments import shown, without_unknown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.base import Branch, Init, branch_of
+from fp8kit.layers.fields import SpecField
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
 from fp8kit.layers.parallel import ParallelLayer
 from fp8kit.ops.activation import activation, activation_numbers
@@ -52,6 +53,8 @@ class LayerNormMLP(ParallelLayer):
     """
 
     layer_name = "LayerNormMLP"
+    eps = SpecField("norm", "epsilon")
+    zero_centered_gamma = SpecField("norm", "zero_centered_gamma")
     operation = norm_mlp
     gemms = ("fc1_", "fc2_")
     calibration_options = {"return_norm": True}  # noqa: RUF012
