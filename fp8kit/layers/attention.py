@@ -74,6 +74,7 @@ class MultiheadAttention(AttentionHeads):
     attn_mask_type = PartField("core_attention", "attn_mask_type")
     window_size = PartField("core_attention", "window_size", NO_WINDOW)
     bottom_right_diagonal = PartField("core_attention", "bottom_right_diagonal")
+    layer_number = PartField("core_attention", "layer_number")
     hidden_size: int
     input_layernorm: bool
     attention_type: str
@@ -133,7 +134,7 @@ class MultiheadAttention(AttentionHeads):
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
-            """hidden_size input_layernorm return_bias return_layernorm_output attention_type layer_number
+            """hidden_size input_layernorm return_bias return_layernorm_output attention_type
             rotary_pos_interleaved qk_norm_before_rope name""",
         )
         if kv_channels is None and hidden_size % num_attention_heads:

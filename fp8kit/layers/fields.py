@@ -29,7 +29,10 @@ class SpecField(_Field):
         self.path = path
 
     def __get__(self, layer: Any, kind: type | None = None) -> Any:
-        return self if layer is None else reduce(getattr, self.path, layer._spec)
+        if layer is None:
+            return self
+        own = vars(layer).get("_modules", {})  # torch's, of a subclass that has a module of that name
+        return own[self.name] if self.name in own else reduce(getattr, self.path, layer._spec)
 
     def __set__(self, layer: Any, value: Any) -> None:
         # before there is a spec, in a subclass that has not called the constructor, that one says it

@@ -53,6 +53,7 @@ class LayerNormMLP(ParallelLayer):
     """
 
     layer_name = "LayerNormMLP"
+    activation = SpecField("activation")
     eps = SpecField("norm", "epsilon")
     zero_centered_gamma = SpecField("norm", "zero_centered_gamma")
     operation = norm_mlp
@@ -60,7 +61,6 @@ class LayerNormMLP(ParallelLayer):
     calibration_options = {"return_norm": True}  # noqa: RUF012
     hidden_size: int
     ffn_hidden_size: int
-    activation: str
     checkpoint: bool
     smooth_swiglu: str | None
     input_layernorm: bool
@@ -111,7 +111,7 @@ class LayerNormMLP(ParallelLayer):
         arguments = self.checked(locals())
         self.keep(
             arguments,
-            """hidden_size ffn_hidden_size activation checkpoint return_bias return_layernorm_output
+            """hidden_size ffn_hidden_size checkpoint return_bias return_layernorm_output
             fuse_wgrad_accumulation smooth_swiglu input_layernorm return_layernorm_output_gathered name""",
         )
         self.take_parallel(

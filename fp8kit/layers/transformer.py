@@ -106,6 +106,7 @@ class TransformerLayer(AttentionBase):
     self_attn_mask_type = PartField("self_attention", "attn_mask_type")
     window_size = PartField("self_attention", "window_size", NO_WINDOW)
     bottom_right_diagonal = PartField("self_attention", "bottom_right_diagonal")
+    layer_number = PartField("self_attention", "layer_number")
     hidden_size: int
     hidden_dropout: float
     drop_path_rate: float
@@ -185,7 +186,7 @@ class TransformerLayer(AttentionBase):
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
-            """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
+            """hidden_size layer_type hidden_dropout drop_path_rate attn_input_format
             parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
         decoder = layer_type == "decoder"

@@ -8,7 +8,7 @@ import fp8kit_torch as ft
 import pytest
 import torch
 
-from fp8kit.errors import ArgumentError
+from fp8kit.errors import ArgumentError, ShapeError
 from tests.support.tensors import assert_tensor_close, largest
 
 CURRENT = ft.Float8CurrentScaling()
@@ -58,6 +58,32 @@ def test_norms(kind, options, fp8):
     assert str(layer) == str(wanted)
 
 
+def test_an_activation():
+    layer, x = NORMS["LayerNormMLP"](), small(32, 64)
+    layer(x)
+    layer.activation = "silu"
+    assert torch.equal(layer(x), like(NORMS["LayerNormMLP"](activation="silu"), layer)(x))
+    with pytest.raises(ShapeError, match="swiglu"):
+        layer.activation = "swiglu"
+    with pytest.raises(ArgumentError, match="activation"):
+        layer.activation = "tanh"
+    assert layer.activation == "silu"
+
+
+def test_a_subclass_may_have_a_module_of_that_name():
+    class Own(ft.LayerNormMLP):
+        def __init__(self):
+            super().__init__(64, 64, device="cpu")
+            self.activation = torch.nn.Tanh()
+
+        def forward(self, x):
+            return self.activation(super().forward(x))
+
+    layer, x = Own(), small(32, 64)
+    assert type(layer.activation) is torch.nn.Tanh
+    assert torch.equal(layer(x), like(NORMS["LayerNormMLP"](), layer)(x).tanh())
+
+
 @pytest.mark.parametrize("options", [{"mask": "no_mask"}, {"window_size": (1, 0)}], ids=repr)
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_masks_of_attention(kind, options):
@@ -72,6 +98,21 @@ def test_masks_of_attention(kind, options):
     assert not torch.equal(layer(x), before)
     layer.window_size = None
     assert layer.window_size == (-1, -1)
+
+
+def test_copies_of_a_layer_get_numbers_of_their_own():
+    """By which a cache knows their keys and values."""
+    options = {"attn_input_format": "bshd", "layer_number": 1}
+    layers = [copy.deepcopy(ATTENTIONS["TransformerLayer"][0](**options).eval()) for _ in range(2)]
+    for i, layer in enumerate(layers):
+        layer.layer_number = i + 1
+    assert [layer.self_attention.core_attention.layer_number for layer in layers] == [1, 2]
+    cache = ft.InferenceParams(1, 4, qkv_format="bshd", device="cpu")
+    x = small(1, 4, 64)
+    with torch.no_grad():
+        cache.pre_step({0: 4})
+        y = layers[1](layers[0](x, inference_params=cache), inference_params=cache)
+        assert torch.equal(y, layers[1](layers[0](x)))
 
 
 def test_a_part_of_a_layer():
