@@ -161,8 +161,7 @@ def found_in(module: str, name: str, known: dict[str, Any]) -> Any:
 
 def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
     """Make the modules attributes of those that they are in. Where the frontend itself has a module of that
-    name, it gets what it lacks, and is the one that ``made`` has from then on: what a program sets in it is
-    there by either way."""
+    name, it gets what it lacks."""
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         if not above and last in _LATER:  # a function there, and the module that it is in
@@ -170,14 +169,14 @@ def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
         at: Any = top
         for part in above.split(".") if above else ():
             at = getattr(at, part)
-        known = vars(at).get(last)
-        if known is None:
-            setattr(at, last, module)
-        elif isinstance(known, ModuleType) and known is not module:
-            for key, value in vars(module).items():
-                if not key.startswith("_") or key in ("__getattr__", "__path__"):
-                    vars(known).setdefault(key, value)
-            made[name] = known
+        for parent in (at, made.get(above, at)):
+            known = vars(parent).get(last)
+            if known is None:
+                setattr(parent, last, module)
+            elif isinstance(known, ModuleType) and known is not module:
+                for key, value in vars(module).items():
+                    if not key.startswith("_") or key == "__getattr__":
+                        vars(known).setdefault(key, value)
 
 
 class Finder(aliases.Finder):
@@ -269,6 +268,9 @@ def as_transformer_engine() -> ModuleType:
         if inner != name and inner not in within:  # of which there is nothing but names
             within[inner] = _module(name, [])
             _hang(top, {inner: within[inner]} | {key: within[key] for key in within if inner.startswith(key)})
+    for name, module in within.items():  # what a program sets in one is there by either way to it
+        if isinstance(vars(top).get(name), ModuleType):
+            setattr(top, name, module)
     made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
     parts = ("extension", "extension_casts", "extension_kernels", "extension_sequences")
