@@ -4,7 +4,7 @@ products want."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -472,6 +472,16 @@ def of_parts(parts: dict[str, Tensor], fp8: Quantization, shape: Shape, dtype: t
     """The tensor of these parts, of the class that its scales have."""
     kind = _CLASSES.get(fp8.w.granularity, OperandTensor)
     return kind._made(parts, fp8, shape, dtype)  # type: ignore[no-any-return]
+
+
+def of_cached(key: Any, parts: dict[str, Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """What a layer has cast of ``weights``, one after the other, as ``key`` says: codes and scales; of a
+    format that is emulated, or of experts in one tensor, the first of its ``parts``."""
+    first = next(iter(parts.values()))
+    if first.dtype is not torch.uint8 or not isinstance(key, str):
+        return first
+    shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return of_parts(parts, decode(key), shape, weights[0].dtype)
 
 
 def _alike(own: Quantizer, other: Quantizer) -> bool:

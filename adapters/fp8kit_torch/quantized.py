@@ -24,6 +24,7 @@ from fp8kit.quantization import Quantization
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit.scoped import Scoped
 from fp8kit_torch.checks import check
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -63,11 +64,17 @@ def held_as(fp8: Quantization, operand: str) -> Quantization:
 
 class HeldWeights(NamedTuple):
     """How modules that are made now hold their weights. ``quantizer``: what casts them, where products have
-    no codes to take."""
+    no codes to take, and where a program has put them there; ``fp8``: None then."""
 
-    fp8: Quantization
+    fp8: Quantization | None
     preserve: bool
     quantizer: Any = None
+
+    def may_cast(self, weight: Tensor) -> bool:
+        """Whether a pass may cast what stands in a weight's place for itself: not where it wants a gradient,
+        and not beside one that a program has cast."""
+        wants = torch.is_grad_enabled() and weight.requires_grad
+        return self.fp8 is not None and not wants and not is_distributed(weight)
 
     def parameter(self, weight: Tensor) -> torch.nn.Parameter:
         """The parameter ``weight``, held so; on the meta device one whose rows ``fully_shard`` will gather as

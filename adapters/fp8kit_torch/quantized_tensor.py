@@ -8,8 +8,7 @@ multiply it), ``te_compat.block_tensors`` (MXFP8 and NVFP4).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -20,6 +19,7 @@ from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.checks import shown
+from fp8kit_torch.held_values import HeldTensor, Part, as_made, counting, on_values
 from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
@@ -32,7 +32,7 @@ SHARED: list[Callable[[Tensor], bool]] = []
 _VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(HeldTensor):
     """Base of tensors of codes and scales.
 
     Its dtype is the one that its values are decoded to.
@@ -43,8 +43,7 @@ class QuantizedTensor(torch.Tensor):
       smaller than a step between codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters
       and casts them.
     * ``view`` and ``reshape`` share the codes where the scales allow it (``shared_view``), with a gradient.
-      Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes,
-      ``weight[0].fill_(1)`` to a copy.
+      Slices and other views are values in memory of their own: ``weight[0].fill_(1)`` casts the whole anew.
     * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes
       and scales in both cases. Not for ``torch.compile``.
     * ``torch.save`` writes codes and scales. What writes a tensor's memory (safetensors, ``save_pretrained``)
@@ -170,7 +169,7 @@ class QuantizedTensor(torch.Tensor):
         alike = held and type(values) is type(self) and values._how == self._how  # type: ignore[attr-defined]
         if alike and values.shape == self.shape and values._parts.keys() >= self._parts.keys():
             return values._parts  # type: ignore[attr-defined,no-any-return]
-        plain = values._values() if held else values  # type: ignore[attr-defined]
+        plain = values._values() if isinstance(values, HeldTensor) else values
         wide = plain if plain.dtype in FLOATS else plain.float()
         wide = wide.detach().to(self.device).expand(self.shape)
         if self._quantizer is not None:
@@ -286,11 +285,18 @@ class QuantizedTensor(torch.Tensor):
         own = isinstance(self, torch.nn.Parameter)
         return super().untyped_storage() if own else self._memory().untyped_storage()
 
+    def _writes(self) -> list[tuple[int, int]] | None:
+        parts = self._parts.values()
+        if any(part.is_inference() for part in parts):
+            return None
+        return [(id(part), torch_compat.version(part)) for part in parts]
+
+    def _part(self, values: Tensor, view: Callable[[Tensor], Tensor]) -> Part:
+        return Part(values, self, view)
+
     def _memory(self) -> Tensor:
         parts = [*self._parts.values()]
-        counted = not any(part.is_inference() for part in parts)
-        writes = [(id(part), torch_compat.version(part)) for part in parts] if counted else None
-        known = self._decoded
+        writes, known = self._writes(), self._decoded
         if known is None or writes is None or known[0] != writes or known[1].dtype != self.dtype:
             self._decoded = writes, self._values(), parts
         return self._decoded[1]  # type: ignore[index]
@@ -369,8 +375,6 @@ class QuantizedTensor(torch.Tensor):
 
     # --- torch ----------------------------------------------------------------------------------------------
 
-    __torch_function__ = torch_compat.no_torch_function
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation of torch on values; those that only copy or move, on codes."""
@@ -378,12 +382,12 @@ class QuantizedTensor(torch.Tensor):
         own = args[0] if args and isinstance(args[0], QuantizedTensor) else None
         if own is not None:
             if func in (_aten.detach.default, _aten.alias.default):
-                with _as_made(own):
+                with as_made(own):
                     return own._like(lambda part: part)
             if func is _aten.clone.default:
                 return own._like(torch.clone)
             if func is _aten.copy_.default:
-                with _counting():
+                with counting():
                     own._take(args[1])
                 return own
             if func is torch_compat.TO_COPY and kwargs.get("dtype") in (None, own.dtype):
@@ -404,30 +408,11 @@ class QuantizedTensor(torch.Tensor):
                 rows = zeros.ndim == own.ndim == 2 and zeros.shape[1] == own.shape[1]
                 return own.rows_in_parts(zeros) if rows and zeros.dtype == own.dtype else zeros
             if func in _VIEWS:
-                with _as_made(own), _counting():
+                with as_made(own), counting():
                     shared = own.shared_view(_whole_shape(args[1], own.numel()))
                 if shared is not None:
                     return shared
-        decoded: dict[int, Tensor] = {}
-
-        def plain(value: Any) -> Any:
-            if not isinstance(value, QuantizedTensor):
-                return value
-            return decoded.setdefault(id(value), value._values())
-
-        with _as_made(own) if own is not None and func.is_view else nullcontext():
-            given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
-            out = func(*given, **named)
-        written = {}
-        for place, argument in enumerate(torch_compat.schema_arguments(func)):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            # also one of a list, as optimisers with foreach=True write them
-            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
-                if isinstance(one, QuantizedTensor):
-                    with _counting():
-                        one._take(decoded[id(one)])
-                    written[id(decoded[id(one)])] = one
-        return torch_compat.tree_map(lambda value: written.get(id(value), value), out) if written else out
+        return on_values(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         rebuild, arguments = self.__reduce_ex__(2)
@@ -493,19 +478,6 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
-
-
-def _as_made(tensor: Tensor) -> torch.inference_mode:
-    """Where views of ``tensor`` are made: of a usual one outside of inference mode, because torch gives them
-    its version, which tensors of that mode have none of."""
-    return torch.inference_mode(tensor.is_inference())
-
-
-@contextmanager
-def _counting() -> Iterator[None]:
-    """Within ``__torch_dispatch__``: parts' writes and views are counted by torch, as outside of it."""
-    with torch.overrides.enable_reentrant_dispatch(), torch.no_grad():
-        yield
 
 
 def _whole_shape(shape: Any, count: int) -> Shape:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fp8kit import slowness
-from fp8kit.lru import memoized
 from fp8kit_torch import torch_compat
+from fp8kit_torch.held_values import written_by
 
 _aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ class Seen(_Knowing):
         kwargs = kwargs or {}
         given, named = [*map(_opened, args)], {name: _opened(value) for name, value in kwargs.items()}
         own = args[0] if args and isinstance(args[0], Seen) else None
-        for place, name in _written_by(func):
+        for place, name in written_by(func):
             _note_all(args[place] if place < len(args) else kwargs.get(name))
         if isinstance(own, ShardedWeight) and func in _MOVING:
             whole = func(own._rows.padded, *given[1:], **named)
@@ -287,14 +287,6 @@ def _opened(value: Any) -> Any:
     if (kind := type(value)) in _LISTS:
         return value if _OWN.isdisjoint(map(type, value)) else kind(map(_opened, value))
     return value._plain if isinstance(value, Seen) else value
-
-
-@memoized("what operations on sharded weights write")
-def _written_by(func: Any) -> list[tuple[int, str]]:
-    """Place and name of each argument that an operation writes to; all of collectives, whose schemas do not
-    say it."""
-    arguments = enumerate(torch_compat.schema_arguments(func))
-    return [(at, own.name) for at, own in arguments if own.is_write or func.namespace == "c10d"]
 
 
 def _alike(rows: Rows, padded: Tensor, former: tuple[Any, ...] = (None, None)) -> Rows:

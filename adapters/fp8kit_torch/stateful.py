@@ -49,6 +49,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: HeldWeights | None = None
+    _afresh = False  # whether the next use of the state of delayed scaling makes it anew
     _resetting = False  # while parameters have memory and no values yet
     fp8_meta: Meta
 
@@ -65,14 +66,16 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
+        made = "_spec" in vars(self)
         super().set_spec(spec)
-        self._held = held_now() if self.holds else None
+        if not made:
+            self._held = held_now() if self.holds else None
         self._hold()
 
     def _hold(self, told: bool = False) -> None:
         """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they
         are made. ``told``: the log says that parameters have been replaced."""
-        if self._held is None:
+        if self._held is None or self._held.fp8 is None:
             return
         try:
             weights, parts = self.weight_inputs(), layer_products(self._spec)
@@ -100,9 +103,15 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """As torch's. A weight on the meta device whose values come is held as ``quantized_model_init``
-        said."""
+        said; one that a program has cast itself is multiplied as it is."""
         former = own_parameters(self).get(name)
         super().register_parameter(name, param)
+        if self.holds and self._held is None and isinstance(param, QuantizedTensor):
+            self._held = HeldWeights(None, False, param._get_quantizer())
+        elif isinstance(former, QuantizedTensor) and not isinstance(param, QuantizedTensor):
+            others = own_parameters(self).values()
+            if self._held is not None and self._held.fp8 is None and not any(map(_is_held, others)):
+                self._held = None
         came = former is not None and former.is_meta and param is not None and not param.is_meta
         if came and not self._resetting:
             self._hold()
@@ -124,6 +133,9 @@ class StatefulModule(FP8Layer, ParameterModule):
     def prepare(self, history_len: int, resize: bool = True) -> None:
         """Make the FP8 state where there is none, and give its history that length."""
         weight = next(iter(self.weight_inputs().values()))
+        if self._afresh:
+            self.fp8_meta.clear()
+            self._afresh = False
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
             if state is None:
@@ -191,7 +203,7 @@ class StatefulModule(FP8Layer, ParameterModule):
             name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS])
             for name in checked
         }
-        self.fp8_meta = Meta(states, self.fp8_meta.beside)
+        self.fp8_meta, self._afresh = Meta(states, self.fp8_meta.beside), False
         self._forget()
 
     def _checked_state(self, state: Tensor, operation: str, argument: str) -> tuple[dict[str, Tensor], Any]:
@@ -222,6 +234,10 @@ class StatefulModule(FP8Layer, ParameterModule):
             missing_keys.remove(key)
         self._weights = None
         self._hold(told=True)
+
+
+def _is_held(parameter: Parameter | None) -> bool:
+    return isinstance(parameter, QuantizedTensor)
 
 
 def _is_shared(parameter: Tensor) -> bool:

@@ -434,6 +434,13 @@ def store_of(group: Any) -> Any:
     return known._world.pg_map[group][1]
 
 
+def wait_for(result: Any) -> None:
+    """Wait for the collective whose operation gave this: its work, or a tuple that ends with it. On a GPU the
+    stream does."""
+    work = result[-1] if isinstance(result, tuple) else result
+    torch._C._distributed_c10d.Work.unbox(work).wait()
+
+
 def is_of_processes(error: RuntimeError) -> bool:
     """Whether a collective of torch's raised an error. Those of gloo are plain RuntimeErrors, raised in C++
     from within backward passes, too: nothing but their text names it."""

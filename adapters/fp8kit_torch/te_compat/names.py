@@ -272,6 +272,9 @@ def as_transformer_engine() -> ModuleType:
         if inner != name and inner not in within:  # of which there is nothing but names
             within[inner] = _module(name, [])
             _hang(top, {inner: within[inner]} | {key: within[key] for key in within if inner.startswith(key)})
+    for name, module in within.items():  # what a program sets in one is there by either way to it
+        if isinstance(vars(top).get(name), ModuleType):
+            setattr(top, name, module)
     made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
     parts = ("extension", "extension_casts", "extension_kernels", "extension_sequences")
