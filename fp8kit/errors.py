@@ -111,6 +111,7 @@ _ELSEWHERE = {
     "granularity": "scaling",
     "scaling": "granularity",
     "rotation": "hadamard",
+    "block": "block_1x128",
 }
 
 

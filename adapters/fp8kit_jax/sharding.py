@@ -108,8 +108,20 @@ def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
     """Returns the program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one
     device; ``wide``: with 64 bits, which XLA does not know when it asks for a part."""
     function = custom_partitioning(lambda *arrays: tuple(bind(*arrays, program=program)))
-    function.def_partition(functools.partial(_partition, program, bind, wide), sharding_rule=_rule(program))
+    function.def_partition(
+        functools.partial(_partition, program, bind, wide),
+        functools.partial(_inferred, program),
+        sharding_rule=_rule(program),
+    )
     return function
+
+
+def _inferred(program: Program, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
+    """Returns how the results are split where the arguments are so. GSPMD asks this instead of the rule,
+    which is Shardy's, and before it knows how all arguments are split."""
+    known = [P() if shape.sharding is None else shape.sharding.spec for shape in arg_shapes]
+    chosen = _choose(program, mesh, known)
+    return tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, "results"))
 
 
 def _rule(program: Program) -> SdyShardingRule:
