@@ -3,12 +3,13 @@
 Shows: ``te.convert`` puts FP8 layers round a model's own parameters, so that its optimiser, its checkpoints
 and its code stay as they are; the training loop differs by one ``with``; ``te.revert`` gives the plain model
 back. The model is made from a configuration, small and untrained; ``from_pretrained("gpt2")`` goes the same
-way. Needs: PyTorch, transformers (extra test), a CPU; with CUDA it runs on the GPU. Argument: steps.
+way. Needs: PyTorch (extra torch), transformers (no extra), a CPU; with CUDA it runs on the GPU.
+Argument: steps.
 """
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("17_torch_fine_tune.py", "test", "transformers"):
+if why := not_installed("17_torch_fine_tune.py", None, "transformers"):
     raise SystemExit(why)
 
 import fp8kit_torch as te

@@ -2,14 +2,14 @@
 
 Shows: the FP8 state is a value like the parameters; its gradient *is* its next value, so one
 ``jax.value_and_grad`` gives a whole step, and the step gives its memory on (``donate_argnums``). Needs: JAX
-and optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
+and optax (extra flax); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
 import time
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("18_jax_training.py", "test", "optax"):
+if why := not_installed("18_jax_training.py", "flax", "optax"):
     raise SystemExit(why)
 
 import fp8kit_jax as fj

@@ -2,13 +2,13 @@
 
 Shows: a Flax model whose layers are ``fp8kit_jax.flax.TransformerLayer``; FP8 is on where ``autocast`` is,
 the FP8 state lies in a collection of its own, whose gradient is its next value, which Flax's ``TrainState``
-puts in its place; evaluation in the same precision. Needs: JAX, Flax, optax (extra test); a CPU (about 20
+puts in its place; evaluation in the same precision. Needs: JAX, Flax, optax (extra flax); a CPU (about 20
 seconds), or a GPU that JAX sees.
 """
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("19_flax_training.py", "test", "flax", "optax"):
+if why := not_installed("19_flax_training.py", "flax", "flax", "optax"):
     raise SystemExit(why)
 
 import fp8kit_jax as fj

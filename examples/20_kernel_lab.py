@@ -2,8 +2,8 @@
 
 Shows: ``fk.override`` puts a changed CUDA source (on a CPU: a Python function) in the place of one operation,
 ``lab.check`` says where it is not what the contract wants, ``lab.measure`` how fast it is, and the training
-runs with it. Needs: a CPU, or a GPU; matplotlib. The contract rounds to nearest, so codes that differ are
-right here; the exit status is 1 where anything else is wrong.
+runs with it. Needs: a CPU, or a GPU; matplotlib (extra demo). The contract rounds to nearest, so codes that
+differ are right here; the exit status is 1 where anything else is wrong.
 """
 
 import contextlib

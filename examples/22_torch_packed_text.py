@@ -3,7 +3,7 @@
 Shows: documents lie one after the other in one (tokens, hidden) array ("thd"), ``cu_seqlens`` says where each
 begins, and no token sees another document; every step has another number of tokens. Then prompts of
 different lengths grow together over a cache of keys and values in pages, and one gets more text in between,
-as in a conversation. Needs: PyTorch, a CPU; with CUDA it runs on the GPU. Argument: steps.
+as in a conversation. Needs: PyTorch (extra torch), a CPU; with CUDA it runs on the GPU. Argument: steps.
 """
 
 import inspect

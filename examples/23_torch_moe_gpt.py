@@ -20,7 +20,7 @@ from fp8kit.recipe import Float8CurrentScaling
 DEVICE = default_device().kind
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LAYERS, HIDDEN, HEADS, FFN, EXPERTS, TOPK = 2, 64, 4, 96, 8, 2
-LENGTH, BATCH, BALANCE, ALIGN = 64, 8, 0.01, 16
+LENGTH, BATCH, BALANCE, ALIGN = 64, 8, 0.1, 16
 
 
 class Experts(nn.Module):

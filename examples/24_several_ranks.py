@@ -1,8 +1,8 @@
 """Several processes: sharded optimiser states, and weights that ranks share.
 
 Shows: ``fk.distributed.init`` and ``grid``, ``ShardedOptimizer`` (data parallel, ZeRO-1), ``tp_group`` with
-sequence parallelism. Needs: nothing more for one process; PyTorch for several on CPUs, the extra
-``distributed`` for a GPU each.
+sequence parallelism. Needs: nothing more for one process; PyTorch (extra torch) for several on CPUs, the
+extra ``distributed`` for a GPU each.
 
     python examples/24_several_ranks.py
     fp8kit launch -n 2 examples/24_several_ranks.py      # two ranks with other rows

@@ -9,14 +9,14 @@ or of several, here two on one machine; with GPUs, one process for each ::
 
 Shows: a MeshResource says what mesh axes mean, and Transformer Engine's logical axes place parameters by it;
 amaxes are reduced before each cast, so that the FP8 scales are those of one device; a process that dies ends
-the others within the heartbeat timeout. Needs: JAX, Flax and optax (extra test); about 20 seconds on a CPU.
+the others within the heartbeat timeout. Needs: JAX, Flax and optax (extra flax); about 20 seconds on a CPU.
 """
 
 import sys
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("26_jax_devices.py", "test", "flax", "optax"):
+if why := not_installed("26_jax_devices.py", "flax", "flax", "optax"):
     raise SystemExit(why)
 
 import fp8kit_jax as fj

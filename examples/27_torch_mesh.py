@@ -1,8 +1,8 @@
 """torchrun: a device mesh of two dimensions, sharded data parallel (fully_shard) and tensor parallel.
 
 Shows: ``te.convert``, ``parallelize_module`` with collectives that move FP8 codes, ``fully_shard``, delayed
-scaling over all ranks, and a checkpoint that any number of ranks continues. Needs: PyTorch; on GPUs one for
-each process.
+scaling over all ranks, and a checkpoint that any number of ranks continues. Needs: PyTorch (extra
+torch); on GPUs one for each process.
 
     python examples/27_torch_mesh.py                                   # one process
     torchrun --nproc-per-node 2 examples/27_torch_mesh.py 2            # two share weights and sequences
@@ -28,6 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from fp8kit.errors import ArgumentError
+
 BATCH, SEQUENCE, HIDDEN, STEPS = 8, 64, 64, 10
 
 
@@ -42,13 +44,16 @@ class Block(nn.Module):
 
 
 def main(tensor=1, folder=None):
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks % tensor:
+        raise ArgumentError("torch_mesh", "tensor", tensor, f"a divisor of {ranks}, the number of ranks")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", **alone)
-    shape = dist.get_world_size() // tensor, tensor
+    shape = ranks // tensor, tensor
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
     torch.manual_seed(0)  # the same weights everywhere

@@ -3,12 +3,12 @@
 Shows: the router with its auxiliary loss, tokens to rows by expert and back, the experts as one
 ``GroupedMLP`` with the probabilities inside, all in one jitted step in which nothing is read on the host. The
 experts learn a function that differs from one region of its inputs to the next. Needs: JAX, Flax, optax
-(extra test); a CPU, or a GPU that JAX sees. Arguments: steps.
+(extra flax); a CPU, or a GPU that JAX sees. Arguments: steps.
 """
 
 from fp8kit.errors import not_installed
 
-if why := not_installed("28_flax_moe.py", "test", "flax", "optax"):
+if why := not_installed("28_flax_moe.py", "flax", "flax", "optax"):
     raise SystemExit(why)
 
 import fp8kit_jax as fj

@@ -96,9 +96,12 @@ __all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
+        from fp8kit import recipe
         from fp8kit.errors import meant
 
         method = "; it is a method of what quantize gives: q.dequantize()" if name == "dequantize" else ""
+        if getattr(vars(recipe).get(name), "__module__", "") == recipe.__name__:
+            method = f"; it is fp8kit.recipe.{name}"
         said = f"module 'fp8kit' has no attribute {name!r}{method or meant(name, __all__)}"
         raise AttributeError(said, name=name)
     found = importlib.import_module(f"fp8kit.{module or name}")

@@ -479,16 +479,21 @@ def to_library(view: ArrayView, like: Any) -> Any:
     can.
 
     NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that
-    has it, else the view itself.
+    has it, else the view itself. Of a class of a program's own its base's library.
     """
     view = as_view(view)
-    library = type(like).__module__.partition(".")[0]
-    if library in ("numpy", "builtins", "cupy"):
-        return native(view)
-    module = sys.modules.get(library)
-    namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
-    take = getattr(namespace, "from_dlpack", None)
-    return view if take is None or library == "fp8kit" else take(view)
+    for kind in type(like).__mro__[:-1]:
+        library = kind.__module__.partition(".")[0]
+        if library in ("numpy", "builtins", "cupy"):
+            return native(view)
+        module = sys.modules.get(library)
+        namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        take = getattr(namespace, "from_dlpack", None)
+        if library == "fp8kit":
+            break
+        if take is not None:
+            return take(view)
+    return view
 
 
 def as_sizes(shape: int | Sequence[int]) -> Shape:

@@ -297,6 +297,14 @@ def named(name: str) -> Collectives:
     return found
 
 
+def want_ranks(operation: str, argument: str, given: Any) -> Collectives:
+    """Returns what was given as ranks. ArgumentError if it is none."""
+    if not isinstance(given, Collectives):
+        wanted = "a Collectives, such as distributed.init() gives"
+        raise ArgumentError(operation, argument, type(given).__name__, wanted)
+    return given
+
+
 def everyone() -> Collectives | None:
     """Returns the group of all processes that ``fp8kit.distributed.init`` made; None before."""
     return EVERYONE[0] if EVERYONE else None

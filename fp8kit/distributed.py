@@ -9,7 +9,10 @@ Processes are started by ``fp8kit launch``, torchrun, mpirun or Slurm. On GPUs t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +22,14 @@ from fp8kit.arguments import integer, number
 from fp8kit.arrays import Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.collectives import Collectives, everyone, set_everyone
+from fp8kit.collectives import Collectives, everyone, set_everyone, want_ranks
 from fp8kit.errors import ArgumentError, BackendError, CheckpointError, meant
 from fp8kit.nn.module import Module, Parameter
+from fp8kit.settings import Place
 
+log = logging.getLogger("fp8kit")
+
+PATIENCE = 10.0  # seconds after which a process says that it waits for the others
 # name of a backend -> its module, and the kind of device that it is for
 BACKENDS = {"nccl": ("fp8kit.backends.cuda.nccl", "cuda"), "gloo": ("fp8kit_torch.native_ranks", "cpu")}
 
@@ -36,9 +43,10 @@ def init(
     ``backend``: "nccl" or "gloo"; None is the device's. ``device``: this process's, ``ranks.device``; None is
     the GPU with the process's number on its machine, or the only one that it sees (Slurm's
     ``--gpus-per-task``), or the CPU where no GPU is usable. NCCL makes it the thread's current one.
-    ``timeout``: seconds after which a call that other ranks do not join fails. A process that was started
-    alone is a group of one. ArgumentError for another backend, BackendError where it or the device is not
-    there, or where processes do not find each other.
+    ``timeout``: seconds after which a call that other ranks do not join fails, this one too; the log says
+    after ten seconds whom it waits for. A process that was started alone is a group of one. ArgumentError for
+    another backend, BackendError where it or the device is not there, or where processes do not find each
+    other.
     """
     if (known := everyone()) is not None:
         return known
@@ -62,10 +70,24 @@ def init(
         except ImportError as error:
             cure = "the extra torch" if own == "gloo" else "the extras cuda13 and distributed"
             raise BackendError("distributed.init", "backend", f"{own!r} ({error})", cure) from None
-        made = module.connect(place, where, seconds)
+        with _told(place, seconds):
+            made = module.connect(place, where, seconds)
     made.device = where
     set_everyone(made)
     return made
+
+
+@contextmanager
+def _told(place: Place, seconds: float) -> Iterator[None]:
+    """The log says that this process waits for the others, if it does within."""
+    said = "distributed.init: rank %d of %d waits for the others at %s:%d, for at most %.0f s"
+    timer = threading.Timer(PATIENCE, log.warning, (said, *place[:2], place.address, place.port, seconds))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Grid(NamedTuple):
@@ -77,8 +99,9 @@ class Grid(NamedTuple):
 
 
 def grid(ranks: Collectives, tensor: int = 1) -> Grid:
-    """``ranks`` as rows of ``tensor`` neighbours, which share weights. All ranks call it. ArgumentError where
-    ``tensor`` does not divide their number."""
+    """``ranks`` as rows of ``tensor`` neighbours, which share weights. All ranks call it. ArgumentError for
+    what is no ranks, and where ``tensor`` does not divide their number."""
+    want_ranks("distributed.grid", "ranks", ranks)
     integer("distributed.grid", "tensor", tensor, 1)
     if ranks.size % tensor:
         wanted = f"a divisor of {ranks.size}, the number of ranks"

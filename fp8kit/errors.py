@@ -111,6 +111,7 @@ _ELSEWHERE = {
     "granularity": "scaling",
     "scaling": "granularity",
     "rotation": "hadamard",
+    "block": "block_1x128",
 }
 
 
@@ -141,11 +142,13 @@ def install(extra: str) -> str:
     return f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'"
 
 
-def not_installed(who: str, extra: str, *modules: str) -> str:
+def not_installed(who: str, extra: str | None, *modules: str) -> str:
     """Why ``who`` cannot be imported: those of the top-level ``modules`` that are not installed, and the
-    extra that has them. Nothing where all are."""
+    extra that has them; None: no small one has, and they are packages of their own names. Nothing where all
+    are."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    return f"{who} needs {' and '.join(absent)}, not installed here; {install(extra)}" if absent else ""
+    cure = install(extra) if extra else f"install it with: pip install {' '.join(absent)}"
+    return f"{who} needs {' and '.join(absent)}, not installed here; {cure}" if absent else ""
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from fp8kit.arguments import choice, flag, integer, is_integer, named_well, show
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
-from fp8kit.formats import E2M1, E4M3, Format
+from fp8kit.formats import E2M1, E4M3
 from fp8kit.quantization import FOUR_OVER_SIX, MX_RULES, ROTATIONS, SIGNS, TILES, Quantizer
-from fp8kit.quantized_array import WANTED, QuantizedArray, of_views
+from fp8kit.quantized_array import QuantizedArray, of_views
 from fp8kit.tiles import Rotation, along_of, cast_rotated, tiling, whole_amax
 
 __all__ = ["Float8Tensor", "QuantizedArray", "quantize"]
@@ -39,7 +39,7 @@ _QUANTISED = f"one of {', '.join(_FLOATS)}"
 @named_well
 def quantize(
     x: Any,
-    format: Format | None = None,
+    format: Any = None,
     scale: Any = None,
     scaling: str = "tensor",
     rounding: str = "nearest",
@@ -56,7 +56,8 @@ def quantize(
 
     * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are
       the rows. A float64 array is first rounded to float32.
-    * ``format``: E4M3 by default, E2M1 of NVFP4. E8M0, the format of scales, has no sign: negative values
+    * ``format``: a Format, its name, or a dtype of its codes (``ml_dtypes.float8_e5m2``, say); E4M3 by
+      default, E2M1 of NVFP4. E8M0, the format of scales, has no sign: negative values
       become NaN, and zero its smallest value, 2^-127.
     * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid
       of blocks; positive and finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU
@@ -90,8 +91,8 @@ def quantize(
     kind = scaling.partition("_")[0]
     if format is None:
         format = E2M1 if kind == "nvfp4" else E4M3
-    elif not isinstance(format, Format):
-        raise FormatError("quantize", "format", shown(format), WANTED)
+    else:
+        format = formats.number_format(format, "quantize")
     saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
         raise FormatError("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True")

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8kit.arguments import flag, integer, shown
-from fp8kit.errors import FormatError, meant
+from fp8kit.errors import FormatError, Fp8kitError, meant
 
 Special = Literal["ieee", "fn", "none"]
 # of float32, and the least that a format's largest value may be: data to 2^64 have finite scales then, and
@@ -272,6 +272,22 @@ def _named(value: object) -> DType | None:
         return _BY_NUMPY.get(np.dtype(value))  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError):
         return None
+
+
+def number_format(
+    value: object, operation: str, argument: str = "format", kind: type[Fp8kitError] = FormatError
+) -> Format:
+    """Returns the Format that ``value`` names: a Format, its name in ``FORMATS``, or a dtype of its codes.
+    An error of ``kind`` otherwise."""
+    found = value if isinstance(value, Format) else FORMATS.get(value) if isinstance(value, str) else None
+    if found is None:
+        named = _named(value)
+        found = None if named is None else named.format
+    if found is None:
+        near = meant(value, FORMATS) if isinstance(value, str) else ""
+        own = "fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes), or the name of one"
+        raise kind(operation, argument, shown(value), f"a number format: {own}{near}")
+    return found
 
 
 def dtype_from_dlpack(code: int, bits: int) -> DType:

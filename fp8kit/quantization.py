@@ -19,7 +19,7 @@ import numpy as np
 from fp8kit.accumulation import ACCUMULATIONS, Accumulation
 from fp8kit.arguments import choice, flag, integer, named_well, number, shown
 from fp8kit.errors import RecipeError, meant
-from fp8kit.formats import E2M1, FORMATS, Format, float32
+from fp8kit.formats import E2M1, Format, float32, number_format
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[Any], Any]  # of arrays, in PyTorch of tensors
@@ -103,7 +103,7 @@ class Quantizer(KnownFields):
         q         = encode(x * scale)
         scale_inv = 1 / scale
 
-    * ``format``: of the codes, or its name in ``formats.FORMATS``. ``granularity``: which elements share a
+    * ``format``: of the codes, its name, or a dtype of such codes. ``granularity``: which elements share a
       scale: "tensor", "row", "block_1x128", "block_128x128", "mx_1x32", "nvfp4_1x16", "moss_1x32" and others:
       a key of ``GRANULARITIES``.
     * ``scale_source``: "current", the amax is taken from the tile itself; "delayed", the scale is an input
@@ -145,13 +145,7 @@ class Quantizer(KnownFields):
     clip_gradient: bool = False
 
     def __post_init__(self) -> None:
-        given: Any = self.format
-        if isinstance(given, str) and given in FORMATS:
-            object.__setattr__(self, "format", FORMATS[given])
-        elif not isinstance(given, Format):
-            near = meant(given, FORMATS) if isinstance(given, str) else ""
-            wanted = f"a fp8kit.Format, such as fp8kit.E4M3, or the name of one{near}"
-            raise RecipeError("Quantizer", "format", shown(given), wanted)
+        object.__setattr__(self, "format", number_format(self.format, "Quantizer", kind=RecipeError))
         words = {"granularity": GRANULARITIES, "scale_source": _SOURCES, "scale_rule": SCALE_RULES}
         for name, known in {**words, "signs": SIGNS, "ties": TIES}.items():
             choice("Quantizer", name, getattr(self, name), known, RecipeError)

@@ -16,7 +16,6 @@ from fp8kit.formats import E2M1, E4M3, E8M0, Format
 from fp8kit.quantization import ROTATIONS, SCALE_RULES, SIGNS, TILES
 from fp8kit.tiles import Rotation, along_of, tiling
 
-WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
 _ONE = np.ones(1, np.float32)
 _VALUES = "; dequantize() gives the values"
 # what arrays have -> what there is here
@@ -59,7 +58,7 @@ class QuantizedArray:
         self,
         data: Any,
         scale_inv: Any = None,
-        format: Format = E4M3,
+        format: Any = E4M3,
         scaling: str = "tensor",
         *,
         scale_codes: Any = None,
@@ -69,18 +68,16 @@ class QuantizedArray:
         rotation: Rotation | None = None,
     ) -> None:
         codes = arrays.as_view(data, "QuantizedArray", "data")
-        if not isinstance(format, Format):
-            raise FormatError("QuantizedArray", "format", shown(format), WANTED)
+        self._format: Format = formats.number_format(format, "QuantizedArray")
         native = codes.dtype is not formats.uint8
-        if native and codes.dtype.format != format:
-            wanted = f"uint8, or the float8 dtype of {format}"
+        if native and codes.dtype.format != self._format:
+            wanted = f"uint8, or the float8 dtype of {self._format}"
             raise FormatError("QuantizedArray", "data", codes.dtype.name, wanted)
         if not codes.contiguous:
             raise ShapeError("QuantizedArray", "data", f"strides {codes.strides}", "C-contiguous")
         self._codes = codes.view(formats.uint8)
         self._data = arrays.to_library(self._codes, data) if native else data
         self._flipped = False
-        self._format = format
         self._scaling = scaling
         self._along = along_of("QuantizedArray", along)
         grid = tiling(scaling, self._codes.rows().shape, self._along, "QuantizedArray")[1]
@@ -112,12 +109,13 @@ class QuantizedArray:
 
     @classmethod
     def from_packed(
-        cls, packed: Any, scale_inv: Any = None, format: Format = E2M1, scaling: str = "tensor", **more: Any
+        cls, packed: Any, scale_inv: Any = None, format: Any = E2M1, scaling: str = "tensor", **more: Any
     ) -> QuantizedArray:
         """Returns the array whose codes ``packed()`` gave: uint8 (..., N / 2), two codes a byte, the even
         index in the low four bits. The other arguments, and the errors, are the constructor's; FormatError
         also for bytes that are not uint8 and a format of more than 4 bits."""
         view = arrays.as_view(packed, "from_packed", "packed")
+        format = formats.number_format(format, "from_packed")
         _want_4_bits("from_packed", format)
         if view.dtype is not formats.uint8:
             raise FormatError("from_packed", "packed", view.dtype.name, "uint8")
@@ -546,7 +544,6 @@ def _array(operation: str, other: Any) -> QuantizedArray:
     return other
 
 
-def _want_4_bits(operation: str, fmt: Any) -> None:
-    if not isinstance(fmt, Format) or fmt.bits > 4:
-        got = str(fmt) if isinstance(fmt, Format) else shown(fmt)
-        raise FormatError(operation, "format", got, "a format of at most 4 bits, as E2M1")
+def _want_4_bits(operation: str, fmt: Format) -> None:
+    if fmt.bits > 4:
+        raise FormatError(operation, "format", fmt, "a format of at most 4 bits, as E2M1")

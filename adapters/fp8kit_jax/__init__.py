@@ -49,7 +49,7 @@ from fp8kit_jax.moe import (
     token_combine,
     token_dispatch,
 )
-from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
+from fp8kit_jax.quantizers import QuantizerSet, create_set, join_states, noop_quantizer_set, split_states
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import MeshResource, autocast, global_shard_guard
 from fp8kit_jax.sequences import SequenceDescriptor
@@ -85,6 +85,7 @@ __all__ = [
     "global_shard_guard",
     "grouped_dense",
     "inspect",
+    "join_states",
     "l2norm",
     "layer_index",
     "layernorm",
@@ -103,6 +104,7 @@ __all__ = [
     "shape_struct",
     "softmax",
     "sort_chunks_by_index",
+    "split_states",
     "token_combine",
     "token_dispatch",
     "update_collections",

@@ -72,7 +72,7 @@ class ScaledTensor:
 @named_well
 def quantize(
     x: Any,
-    format: Format | None = None,
+    format: Any = None,
     scale: Any = None,
     scaling: str = "tensor",
     rounding: str = "nearest",
@@ -87,7 +87,7 @@ def quantize(
 ) -> ScaledTensor:
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
-    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: any; None: E4M3, E2M1 of NVFP4.
+    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: as of ``fp8kit.quantize``.
     * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for
       blocks. In a shard_map the amax of "tensor" is that of all devices.
     * ``scaling``: "tensor", "row", "block_1x128", "mx_1x32", "nvfp4_1x16" or another of
@@ -102,8 +102,9 @@ def quantize(
     """
     x = as_array("quantize", "x", x)
     kind = str(scaling).partition("_")[0]
-    format = (E2M1 if kind == "nvfp4" else E4M3) if format is None else format
-    native = _native("quantize", format)
+    default = E2M1 if kind == "nvfp4" else E4M3
+    format = default if format is None else formats.number_format(format, "quantize")
+    native = _native(format)
     want_rotation(hadamard, signs)
     random = bool(hadamard) and signs == "random"
     known = isinstance(rounding, str) and rounding in ("nearest", "stochastic")
@@ -176,7 +177,7 @@ def _by_blocks(
         inverse = {"nvfp4": 0.0, "block": 1.0}.get(quantizer.granularity.partition("_")[0], 2.0**-127)
         lines = math.prod(x.shape[:-1]) if along else x.shape[-1]
         return ScaledTensor(
-            jnp.zeros(x.shape, _native("quantize", fmt)),
+            jnp.zeros(x.shape, _native(fmt)),
             jnp.full(grid, inverse, jnp.float32),
             fmt,
             scaling,
@@ -190,7 +191,7 @@ def _by_blocks(
     out = apply(casts.quantize, spec, {"x": x} | (rng_inputs(key, "quantize") if quantizer.needs_rng else {}))
     codes = out.get("scale_codes")
     return ScaledTensor(
-        _typed(out["q"], _native("quantize", fmt)),
+        _typed(out["q"], _native(fmt)),
         out["scale_inv"].reshape(grid),
         fmt,
         scaling,
@@ -336,12 +337,8 @@ def _codes(q: ScaledTensor) -> Any:
     return q.data if q.data.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(q.data, jnp.uint8)
 
 
-def _native(operation: str, format: Format) -> Any:
+def _native(format: Format) -> Any:
     """Returns the dtype of a format's codes: JAX's own, or uint8."""
-    if not isinstance(format, Format):
-        raise FormatError(
-            operation, "format", shown(format), "a number format: fp8kit.E4M3 or another fp8kit.Format"
-        )
     kind = formats.dtype_of_format(format)
     return jnp.dtype(jnp.uint8) if kind is None or kind.dlpack[1] != 8 else kind.numpy
 

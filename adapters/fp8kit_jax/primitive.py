@@ -47,7 +47,8 @@ def bind(*arrays: Any, program: Program) -> list[Any]:
     JAX must see it when it traces.
     """
     alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
-    split = None if alone else _split(program, jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64)
+    modes = jax.config.jax_enable_x64, jax.config.jax_use_shardy_partitioner
+    split = None if alone else _split(program, jax.sharding.get_abstract_mesh(), *modes)
     return call_p.bind(*arrays, program=program, split=split)
 
 
@@ -62,9 +63,9 @@ def _several() -> bool:
 
 
 @memoized("JAX: split programs", 1024)
-def _split(program: Program, mesh: Any, wide: bool) -> Any:
+def _split(program: Program, mesh: Any, wide: bool, shardy: bool) -> Any:
     """Returns the split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64
-    bits (``wire``)."""
+    bits (``wire``); ``shardy``: for that partitioner, or for GSPMD."""
     shapes = [jax.ShapeDtypeStruct(*wired) for wired in _wired(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind, wide))(*shapes)
 

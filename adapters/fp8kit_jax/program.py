@@ -28,6 +28,7 @@ from fp8kit.execution.bound import BoundOp, Interface, views_at
 from fp8kit.execution.codec import decode, encode
 from fp8kit.inspection import Entry
 from fp8kit.ops.registry import OPERATIONS
+from fp8kit.quantization import Quantizer
 from fp8kit.spec import Meta, Operation
 
 log = logging.getLogger("fp8kit")
@@ -68,6 +69,18 @@ class Program:
             wanted = "one that register_operation registered in this process"
             raise BackendError("fp8kit.run", "operation", repr(self.operation), wanted)
         return OPERATIONS[self.operation]
+
+    def __repr__(self) -> str:
+        """What a printed jaxpr has of a call, such as ``linear forward: fprop f8_e4m3 * f8_e4m3``: the
+        operation, and what its matrix products multiply in few bits, "by" the format of coded scales."""
+        run = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}.get(self.face, ())
+        words = []
+        for own in self.op.products(self.spec):
+            found = {} if own.fp8 is None else own.fp8.gemms
+            for name, gemm in found.items():
+                if name in run and gemm.compute != "high_precision":
+                    words.append(f"{own.prefix}{name} {_short(gemm.a)} * {_short(gemm.b)}")
+        return f"{self.operation} {self.face}" + (": " if words else "") + ", ".join(words)
 
     @cached_property
     def interface(self) -> Interface:
@@ -130,6 +143,13 @@ class Program:
         """Returns the program as text, with the bytes of scratch that it was compiled with."""
         own = self.face, self.operation, self.spec, self.metas, self.needs, self.cotangents, self.policy
         return json.dumps({"form": FORM, "program": encode((*own, scratch))})
+
+
+def _short(operand: Quantizer) -> str:
+    """An operand's format by JAX's short name of such a dtype."""
+    scales = " by f8_e4m3" if operand.granularity.startswith("nvfp4") else " by f8_e8m0"
+    name = f"f{operand.format.bits}_{operand.format}".lower()
+    return name + scales * operand.coded_scales
 
 
 class XlaOp(BoundOp):

@@ -91,6 +91,30 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
 
 
+def _is_set(node: Any) -> bool:
+    return isinstance(node, QuantizerSet)
+
+
+def split_states(tree: Any) -> tuple[Any, Any]:
+    """Returns the tree with None in the place of each QuantizerSet, and with None in the place of all else.
+    Of a model that holds its states: what an optimiser may change, and its states; of its gradients: those
+    of the parameters, and the next states."""
+
+    def part(wanted: bool) -> Any:
+        return jax.tree.map(lambda node: node if _is_set(node) is wanted else None, tree, is_leaf=_is_set)
+
+    return part(False), part(True)
+
+
+def join_states(rest: Any, states: Any) -> Any:
+    """Returns the tree of which ``split_states`` made these."""
+
+    def one(node: Any, state: Any) -> Any:
+        return state if node is None else node
+
+    return jax.tree.map(one, rest, states, is_leaf=lambda node: node is None or _is_set(node))
+
+
 def resolve(
     operation: str, quantizer_set: QuantizerSet | None, name: str | None = None, ending: str = ""
 ) -> QuantizerSet:

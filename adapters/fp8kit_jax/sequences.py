@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import ArgumentError, ShapeError
-from fp8kit_jax.arguments import as_array
+from fp8kit_jax.arguments import as_array, on_host
 
 Pair = tuple[Any, Any]
 _OP = "SequenceDescriptor"
@@ -77,8 +77,10 @@ class SequenceDescriptor:
 
     def lengths(self, how: Any = None) -> Pair:
         """Returns the tokens of each row's one sequence, (b,), for queries and keys; ``how`` as ``packed``
-        has it: in a shard_map ids are the device's. ArgumentError for several."""
+        has it: in a shard_map ids are the device's. ArgumentError for several, of ids that are not traced."""
         if self.segment_ids is not None:
+            for ids in self.segment_ids:
+                _want_at_most(1, ids, "one sequence a row, or a packed qkv_layout, 'thd_thd_thd' say")
             found = _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
             parts = how is not None and how.manual
             return _each(lambda a: jax.lax.psum(a, how.axis), found) if parts else found
@@ -124,6 +126,7 @@ class SequenceDescriptor:
                 ids = _inverse(ids, *how.order)
             if ids.shape != (rows, length):
                 raise ShapeError(_OP, "segment_ids", f"shape {ids.shape}", f"shape {(rows, length)}")
+            _want_at_most(most, ids, f"at most {most}, as max_segments_per_seq says")
             numbers = jnp.arange(1, most + 1, dtype=ids.dtype)
             same = ids[:, None, :] == numbers[None, :, None]
             return jnp.sum(same, -1, dtype=jnp.int32), jnp.argmax(same, -1).astype(jnp.int32)
@@ -140,6 +143,13 @@ class SequenceDescriptor:
         fill = [(0, 0), (0, most - count)]
         lengths, starts = (jnp.pad(a.astype(jnp.int32), fill) for a in (lengths, starts))
         return lengths, starts
+
+
+def _want_at_most(most: int, ids: Any, wanted: str) -> None:
+    """ArgumentError for more sequences a row, where the ids can be looked at."""
+    found = 0 if on_host(ids) is None else int(np.asarray(ids).max(initial=0))
+    if found > most:
+        raise ArgumentError(_OP, "segment_ids", f"{found} sequences a row", wanted)
 
 
 def _each(function: Any, pair: Pair) -> Pair:

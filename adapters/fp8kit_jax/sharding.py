@@ -35,6 +35,7 @@ from fp8kit_jax.program import Program
 Bind = Callable[..., Any]
 Dims = list[int | None]  # for each array, which dimension is split, None for none
 Made = tuple[tuple[Partition, int], ...]  # partitions, and into how many parts each
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _FACTORS = (2, 3, 5, 7)  # numbers of parts by which a partition's dimensions are found
 
 
@@ -107,8 +108,20 @@ def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
     """Returns the program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one
     device; ``wide``: with 64 bits, which XLA does not know when it asks for a part."""
     function = custom_partitioning(lambda *arrays: tuple(bind(*arrays, program=program)))
-    function.def_partition(functools.partial(_partition, program, bind, wide), sharding_rule=_rule(program))
+    function.def_partition(
+        functools.partial(_partition, program, bind, wide),
+        functools.partial(_inferred, program),
+        sharding_rule=_rule(program),
+    )
     return function
+
+
+def _inferred(program: Program, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
+    """Returns how the results are split where the arguments are so. GSPMD asks this instead of the rule,
+    which is Shardy's, and before it knows how all arguments are split."""
+    known = [P() if shape.sharding is None else shape.sharding.spec for shape in arg_shapes]
+    chosen = _choose(program, mesh, known)
+    return tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, "results"))
 
 
 def _rule(program: Program) -> SdyShardingRule:
@@ -212,7 +225,8 @@ def _partition(
     chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
-        with jax.enable_x64(wide):
+        # as without a mesh around: JAX 0.12 types a sum's terms by one with explicit axes, which XLA refuses
+        with jax.enable_x64(wide), jax.sharding.use_abstract_mesh(_NO_MESH):
             return _run_part(program, chosen, arrays, bind)
 
     results, arguments = (

@@ -125,7 +125,7 @@ def convert(
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(
             f"convert: model: {type(model).__name__} has no layer that was replaced{why}: "
-            "it computes as before",
+            "it computes as before; see te.coverage(model)",
             stacklevel=3,  # past named_well
         )
     return model

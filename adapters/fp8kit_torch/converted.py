@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -169,6 +170,9 @@ class ConvertedLinear(Converted, TransformerEngineBaseModule, _Bare):
         )
 
 
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # the plain modules' names
+
+
 class ConvertedNorm(Converted, _Bare):
     """LayerNorm or RMSNorm over the last dimension in one pass, with the plain module's parameters."""
 
@@ -177,7 +181,21 @@ class ConvertedNorm(Converted, _Bare):
         self.adopt(plain)
         self._found: dict[tuple[Any, ...], torch.dtype] = {}
         self.spec, self._text = spec, encode(spec)
-        self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
+
+    @property
+    def eps(self) -> float:
+        """The norm's; what is set is the plain module's too."""
+        return self.spec.epsilon
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.spec = replace(self.spec, epsilon=float(value))
+        self._text, plain = encode(self.spec), self.__dict__["plain"]
+        for name in EPSILONS:
+            if hasattr(plain, name):
+                setattr(plain, name, value)
+
+    variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8kit.ops.norm import NormSpec
-from fp8kit_torch.converted import Converted, ConvertedLinear, ConvertedNorm, standing_for
+from fp8kit_torch.converted import EPSILONS, Converted, ConvertedLinear, ConvertedNorm, standing_for
 from fp8kit_torch.experts import experts_replacement
 from fp8kit_torch.views import FLOATS
 
@@ -115,7 +115,7 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
         return "a norm with further parameters or buffers"
     if weight.is_meta:
         return "on the meta device: what its forward computes is not known"
-    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    found = (getattr(module, name, None) for name in EPSILONS)
     eps = next((value for value in found if isinstance(value, float)), None)
     return "a norm without epsilon" if eps is None else _probed(module, weight, own.get("bias"), eps)
 

@@ -18,7 +18,7 @@ from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitErr
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
 from fp8kit_torch.quantized import QuantizedTensor
-from fp8kit_torch.sharded_weight import note_written
+from fp8kit_torch.sharded_rows import note_written
 from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import FLOATS, as_view, optional_view
 

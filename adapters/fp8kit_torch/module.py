@@ -39,7 +39,6 @@ from fp8kit_torch.call import prepare, run
 from fp8kit_torch.chains import Call, Pending, chained
 from fp8kit_torch.constants import exporting, onnx_mode
 from fp8kit_torch.delayed_gradients import Waiting
-from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.layer import next_rng
 from fp8kit_torch.library import FORWARD, NEITHER, TracedState, record_, trace
@@ -356,7 +355,7 @@ class TransformerEngineBaseModule(TransformerEngineState, TransformerEngineMetho
                 if weight.is_meta:
                     got, wanted = "a weight on the meta device", "values: reset_parameters(), or a state"
                     raise UnsupportedError(type(self).__name__, name, got, wanted)
-                if (torch.is_grad_enabled() and weight.requires_grad) or is_distributed(weight):
+                if not self._held.may_cast(weight):  # type: ignore[union-attr]
                     wanted = (
                         "the QuantizedTensor that quantized_model_init made: fully_shard, or another "
                         "parameter in its place, is not supported; values that were put there are cast by "

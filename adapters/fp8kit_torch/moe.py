@@ -34,6 +34,7 @@ from fp8kit_torch.checks import (
     want_groups,
 )
 from fp8kit_torch.experts import expert_numbers, expert_product
+from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.specs import any_rows, spec_for
 from fp8kit_torch.views import FLOATS
 
@@ -53,7 +54,8 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
 
-    * ``inp``: float32, bfloat16 or float16 (tokens, hidden).
+    * ``inp``: float32, bfloat16 or float16 (tokens, hidden). Of a tensor in FP8, MXFP8 or NVFP4 the rows are
+      one of its kind, the same codes, without those of the columns; with scales of 128 x 128 they are values.
     * ``routing_map``: "mask": bool or integer (tokens, experts), not 0 where the token goes to the expert;
       "index": integer (tokens, topk), numbers of experts, -1 for none.
     * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond
@@ -71,7 +73,7 @@ def moe_permute(
         row_id_map = _map_of_index(routing_map, num_out_tokens)
     else:
         raise FormatError("moe_permute", "map_type", repr(map_type), '"mask" or "index"')
-    return _permute("moe_permute", inp, row_id_map), row_id_map
+    return _permute("moe_permute", inp, row_id_map)[0], row_id_map
 
 
 def moe_permute_with_probs(
@@ -86,7 +88,8 @@ def moe_permute_with_probs(
         check("moe_permute_with_probs", CALLED, locals())
     _check("moe_permute_with_probs", inp, routing_map, probs)
     row_id_map = _map_of_mask("moe_permute_with_probs", routing_map, num_out_tokens)
-    return *_permute_with_probs("moe_permute_with_probs", inp, probs, row_id_map), row_id_map
+    rows, row_probs = _permute("moe_permute_with_probs", inp, row_id_map, probs)
+    return rows, row_probs, row_id_map  # type: ignore[return-value]
 
 
 def moe_permute_and_pad_with_probs(
@@ -118,7 +121,8 @@ def moe_permute_and_pad_with_probs(
     filled, rows = torch.stack((counts.sum(), padded.sum())).tolist()
     row_id_map = _map_of_mask(op, routing_map, filled)
     whole = _padded(row_id_map, pad_offsets, rows)
-    return *_permute_with_probs(op, inp, probs, whole), row_id_map, pad_offsets, padded
+    permuted, row_probs = _permute(op, inp, whole, probs)
+    return permuted, row_probs, row_id_map, pad_offsets, padded  # type: ignore[return-value]
 
 
 def token_dispatch(
@@ -156,9 +160,7 @@ def token_dispatch(
     rows, like = any_rows(rows, inp)
     spec = spec_for("ExpertRowsSpec", experts, rows, align)
     made = _named(op, expert_rows, spec, {"routing": routing, "like": like})
-    inputs = {"x": inp, "row_map": made["row_map"], "probs": probs}
-    out = _named(op, permute, spec_for("PermuteSpec", probs is not None), inputs)
-    return out["y"], out.get("row_probs"), made["row_map"], None, made["sizes"]
+    return *_permute(op, inp, made["row_map"], probs), made["row_map"], None, made["sizes"]
 
 
 def grouped_dense(
@@ -209,7 +211,8 @@ def moe_unpermute(
     """The sum of each token's rows, times their probabilities where there are such: (tokens, hidden) of
     ``inp``'s dtype.
 
-    * ``inp``: float32, bfloat16 or float16 (rows, hidden), rows as ``moe_permute`` gave them.
+    * ``inp``: float32, bfloat16 or float16 (rows, hidden), rows as ``moe_permute`` gave them; of a tensor in
+      FP8 its values, so that the sums are plain.
     * ``row_id_map``: what it returned.
     * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its
       deprecated name.
@@ -387,16 +390,37 @@ def _named(op: str, operation: Operation, spec: Any, inputs: dict[str, Tensor | 
         return apply(operation, spec, inputs)
 
 
-def _permute(op: str, inp: Tensor, row_map: Tensor) -> Tensor:
-    """Each row's token, 0 where there is none."""
-    return _named(op, permute, spec_for("PermuteSpec"), {"x": inp, "row_map": row_map})["y"]
+class _Taken(torch.autograd.Function):
+    """Rows of codes, those of each row's token."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, row_map: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(row_map)
+        ctx.tokens = inp.shape[0]
+        return rows.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        inputs = {"x": grad, "row_map": ctx.saved_tensors[0]}
+        return apply(unpermute, spec_for("UnpermuteSpec", ctx.tokens), inputs)["y"], None, None
 
 
-def _permute_with_probs(op: str, inp: Tensor, probs: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's token and probability, 0 where there is none."""
-    inputs: dict[str, Tensor | None] = {"x": inp, "row_map": row_map, "probs": probs}
-    found = _named(op, permute, spec_for("PermuteSpec", True), inputs)
-    return found["y"], found["row_probs"]
+def _permute(
+    op: str, inp: Tensor, row_map: Tensor, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Each row's token and probability, 0 where there is none. A token's codes, where it has such."""
+    held = None
+    if isinstance(inp, QuantizedTensor):
+        with torch.no_grad():
+            held = inp.taken_rows(row_map[:, 0])
+    x, more = inp, {"row_map": row_map, "probs": probs}
+    if held is not None:
+        rows = _Taken.apply(inp, row_map, held)
+        if probs is None:
+            return rows, None
+        x = torch.empty(inp.shape[0], 0, dtype=inp.dtype, device=inp.device)
+    found = _named(op, permute, spec_for("PermuteSpec", probs is not None), {"x": x} | more)
+    return found["y"] if held is None else rows, found.get("row_probs")
 
 
 def _sorted(inp: Tensor, rows: Tensor) -> Tensor:
@@ -405,4 +429,4 @@ def _sorted(inp: Tensor, rows: Tensor) -> Tensor:
         return inp.index_select(0, rows)
     row_map = torch.stack((rows, torch.zeros_like(rows)), 1).to(torch.int32)
     whole = inp.reshape(inp.size(0), inp.shape[1:].numel())
-    return _permute("moe_sort_chunks_by_index", whole, row_map).view(inp.shape)
+    return _permute("moe_sort_chunks_by_index", whole, row_map)[0].view(inp.shape)

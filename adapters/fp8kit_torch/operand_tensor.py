@@ -4,7 +4,7 @@ products want."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from fp8kit.quantization import Quantization, Quantizer
 from fp8kit_torch import torch_compat
 from fp8kit_torch.call import prepare, run
 from fp8kit_torch.checks import shown
-from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
+from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt, taken
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.views import as_view
@@ -33,8 +33,6 @@ from fp8kit_torch.views import as_view
 # makes a quantizer that casts as a tensor was cast; ``te_compat.quantizers``, which needs this file, puts its
 # function here
 MADE_BY: list[Callable[[Any], Any]] = []
-# makes a process's rows of a weight under ``fully_shard``; ``sharded_weight`` puts its function here
-SHARDED_BY: list[Callable[[Tensor, Quantization], Tensor]] = []
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -68,7 +66,7 @@ class OperandTensor(QuantizedTensor):
     def cast(cls, values: Tensor, fp8: Quantization, state: StateBinding = NO_STATE) -> OperandTensor:
         """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``state``, by the names
         w_scale and w_amax."""
-        parts = _cast(values.reshape(-1, values.shape[-1]), fp8, state)
+        parts = _cast(_as_matrix(values), fp8, state)
         return of_parts(parts, fp8, tuple(values.shape), values.dtype)
 
     @property
@@ -84,7 +82,7 @@ class OperandTensor(QuantizedTensor):
     @property
     def _size(self) -> tuple[int, int]:
         """(N, K)."""
-        k = self.shape[-1]
+        k = self.shape[-1:].numel()
         return self.numel() // max(k, 1), k
 
     # --- codes and scales -----------------------------------------------------------------------------------
@@ -112,11 +110,12 @@ class OperandTensor(QuantizedTensor):
 
     @property
     def _columnwise_data(self) -> Tensor | None:
-        """The codes of the transposed matrix, uint8 (K, N); None where they were dropped."""
+        """The codes of the transposed matrix, uint8 (K, ...): the last dimension first; None where they were
+        dropped."""
         n, k = self._size
         self._notice()
         held = self._parts.get("w_qt")
-        return None if held is None else held[:k, :n]
+        return None if held is None else held[:k, :n].reshape(self.shape[-1:] + self.shape[:-1])
 
     @property
     def _columnwise_scale_inv(self) -> Tensor | None:
@@ -222,25 +221,39 @@ class OperandTensor(QuantizedTensor):
                     part.copy_(values)
         self._lag = lag_of(self._parts)
 
-    def rows_in_parts(self, values: Tensor) -> Tensor:
-        return SHARDED_BY[0](values, self._fp8)
-
     def shared_view(self, shape: Shape) -> QuantizedTensor | None:
         """Of one scale any shape, without the transposed codes unless rows stay; of blocks those whose rows
         stay."""
-        n, k = self._size
-        if not shape or math.prod(shape) != self.numel() or not self.numel():
+        (n, k), last = self._size, math.prod(shape[-1:])
+        if math.prod(shape) != self.numel() or not self.numel():
             return None
-        if shape[-1] == k:
+        if last == k:
             self._notice()
             return self._like(lambda part: part, shape=shape)  # type: ignore[no-any-return]
         codes = self._parts.get("w_q")
         if "w_scale_inv" not in self._parts or codes is None or not codes[:n, :k].is_contiguous():
             return None
-        parts = {"w_q": codes[:n, :k].view(-1, shape[-1]), "w_scale_inv": self._parts["w_scale_inv"]}
+        parts = {"w_q": codes[:n, :k].view(-1, last), "w_scale_inv": self._parts["w_scale_inv"]}
         made = self._made(parts, self._how, shape, self.dtype)
         made._quantizer = self._quantizer
         return made  # type: ignore[no-any-return]
+
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """Of one scale, or of scales within rows."""
+        parts, (granularity, tile) = self._parts, (self._fp8.w.granularity, self._fp8.w.tile)
+        if "w_q" not in parts or self.ndim != 2 or (granularity != "tensor" and tile[0] != 1):
+            return None
+        rows, k = places.shape[0], self.shape[1]
+        codes, scales = self.product.shapes(rows, k, self._fp8.w)
+        made = {"w_q": taken(parts["w_q"][: self.shape[0]], places, codes[0])}
+        if granularity == "tensor":
+            made["w_scale_inv"] = parts["w_scale_inv"].clone()
+        else:
+            along = len(scales) - 1  # rows come last
+            made["w_q_inv"] = taken(parts["w_q_inv"], places, scales[along], along, empty=1)
+        found = self._made(made, self._how, (rows, k), self.dtype)
+        found._quantizer = self._quantizer
+        return found  # type: ignore[no-any-return]
 
     # --- for products ---------------------------------------------------------------------------------------
 
@@ -290,7 +303,7 @@ class OperandTensor(QuantizedTensor):
         return (found.t() if transposed else found).reshape(self.shape)
 
     def _fresh(self, values: Tensor) -> dict[str, Tensor]:
-        return _cast(values.reshape(-1, self.shape[-1]), self._fp8)
+        return _cast(_as_matrix(values), self._fp8)
 
     def _like(self, *arguments: Any, **options: Any) -> Any:
         self._notice()
@@ -308,7 +321,7 @@ class OperandTensor(QuantizedTensor):
 class Float8Tensor(OperandTensor):
     """FP8 codes with one scale. Made by quantizers, or of Transformer Engine's arguments: ``data``, uint8 of
     ``shape`` (None: its own), whose memory it is; ``fp8_scale_inv``, float32 (1,); ``fp8_dtype``; ``dtype``
-    of the values; ``data_transpose``, uint8 (K, N); ``quantizer``, ``requires_grad``."""
+    of the values; ``data_transpose``, uint8 (K, ...); ``quantizer``, ``requires_grad``."""
 
     def __new__(
         cls,
@@ -326,13 +339,13 @@ class Float8Tensor(OperandTensor):
         """See the class. FormatError for codes or a scale of another dtype or size."""
         fmt = format_of("Float8Tensor", fp8_dtype)
         shape = tuple(data.shape if shape is None else shape)
-        count = math.prod(shape)
-        if data.dtype is not torch.uint8 or data.numel() != count or not shape or not data.is_contiguous():
+        count, k = math.prod(shape), math.prod(shape[-1:])
+        if data.dtype is not torch.uint8 or data.numel() != count or not data.is_contiguous():
             raise FormatError("Float8Tensor", "data", shown(data), f"contiguous uint8 of shape {shape}")
         if fp8_scale_inv.dtype is not torch.float32 or fp8_scale_inv.numel() != 1:
             raise FormatError("Float8Tensor", "fp8_scale_inv", shown(fp8_scale_inv), "float32 (1,)")
-        rows = count // max(shape[-1], 1)
-        parts = {"w_q": data.detach().view(rows, shape[-1]), "w_scale_inv": fp8_scale_inv.detach().view(1)}
+        codes = data.detach().view(count // max(k, 1), k)
+        parts = {"w_q": codes, "w_scale_inv": fp8_scale_inv.detach().view(1)}
         made = cls._made(parts, scaled_as(Quantizer(fmt)), shape, dtype, requires_grad)
         made._quantizer = quantizer
         if data_transpose is not None or quantizer is None or quantizer.columnwise_usage:
@@ -389,7 +402,7 @@ class Float8BlockwiseQTensor(OperandTensor):
     """FP8 codes with a scale for each 128 elements along a product's contraction, or for each 128 x 128. Made
     by quantizers, or of Transformer Engine's arguments, whose memory it is: ``rowwise_data``, uint8 of
     ``shape`` (None: its own), ``rowwise_scale_inv``, float32 as ``Float8BlockQuantizer.get_scale_shape``
-    says, ``columnwise_data`` (K, N) and ``columnwise_scale_inv``, one side at least; ``fp8_dtype``;
+    says, ``columnwise_data`` (K, ...) and ``columnwise_scale_inv``, one side at least; ``fp8_dtype``;
     ``is_2D_scaled``: 128 x 128; ``dtype`` of the values, ``quantizer``, ``requires_grad``."""
 
     def __new__(
@@ -415,9 +428,9 @@ class Float8BlockwiseQTensor(OperandTensor):
         if shape is None and rowwise_data is not None:
             shape = rowwise_data.shape
         elif shape is None and columnwise_data is not None:
-            shape = columnwise_data.t().shape
+            shape = columnwise_data.shape[1:] + columnwise_data.shape[:1]
         shape = () if shape is None else tuple(shape)
-        rows, k = math.prod(shape[:-1]), shape[-1] if shape else 0
+        rows, k = math.prod(shape[:-1]), math.prod(shape[-1:])
         sides = (
             ("w_q", rowwise_data, rowwise_scale_inv, (rows, k)),
             ("w_qt", columnwise_data, columnwise_scale_inv, (k, rows)),
@@ -461,6 +474,16 @@ def of_parts(parts: dict[str, Tensor], fp8: Quantization, shape: Shape, dtype: t
     return kind._made(parts, fp8, shape, dtype)  # type: ignore[no-any-return]
 
 
+def of_cached(key: Any, parts: dict[str, Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """What a layer has cast of ``weights``, one after the other, as ``key`` says: codes and scales; of a
+    format that is emulated, or of experts in one tensor, the first of its ``parts``."""
+    first = next(iter(parts.values()))
+    if first.dtype is not torch.uint8 or not isinstance(key, str):
+        return first
+    shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return of_parts(parts, decode(key), shape, weights[0].dtype)
+
+
 def _alike(own: Quantizer, other: Quantizer) -> bool:
     same = own is other or own.format == other.format
     return same and own.granularity == other.granularity
@@ -481,6 +504,11 @@ def scaled_as(rule: Quantizer, partner: Quantizer | None = None) -> Quantization
     """How a tensor is held that is cast by ``rule``; ``partner``: how what it is multiplied by is cast."""
     other = Quantizer(E4M3, scale_source=rule.scale_source) if partner is None else partner
     return Quantization.of(x=other, w=rule, g=other, fprop="split")
+
+
+def _as_matrix(values: Tensor) -> Tensor:
+    """h (..., K) as (N, K); of no dimension as (1, 1)."""
+    return values.reshape(-1, values.shape[-1:].numel())
 
 
 def lag_of(parts: dict[str, Tensor]) -> int | None:

@@ -24,11 +24,14 @@ from fp8kit.quantization import Quantization
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit.scoped import Scoped
 from fp8kit_torch.checks import check
+from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.operand_tensor import Float8BlockwiseQTensor, Float8Tensor, OperandTensor
 from fp8kit_torch.operand_tensor import _rebuilt as _rebuilt  # where files of earlier versions look for it
 from fp8kit_torch.quantized_tensor import QuantizedTensor
-from fp8kit_torch.sharded_weight import ShardedWeight, rows_of
+from fp8kit_torch.sharded_rows import ShardedWeight
+from fp8kit_torch.sharded_weight import rows_of
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
+from fp8kit_torch.te_compat.sharded_blocks import rows_of_coded
 
 
 @lru_cache(maxsize=256)
@@ -61,20 +64,27 @@ def held_as(fp8: Quantization, operand: str) -> Quantization:
 
 class HeldWeights(NamedTuple):
     """How modules that are made now hold their weights. ``quantizer``: what casts them, where products have
-    no codes to take."""
+    no codes to take, and where a program has put them there; ``fp8``: None then."""
 
-    fp8: Quantization
+    fp8: Quantization | None
     preserve: bool
     quantizer: Any = None
+
+    def may_cast(self, weight: Tensor) -> bool:
+        """Whether a pass may cast what stands in a weight's place for itself: not where it wants a gradient,
+        and not beside one that a program has cast."""
+        wants = torch.is_grad_enabled() and weight.requires_grad
+        return self.fp8 is not None and not wants and not is_distributed(weight)
 
     def parameter(self, weight: Tensor) -> torch.nn.Parameter:
         """The parameter ``weight``, held so; on the meta device one whose rows ``fully_shard`` will gather as
         codes."""
         values = weight.detach()
         if values.is_meta:
-            if self.quantizer is not None:
-                return weight  # type: ignore[return-value]
-            shell = torch.nn.Parameter(rows_of(values, self.fp8), weight.requires_grad)
+            rows = (
+                rows_of(values, self.fp8) if self.quantizer is None else rows_of_coded(values, self.quantizer)
+            )
+            shell = torch.nn.Parameter(rows, weight.requires_grad)
             vars(shell).update(vars(weight))
             return shell
         held = OperandTensor.of(values, self.fp8) if self.quantizer is None else self.quantizer(values)
@@ -122,7 +132,7 @@ def quantized_model_init(
     casts them.
 
     Under torch's ``fully_shard`` each process has its rows in high precision (``ShardedWeight``), and codes
-    are gathered; not of MXFP8 and NVFP4.
+    are gathered.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe

@@ -8,8 +8,8 @@ multiply it), ``te_compat.block_tensors`` (MXFP8 and NVFP4).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,14 +19,20 @@ from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, ShapeError, UnsupportedError
 from fp8kit_torch import checks, torch_compat
 from fp8kit_torch.checks import shown
+from fp8kit_torch.held_values import HeldTensor, Part, as_made, counting, on_values
 from fp8kit_torch.loaded_parts import Gathered, LoadedParts
 from fp8kit_torch.views import FLOATS
 
 _aten = torch.ops.aten
+# kind of tensor -> what makes a process's rows of such a weight under ``fully_shard``, of their values and
+# the weight; ``sharded_weight`` and ``te_compat.sharded_blocks`` put their functions here
+SHARDED_BY: dict[type, Callable[[Tensor, Any], Tensor]] = {}
+# whether several layers have a parameter; ``stateful`` puts its function here
+SHARED: list[Callable[[Tensor], bool]] = []
 _VIEWS = (_aten.view.default, torch_compat.UNSAFE_VIEW)
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(HeldTensor):
     """Base of tensors of codes and scales.
 
     Its dtype is the one that its values are decoded to.
@@ -37,8 +43,7 @@ class QuantizedTensor(torch.Tensor):
       smaller than a step between codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters
       and casts them.
     * ``view`` and ``reshape`` share the codes where the scales allow it (``shared_view``), with a gradient.
-      Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes,
-      ``weight[0].fill_(1)`` to a copy.
+      Slices and other views are values in memory of their own: ``weight[0].fill_(1)`` casts the whole anew.
     * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes
       and scales in both cases. Not for ``torch.compile``.
     * ``torch.save`` writes codes and scales. What writes a tensor's memory (safetensors, ``save_pretrained``)
@@ -63,6 +68,11 @@ class QuantizedTensor(torch.Tensor):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if made := vars(cls).get("__new__"):
+            cls.__new__ = staticmethod(_or_parameter(made.__func__))  # type: ignore[method-assign,assignment]
 
     @classmethod
     def _made(
@@ -95,10 +105,16 @@ class QuantizedTensor(torch.Tensor):
         """The same codes under another shape, None where their scales do not allow it."""
         return None
 
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """The matrix of these rows, codes and scales with the columns as the contraction alone; rows of 0
+        where ``places``, integer (rows,), is negative. None where the scales do not allow it."""
+        return None
+
     def rows_in_parts(self, values: Tensor) -> Tensor:
         """``values``, zeros h (rows, K), as a process's rows of a parameter that ``fully_shard`` divides, and
         that know how they are gathered; as they are where there is no such way."""
-        return values
+        make = next((make for kind, make in SHARDED_BY.items() if isinstance(self, kind)), None)
+        return values if make is None else make(values, self)
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         """(function, first arguments) that make such a tensor of parts, for pickles and copies."""
@@ -153,7 +169,7 @@ class QuantizedTensor(torch.Tensor):
         alike = held and type(values) is type(self) and values._how == self._how  # type: ignore[attr-defined]
         if alike and values.shape == self.shape and values._parts.keys() >= self._parts.keys():
             return values._parts  # type: ignore[attr-defined,no-any-return]
-        plain = values._values() if held else values  # type: ignore[attr-defined]
+        plain = values._values() if isinstance(values, HeldTensor) else values
         wide = plain if plain.dtype in FLOATS else plain.float()
         wide = wide.detach().to(self.device).expand(self.shape)
         if self._quantizer is not None:
@@ -256,7 +272,11 @@ class QuantizedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """0; once ``untyped_storage`` was asked for, the address in it: safetensors asks for both, torch's
-        asynchronous checkpoints for this one first, and for no values."""
+        asynchronous checkpoints for this one first, and for no values. UnsupportedError of a parameter of
+        several layers, which accelerate would take for all that have no address."""
+        if isinstance(self, torch.nn.Parameter) and any(is_shared(self) for is_shared in SHARED):
+            wanted = "one of each layer: accelerate tells weights apart by addresses, and these have none"
+            raise UnsupportedError("data_ptr", "weight", "a weight in FP8 that several layers share", wanted)
         return super().data_ptr() if self._decoded is None else self._memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -265,14 +285,25 @@ class QuantizedTensor(torch.Tensor):
         own = isinstance(self, torch.nn.Parameter)
         return super().untyped_storage() if own else self._memory().untyped_storage()
 
+    def _writes(self) -> list[tuple[int, int]] | None:
+        parts = self._parts.values()
+        if any(part.is_inference() for part in parts):
+            return None
+        return [(id(part), torch_compat.version(part)) for part in parts]
+
+    def _part(self, values: Tensor, view: Callable[[Tensor], Tensor]) -> Part:
+        return Part(values, self, view)
+
     def _memory(self) -> Tensor:
         parts = [*self._parts.values()]
-        counted = not any(part.is_inference() for part in parts)
-        writes = [(id(part), torch_compat.version(part)) for part in parts] if counted else None
-        known = self._decoded
+        writes, known = self._writes(), self._decoded
         if known is None or writes is None or known[0] != writes or known[1].dtype != self.dtype:
             self._decoded = writes, self._values(), parts
         return self._decoded[1]  # type: ignore[index]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values in memory of their own."""
+        return self.dequantize().numpy(force=force)
 
     def clear(self) -> None:
         """Let the memory go: the codes and scales are empty until ``data`` is assigned."""
@@ -344,8 +375,6 @@ class QuantizedTensor(torch.Tensor):
 
     # --- torch ----------------------------------------------------------------------------------------------
 
-    __torch_function__ = torch_compat.no_torch_function
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation of torch on values; those that only copy or move, on codes."""
@@ -353,12 +382,12 @@ class QuantizedTensor(torch.Tensor):
         own = args[0] if args and isinstance(args[0], QuantizedTensor) else None
         if own is not None:
             if func in (_aten.detach.default, _aten.alias.default):
-                with _as_made(own):
+                with as_made(own):
                     return own._like(lambda part: part)
             if func is _aten.clone.default:
                 return own._like(torch.clone)
             if func is _aten.copy_.default:
-                with _counting():
+                with counting():
                     own._take(args[1])
                 return own
             if func is torch_compat.TO_COPY and kwargs.get("dtype") in (None, own.dtype):
@@ -379,30 +408,11 @@ class QuantizedTensor(torch.Tensor):
                 rows = zeros.ndim == own.ndim == 2 and zeros.shape[1] == own.shape[1]
                 return own.rows_in_parts(zeros) if rows and zeros.dtype == own.dtype else zeros
             if func in _VIEWS:
-                with _as_made(own), _counting():
+                with as_made(own), counting():
                     shared = own.shared_view(_whole_shape(args[1], own.numel()))
                 if shared is not None:
                     return shared
-        decoded: dict[int, Tensor] = {}
-
-        def plain(value: Any) -> Any:
-            if not isinstance(value, QuantizedTensor):
-                return value
-            return decoded.setdefault(id(value), value._values())
-
-        with _as_made(own) if own is not None and func.is_view else nullcontext():
-            given, named = torch_compat.tree_map(plain, args), torch_compat.tree_map(plain, kwargs)
-            out = func(*given, **named)
-        written = {}
-        for place, argument in enumerate(torch_compat.schema_arguments(func)):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            # also one of a list, as optimisers with foreach=True write them
-            for one in torch_compat.tree_leaves(value) if argument.is_write else ():
-                if isinstance(one, QuantizedTensor):
-                    with _counting():
-                        one._take(decoded[id(one)])
-                    written[id(decoded[id(one)])] = one
-        return torch_compat.tree_map(lambda value: written.get(id(value), value), out) if written else out
+        return on_values(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         rebuild, arguments = self.__reduce_ex__(2)
@@ -416,6 +426,19 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, (*first, *last, self._high_precision_init_val)
 
 
+def _or_parameter(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's ``__new__`` that makes a parameter of a tensor, too, as accelerate calls a parameter's class
+    for another parameter in its place."""
+
+    @wraps(make)
+    def new(cls: type, *given: Any, **options: Any) -> Any:
+        if len(given) == 1 and isinstance(given[0], Tensor) and options.keys() <= {"requires_grad"}:
+            return torch.nn.Parameter(given[0], **options)
+        return make(cls, *given, **options)
+
+    return new
+
+
 def _is_all(tensor: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
     """Whether these are a tensor's own sizes and strides."""
     return not offset and tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride()
@@ -427,6 +450,16 @@ def _is_copys_place(
     """Whether that is what torch's stager of asynchronous checkpoints makes first of a tensor that it copies,
     whose attributes it then sets: as large, on a device that it names."""
     return device is not None and dtype in (None, tensor.dtype) and tuple(size) == tuple(tensor.shape)
+
+
+def taken(part: Tensor, places: Tensor, count: int, dim: int = 0, empty: float = 0) -> Tensor:
+    """Slices of ``part`` along ``dim``, ``empty`` where ``places``, integer (rows,), is negative, and behind
+    them until there are ``count``."""
+    places = torch.nn.functional.pad(places, (0, count - places.shape[0]), value=-1)
+    if not part.shape[dim]:
+        return part.new_full((*part.shape[:dim], count, *part.shape[dim + 1 :]), empty)
+    shape = [-1 if axis == dim else 1 for axis in range(part.ndim)]
+    return part.index_select(dim, places.clamp(min=0)).masked_fill_((places < 0).view(shape), empty)
 
 
 def rebuilt(made: Any, requires_grad: bool, parameter: bool, high: Tensor | None) -> Any:
@@ -445,19 +478,6 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
-
-
-def _as_made(tensor: Tensor) -> torch.inference_mode:
-    """Where views of ``tensor`` are made: of a usual one outside of inference mode, because torch gives them
-    its version, which tensors of that mode have none of."""
-    return torch.inference_mode(tensor.is_inference())
-
-
-@contextmanager
-def _counting() -> Iterator[None]:
-    """Within ``__torch_dispatch__``: parts' writes and views are counted by torch, as outside of it."""
-    with torch.overrides.enable_reentrant_dispatch(), torch.no_grad():
-        yield
 
 
 def _whole_shape(shape: Any, count: int) -> Shape:

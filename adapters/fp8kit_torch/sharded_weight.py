@@ -1,23 +1,19 @@
-"""``ShardedWeight``: a process's rows of a weight of ``quantized_model_init`` under torch's ``fully_shard``.
+"""What ``fully_shard`` gathers of a weight in FP8: codes, a byte an element.
 
-The rows stay in high precision, as an optimiser wants them; what is gathered are codes, a byte an element.
 Each process casts its rows by the scale of the whole weight, so that all have the codes that one process
 would: the amaxes of all weights are reduced together, once after each change of them.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit import slowness
 from fp8kit.arrays import ArrayView
 from fp8kit.backends import dispatch
 from fp8kit.execution.codec import decode, encode
@@ -28,12 +24,13 @@ from fp8kit.quantization import Quantization
 from fp8kit.tiles import tiling
 from fp8kit_torch import torch_compat
 from fp8kit_torch.collectives import TorchCollectives
-from fp8kit_torch.operand_tensor import SHARDED_BY, OperandTensor, of_parts
+from fp8kit_torch.operand_tensor import OperandTensor, of_parts
+from fp8kit_torch.quantized_tensor import SHARDED_BY
+from fp8kit_torch.sharded_rows import Rows, Seen, ShardedWeight, read_here, say_values
 from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import as_view
 from fp8kit_torch.weight_scales import limits_of
 
-_aten = torch.ops.aten
 _GONE = -1.0  # the amax of a weight that this process does not have any more
 _BLOCKS = "block_128x128"
 
@@ -58,37 +55,62 @@ class _Known:
             self._replays.run((stream, *key), work, kernels, *arguments, stream)
 
 
-class _Rows:
-    """A process's rows of one weight, with those that make all processes' parts as long: ``padded`` h (rows,
-    K). ``fp8``: how the weight is held; ``mesh``, ``group``, ``count``: the processes, and the whole weight's
-    rows, once they are known; ``together``: the weights that are cast with this one, None where no codes are
-    gathered; ``amax``, ``scale``, ``inverse``: of the whole weight, or of the rows' blocks; ``written``:
-    whether somebody was seen to write to the rows since; ``codes``: of the rows, of earlier scales where they
-    are ``stale``; ``gathering``: whether ``fully_shard`` has asked for them and has no whole weight yet;
-    ``former``: rows whose values are perhaps to be copied here, see ``follow``, and their shape without those
-    that pad."""
+class OperandRows(Rows):
+    """A process's rows of one weight in FP8. ``fp8``: how the weight is held; ``mesh``, ``group``,
+    ``processes``: once they are known; ``together``: the weights that are cast with this one, None where no
+    codes are gathered; ``amax``, ``scale``, ``inverse``: of the whole weight, or of the rows' blocks;
+    ``codes``: of the rows, of earlier scales where they are ``stale``."""
+
+    fp8: Quantization
 
     def __init__(self, padded: Tensor, fp8: Quantization, former: tuple[Any, ...] = (None, None)) -> None:
-        self.padded, self.fp8, self.former = padded, fp8, former
+        super().__init__(padded, fp8, former)
         self.mesh: Any = None
         self.group: Any = None
         self.together: _Together | None = None
-        self.count = self.processes = 0
-        self.written = self.stale = True
-        self.gathering = False
+        self.processes = 0
+        self.stale = True
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self.inverse: Tensor | None = None
         self.codes: Tensor | None = None
-        self._taken = -1
         self.casting: _Cast | None = None  # of what lies where it lay before
         self._filling: tuple[Sequence[int], list[_Move], list[str]] = ((), [], [])
         self._known = _Known()
 
-    @property
-    def changed(self) -> bool:
-        """Whether rows were written to since ``take``, also by a view of them."""
-        return self.written or self._taken != self._now()
+    def gathered(self, mesh: Any, count: int) -> tuple[tuple[Tensor, ...], Any]:
+        """Codes; with scales of blocks these too, and else that of the weight is not gathered."""
+        if self.mesh is not mesh or self.count != count:
+            self.join(mesh, count)
+        if self.together is None:
+            return (self.padded,), None
+        blocks = self.fp8.w.granularity == _BLOCKS
+        if self.changed:
+            self.together.share() if blocks else _share_amaxes(self.group)
+        codes, self.gathering = self.cast(), True
+        # torch moves the first alone where there is one process
+        if blocks and self.processes > 1:
+            return (codes, self.inverse), None  # type: ignore[return-value]
+        return (codes,), self.inverse
+
+    def parts_of(
+        self, gathered: Sequence[Tensor], more: Any, held: dict[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        codes = gathered[0]
+        inverse = gathered[1] if more is None else read_here(more)
+        size = self.count, codes.shape[-1]
+        parts = _new_parts(codes, inverse, self.fp8, size) if held is None else held
+        self.fill(codes, inverse, parts)
+        return parts
+
+    def cast_whole(self, values: Tensor) -> OperandTensor:
+        return OperandTensor.of(values, self.fp8)
+
+    def made(self, parts: dict[str, Tensor], size: tuple[int, int], dtype: torch.dtype) -> OperandTensor:
+        return of_parts(parts, self.fp8, size, dtype)
+
+    def rebuilding(self) -> tuple[Any, Any]:
+        return _parameter, encode(self.fp8)
 
     def join(self, mesh: Any, count: int) -> None:
         """Know the processes and the whole weight's rows."""
@@ -108,19 +130,13 @@ class _Rows:
     def take(self, amax: Tensor | None, scale: Tensor, inverse: Tensor) -> None:
         """Know the scales of the rows as they are."""
         self.amax, self.scale, self.inverse, self.stale = amax, scale, inverse, True
-        self.written, self._taken = False, self._now()
+        self.noted()
 
-    def follow(self, source: _Seen, target: _Seen) -> None:
-        """Take the place of rows of which all were copied here. ``fully_shard`` pads rows again when a state
-        was loaded, in the processes that have fewer rows; for the others they are the same weight still."""
-        known, shape = self.former
-        former = source._rows
-        if known is None or known() is not former or {source.shape, target.shape} != {shape}:
-            return
-        self.former = (None, None)
-        together = former.together
+    def follow(self, source: Seen, target: Seen) -> Rows | None:
+        former: Any = super().follow(source, target)
+        together = None if former is None else former.together
         if together is None:
-            return
+            return former  # type: ignore[no-any-return]
         self.together, self.mesh, self.group = together, former.mesh, former.group
         self.count, self.processes = former.count, former.processes
         together.places = [weakref.ref(self) if each() is former else each for each in together.places]
@@ -128,6 +144,7 @@ class _Rows:
         if not former.changed:
             assert former.scale is not None and former.inverse is not None
             self.take(former.amax, former.scale, former.inverse)
+        return former  # type: ignore[no-any-return]
 
     def cast(self) -> Tensor:
         """The rows' codes, uint8, by ``scale``."""
@@ -160,18 +177,6 @@ class _Rows:
                     part.zero_()
         self._known.run(moves[0][0], addresses, _move_all, moves)
 
-    def seen(self, plain: Tensor) -> _Seen:
-        """A tensor in the memory of ``padded``: a weight where it is its first rows, as they lie."""
-
-        def lying(t: Tensor) -> Any:
-            return t.dtype, t.storage_offset(), t.stride(), t.shape[1:]
-
-        kind = ShardedWeight if lying(plain) == lying(self.padded) else _Seen
-        return kind(plain, self)  # type: ignore[no-any-return]
-
-    def _now(self) -> int:
-        return 0 if self.padded.is_inference() else torch_compat.version(self.padded)
-
 
 class _Cast:
     """The places of one weight's arrays, and how it is cast: the rows, their codes, scales, and amaxes where
@@ -180,7 +185,7 @@ class _Cast:
     __slots__ = ("amax", "codes", "format", "inverse", "rows", "scale", "tile")
 
     def __init__(
-        self, own: _Rows, codes: Tensor, scale: Tensor, inverse: Tensor, amax: Tensor | None = None
+        self, own: OperandRows, codes: Tensor, scale: Tensor, inverse: Tensor, amax: Tensor | None = None
     ) -> None:
         self.amax = None if amax is None else _place(amax)
         self.rows, self.codes, self.scale, self.inverse = map(_place, (own.padded, codes, scale, inverse))
@@ -196,7 +201,7 @@ class _Together:
     """
 
     def __init__(self) -> None:
-        self.places: list[weakref.ref[_Rows]] = []
+        self.places: list[weakref.ref[OperandRows]] = []
         self._count = -1  # weights that the rest is of
         self._amaxes = torch.empty(0)
         self._tensors: list[tuple[Tensor, ...]] = []  # of each weight: amax, scale, inverse, the cast's own
@@ -267,7 +272,7 @@ class _Together:
             each = [(alive[0], whole[:3].unbind())]
         self._limited = [(*map(_place, own), *limits_of(rows.fp8.w, rows.padded.dtype)) for rows, own in each]
 
-    def _cast_of(self, i: int, rows: _Rows) -> _Cast:
+    def _cast_of(self, i: int, rows: OperandRows) -> _Cast:
         """The cast of a weight that has changed."""
         own, codes = rows.casting, rows.codes
         if codes is None or rows.gathering:
@@ -316,203 +321,17 @@ def _move_all(kernels: Any, moves: Sequence[_Move], stream: int) -> None:
         kernels.copy(source, target, stream)
 
 
-def _tiles(rows: _Rows) -> tuple[tuple[int, int], tuple[int, ...]]:
+def _tiles(rows: OperandRows) -> tuple[tuple[int, int], tuple[int, ...]]:
     """A tile's size, and the shape of one value a tile."""
     return tiling(rows.fp8.w.granularity, tuple(rows.padded.shape))
 
 
-class _Knowing(torch.Tensor):
-    """Attributes that copies do not have: torch's stager of asynchronous checkpoints makes plain tensors, and
-    gives them all of a tensor's ``__dict__`` and of its class' own ``__slots__``."""
-
-    __slots__ = ("_plain", "_rows")
-
-    _rows: _Rows
-    _plain: Tensor
-
-
-class _Seen(_Knowing):
-    """Memory of a process's rows in any shape: a plain tensor, but writes to it and to its views are known.
-    (``data``, and views that are made below autograd, have version counters of their own.)"""
-
-    __slots__ = ()
-
-    @staticmethod
-    def __new__(cls, plain: Tensor, rows: _Rows | None = None, *, requires_grad: bool = False) -> Any:
-        if rows is None:  # as accelerate makes a parameter of a parameter's class
-            return torch.nn.Parameter(plain, requires_grad)
-        made = torch_compat.make_subclass(cls, plain)
-        made._plain, made._rows = plain, rows
-        return made
-
-    def __init__(self, plain: Tensor, rows: _Rows) -> None:
-        pass
-
-    __torch_function__ = torch_compat.no_torch_function
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation on the plain tensor; those by which ``fully_shard`` and modules move rows give such
-        rows again."""
-        kwargs = kwargs or {}
-        given, named = [*map(_opened, args)], {name: _opened(value) for name, value in kwargs.items()}
-        own = args[0] if args and isinstance(args[0], _Seen) else None
-        for place, name in _written_by(func):
-            _note_all(args[place] if place < len(args) else kwargs.get(name))
-        if isinstance(own, ShardedWeight) and func in _MOVING:
-            whole = func(own._rows.padded, *given[1:], **named)
-            rows = _Rows(whole, own._rows.fp8)
-            return ShardedWeight(whole[: own.shape[0]], rows)
-        out = func(*given, **named)
-        if func is _aten.copy_.default and own is not None and isinstance(args[1], _Seen):
-            own._rows.follow(args[1], own)
-        if own is None or out is own._plain:
-            return own if own is not None else out
-        if func is _aten.new_zeros.default and out.ndim == 2 and out.shape[1:] == own.shape[1:]:
-            return ShardedWeight(out, _Rows(out, own._rows.fp8, (weakref.ref(own._rows), own.shape)))
-        return torch_compat.tree_map(own._rows.seen, out) if func.is_view else out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self, torch.nn.Parameter):
-            return _parameter, (self._plain, encode(self._rows.fp8), self.requires_grad)
-        return self._plain.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = self.detach().clone().requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, self.requires_grad)
-        memo[id(self)] = made
-        return made
-
-    # torch refuses both for classes of one's own
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._plain.numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self._plain.tolist()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedWeight({self._plain!r})"
-
-
-class _Hook:
-    """A method that ``fully_shard`` asks for its parameters before each call: the answer is kept."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        signature = inspect.signature(function)
-        own = {"__signature__": signature.replace(parameters=[*signature.parameters.values()][1:])}
-        self._function, self._bound = function, type(function.__name__, (partial,), own)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self._function if instance is None else self._bound(self._function, instance)
-
-
-class ShardedWeight(_Seen):
-    """Rows h (rows, K) of a weight that its layer multiplies in FP8, a plain tensor to everybody but
-    ``fully_shard``, which makes it: any optimiser takes it, and ``state_dict`` has its values.
-
-    Gathered are uint8 codes, and with scales of blocks these: of rows that are a multiple of 128 in each
-    process. Where they are not, or a recipe scales neither tensors nor such blocks, the values themselves are
-    gathered, and cast by each process, with a warning.
-    """
-
-    __slots__ = ()
-
-    # --- what fully_shard calls -----------------------------------------------------------------------------
-
-    @_Hook
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is gathered of this process's rows; and these rows, which may be those of a copy, with the
-        weight's scale_inv where that is not gathered. ``mesh``: of the processes; ``outer_size``: the whole
-        weight's."""
-        rows = self._rows
-        if rows.mesh is not mesh or rows.count != outer_size[0]:
-            rows.join(mesh, outer_size[0])
-        if rows.together is None:
-            return (rows.padded,), (rows, None)
-        blocks = rows.fp8.w.granularity == _BLOCKS
-        if rows.changed:
-            rows.together.share() if blocks else _share_amaxes(rows.group)
-        codes, rows.gathering = rows.cast(), True
-        # torch moves the first alone where there is one process
-        if blocks and rows.processes > 1:
-            return (codes, rows.inverse), (rows, None)
-        return (codes,), (rows, rows.inverse)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """(The whole weight, memory that it has beside what was gathered), or None where ``out``, what this
-        gave before, is filled anew."""
-        (rows, inverse), first = metadata, all_gather_outputs[0]
-        size = rows.count, first.shape[-1]
-        local: OperandTensor | None = torch_compat.local_part(out)
-        rows.gathering = False
-        if first.dtype is torch.uint8:
-            if inverse is None:
-                inverse = all_gather_outputs[1]
-            elif inverse.is_cuda:  # which may be of another stream, and replaced before this one has read it
-                inverse.record_stream(torch.cuda.current_stream(inverse.device))
-            parts = _new_parts(first, inverse, rows.fp8, size) if local is None else local._parts
-            rows.fill(first, inverse, parts)
-        else:
-            with torch.no_grad():
-                cast = OperandTensor.of(first[: rows.count].to(param_dtype), rows.fp8)
-                parts = {name: part.clone() for name, part in cast._parts.items()}  # memory that can be freed
-        if local is None:
-            beside = [part for part in parts.values() if part.dtype is torch.uint8]
-            shared = first.untyped_storage().data_ptr()
-            own = tuple(part for part in beside if part.untyped_storage().data_ptr() != shared)
-            return of_parts(parts, rows.fp8, size, param_dtype), own
-        local.refill(parts)
-        return None
-
-
-def note_written(tensor: Any) -> None:
-    """Say that somebody wrote to the memory of ``tensor``, where that is a process's rows of a weight."""
-    if isinstance(tensor, _Seen):
-        tensor._rows.written = True
-
-
-def _note_all(value: Any) -> None:
-    """``note_written`` of a tensor, or of those in lists."""
-    if type(value) in _LISTS:
-        if not _OWN.isdisjoint(map(type, value)):
-            for one in value:
-                _note_all(one)
-    else:
-        note_written(value)
-
-
-def _opened(value: Any) -> Any:
-    """An argument with plain tensors in the place of such rows."""
-    if (kind := type(value)) in _LISTS:
-        return value if _OWN.isdisjoint(map(type, value)) else kind(map(_opened, value))
-    return value._plain if isinstance(value, _Seen) else value
-
-
-@memoized("what operations on sharded weights write")
-def _written_by(func: Any) -> list[tuple[int, str]]:
-    """Place and name of each argument that an operation writes to; all of collectives, whose schemas do not
-    say it."""
-    arguments = enumerate(torch_compat.schema_arguments(func))
-    return [(at, own.name) for at, own in arguments if own.is_write or func.namespace == "c10d"]
-
-
-def _codes_fit(rows: _Rows) -> bool:
+def _codes_fit(rows: OperandRows) -> bool:
     """Whether the codes of the processes' rows are those of the whole weight, one after the other."""
     how, own, processes = rows.fp8.w.granularity, rows.padded.shape[0], rows.processes
     fits = how == "tensor" or (how == _BLOCKS and own % 128 == 0 and rows.count == own * processes)
     if not fits:
-        what = f"{rows.count} rows of {processes} processes with scales by {how}"
-        slowness.say(
-            f"fully_shard: codes of parts are not those of the whole: {what}",
-            "weights are gathered in high precision, and cast by each process",
-            "take scales of tensors, or rows that are a multiple of 128 in each process",
-        )
+        say_values(f"{rows.count} rows of {processes} processes with scales by {how}")
     return fits
 
 
@@ -563,7 +382,7 @@ def _shapes(fp8: Quantization, size: tuple[int, int]) -> dict[str, Any]:
 
 def rows_of(values: Tensor, fp8: Quantization) -> ShardedWeight:
     """``values`` h (rows, K) as a process's rows."""
-    return ShardedWeight(values, _Rows(values, fp8))
+    return ShardedWeight(values, OperandRows(values, fp8))
 
 
 def _parameter(values: Tensor, fp8: str, requires_grad: bool) -> torch.nn.Parameter:
@@ -571,7 +390,4 @@ def _parameter(values: Tensor, fp8: str, requires_grad: bool) -> torch.nn.Parame
     return torch.nn.Parameter(rows_of(values, decode(fp8)), requires_grad)
 
 
-SHARDED_BY.append(rows_of)
-_MOVING = (torch_compat.TO_COPY, _aten.clone.default, _aten.empty_like.default, torch_compat.PIN_MEMORY)
-_LISTS = (list, tuple)
-_OWN = {_Seen, ShardedWeight, *_LISTS}
+SHARDED_BY[OperandTensor] = lambda values, held: rows_of(values, held._fp8)

@@ -23,6 +23,7 @@ from fp8kit_torch.constants import constant_result
 from fp8kit_torch.distributed_weights import is_distributed
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.quantized import HeldWeights, QuantizedTensor, ShardedWeight, held_now
+from fp8kit_torch.quantized_tensor import SHARED
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.te_compat.extra_state import any_extra_state
@@ -48,6 +49,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     holds = True  # whether quantized_model_init concerns its weights
     _held: HeldWeights | None = None
+    _afresh = False  # whether the next use of the state of delayed scaling makes it anew
     _resetting = False  # while parameters have memory and no values yet
     fp8_meta: Meta
 
@@ -64,14 +66,16 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
+        made = "_spec" in vars(self)
         super().set_spec(spec)
-        self._held = held_now() if self.holds else None
+        if not made:
+            self._held = held_now() if self.holds else None
         self._hold()
 
     def _hold(self, told: bool = False) -> None:
         """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they
         are made. ``told``: the log says that parameters have been replaced."""
-        if self._held is None:
+        if self._held is None or self._held.fp8 is None:
             return
         try:
             weights, parts = self.weight_inputs(), layer_products(self._spec)
@@ -99,9 +103,15 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """As torch's. A weight on the meta device whose values come is held as ``quantized_model_init``
-        said."""
+        said; one that a program has cast itself is multiplied as it is."""
         former = own_parameters(self).get(name)
         super().register_parameter(name, param)
+        if self.holds and self._held is None and isinstance(param, QuantizedTensor):
+            self._held = HeldWeights(None, False, param._get_quantizer())
+        elif isinstance(former, QuantizedTensor) and not isinstance(param, QuantizedTensor):
+            others = own_parameters(self).values()
+            if self._held is not None and self._held.fp8 is None and not any(map(_is_held, others)):
+                self._held = None
         came = former is not None and former.is_meta and param is not None and not param.is_meta
         if came and not self._resetting:
             self._hold()
@@ -123,6 +133,9 @@ class StatefulModule(FP8Layer, ParameterModule):
     def prepare(self, history_len: int, resize: bool = True) -> None:
         """Make the FP8 state where there is none, and give its history that length."""
         weight = next(iter(self.weight_inputs().values()))
+        if self._afresh:
+            self.fp8_meta.clear()
+            self._afresh = False
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
             if state is None:
@@ -135,7 +148,7 @@ class StatefulModule(FP8Layer, ParameterModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = own_parameters(self)
-        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and p.is_meta}
+        shells = {name for name, p in whole.items() if isinstance(p, ShardedWeight) and _is_made(p, fn)}
         held = shells | {name for name, p in whole.items() if isinstance(p, QuantizedTensor)}
         whole = {name: _plain(p) if name in shells else p for name, p in whole.items()}
         plain = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
@@ -190,7 +203,7 @@ class StatefulModule(FP8Layer, ParameterModule):
             name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS])
             for name in checked
         }
-        self.fp8_meta = Meta(states, self.fp8_meta.beside)
+        self.fp8_meta, self._afresh = Meta(states, self.fp8_meta.beside), False
         self._forget()
 
     def _checked_state(self, state: Tensor, operation: str, argument: str) -> tuple[dict[str, Tensor], Any]:
@@ -223,6 +236,21 @@ class StatefulModule(FP8Layer, ParameterModule):
         self._hold(told=True)
 
 
+def _is_held(parameter: Parameter | None) -> bool:
+    return isinstance(parameter, QuantizedTensor)
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether several layers have a parameter."""
+    return sum(own is parameter for module in list(_MODULES) for own in own_parameters(module).values()) > 1
+
+
+def _is_made(parameter: Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a parameter on the meta device gets memory by ``fn``."""
+    probe = torch.empty(0, dtype=parameter.dtype, device="meta")
+    return parameter.is_meta and not fn(probe).is_meta
+
+
 def _plain(parameter: Parameter) -> Parameter:
     """New memory for a parameter, held in no special way."""
     fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -243,3 +271,6 @@ def prepare_all(history: str, layer: tuple[str, str]) -> int:
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(length, layer in (("", ""), (module.layer_name, module.name or "")))
     return length  # type: ignore[no-any-return]
+
+
+SHARED.append(_is_shared)

@@ -1,7 +1,7 @@
 """Every private name of torch that fp8kit_torch uses: what each is for, and what stands in for it where a
 torch has it no more.
 
-The names are those of torch 2.11 to 2.14. Where nothing public says the same, a torch without the name is
+The names are those of torch 2.11 to 2.15. Where nothing public says the same, a torch without the name is
 refused at import, as a BackendError: its numbers would be wrong.
 """
 
@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 from fp8kit.errors import BackendError
 
-KNOWN = "torch 2.11 to 2.14"
+KNOWN = "torch 2.11 to 2.15"
 
 
 def _required(owner: Any, name: str) -> Any:
@@ -432,6 +432,13 @@ def store_of(group: Any) -> Any:
     """The key-value store that a group's processes met by."""
     known = torch.distributed.distributed_c10d
     return known._world.pg_map[group][1]
+
+
+def wait_for(result: Any) -> None:
+    """Wait for the collective whose operation gave this: its work, or a tuple that ends with it. On a GPU the
+    stream does."""
+    work = result[-1] if isinstance(result, tuple) else result
+    torch._C._distributed_c10d.Work.unbox(work).wait()
 
 
 def is_of_processes(error: RuntimeError) -> bool:

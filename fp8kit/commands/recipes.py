@@ -315,6 +315,8 @@ def _check(options: argparse.Namespace) -> int:
     for each in operands:
         cast = casts[each["gemm"]]["operands"][each["operand"]]
         how = f"{cast['format']} by {cast['granularity']}" if cast else "as it is"
+        bits, rotation = cast.get("rounding_bits"), cast.get("rotation")
+        how += f", {bits} random bits" * bool(bits) + f", {rotation}" * bool(rotation)
         shares = [_share(each[name]) if name in each else "" for name in ("clipped", "flushed")]
         rows.append((each["gemm"], each["operand"], how, *_errors(each), *shares))
     table(("GEMM", "operand", "cast", "relative error", "SQNR dB", "clipped", "flushed"), rows)

@@ -73,8 +73,8 @@ def signature_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], nee
     given = GivenMetas(operation, metas)
     with reading(operation, spec):
         signature = operation.infer(spec, given, needs)
-    given.want_no_others(needs)
     want_signature(operation, spec, given, signature)
+    given.want_no_others(needs)
     return signature
 
 
@@ -83,10 +83,10 @@ def plan_of(operation: Operation, spec: Any, metas: Mapping[str, Meta], needs: N
     given = GivenMetas(operation, metas)
     with reading(operation, spec):
         plan = operation.plan(spec, given, needs, kernels)
-    given.want_no_others(needs)
     if not isinstance(plan, Plan):
         raise ArgumentError(operation.name, "plan", shown(plan), "a Plan, returned by plan")
     want_signature(operation, spec, given, plan.signature)
+    given.want_no_others(needs)
     return plan
 
 

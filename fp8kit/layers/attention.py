@@ -12,7 +12,8 @@ from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, 
 from fp8kit.layers.attention_heads import AttentionHeads
 from fp8kit.layers.attention_inputs import PreparedCall, core_options, layout_of, normed_and_rotated
 from fp8kit.layers.base import Branch, Init, child_name, picked
-from fp8kit.layers.dot_product_attention import CORE_SETTINGS
+from fp8kit.layers.dot_product_attention import CORE_SETTINGS, NO_WINDOW
+from fp8kit.layers.fields import PartField
 from fp8kit.layers.sequence_policies import POLICIES
 from fp8kit.layers.sequence_policies import check as check_policies
 from fp8kit.lru import LRU, SHAPES
@@ -72,6 +73,11 @@ class MultiheadAttention(AttentionHeads):
     """
 
     layer_name = "MultiheadAttention"
+    attn_mask_type = PartField("core_attention", "attn_mask_type")
+    window_size = PartField("core_attention", "window_size", NO_WINDOW)
+    bottom_right_diagonal = PartField("core_attention", "bottom_right_diagonal")
+    softcap = PartField("core_attention", "softcap")
+    layer_number = PartField("core_attention", "layer_number")
     hidden_size: int
     input_layernorm: bool
     attention_type: str
@@ -132,7 +138,7 @@ class MultiheadAttention(AttentionHeads):
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
-            """hidden_size input_layernorm return_bias return_layernorm_output attention_type layer_number
+            """hidden_size input_layernorm return_bias return_layernorm_output attention_type
             rotary_pos_interleaved qk_norm_before_rope name""",
         )
         if kv_channels is None and hidden_size % num_attention_heads:

@@ -227,6 +227,10 @@ class Layer(NamedWell):
         """Keep the spec of a layer that is one operation."""
         self._spec = spec
 
+    def change_spec(self, spec: Any) -> None:
+        """Go on with another spec."""
+        self.set_spec(spec)
+
     def own_spec(self) -> Any:
         """Returns the spec that ``set_spec`` got; within ``torch.compile`` its text."""
         return self._spec

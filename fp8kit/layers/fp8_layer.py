@@ -134,6 +134,10 @@ class FP8Layer(Layer):
         self._last: Any = None  # the frontend's: the operation of the last call
         self._weights: WeightCache | None = None
 
+    def change_spec(self, spec: Any) -> None:
+        super().change_spec(spec)
+        self._forget()
+
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
         known = ("_fp8", "_binding", "_last", "_weights", "_own")

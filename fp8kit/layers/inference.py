@@ -60,7 +60,8 @@ class InferenceParams(NamedWell):
     * ``num_heads_kv`` g, ``head_dim_k`` d, ``head_dim_v`` (None: d), ``dtype``: of the caches; None: as each
       layer's own.
     * ``is_paged``: False gives every sequence room for ``max_sequence_length`` at once; True hands out pages
-      of ``page_size`` tokens, as sequences grow, of which there are ``total_num_pages``.
+      of ``page_size`` tokens, as sequences grow, of which there are ``total_num_pages``. Both are ignored
+      with False.
     * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: a class of the
       program's own that keeps keys and values, a subclass of Transformer Engine's ``KVCacheManager``; PyTorch
       only, UnsupportedError otherwise.
@@ -96,8 +97,8 @@ class InferenceParams(NamedWell):
     ) -> None:
         check(_OP, self.constructor_rules, locals())
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
-            if (value is None) == bool(is_paged):
-                raise ArgumentError(_OP, name, value, "a positive int with is_paged=True, None without")
+            if is_paged and value is None:
+                raise ArgumentError(_OP, name, value, "a positive int with is_paged=True")
         self.is_paged, self.qkv_format, self.input_qkv_format = bool(is_paged), qkv_format, qkv_format
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
@@ -105,8 +106,9 @@ class InferenceParams(NamedWell):
         self.dtype = None if dtype is None else parameter_dtype("InferenceParams", "dtype", dtype)
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         # without pages, one page holds a whole sequence
-        self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
-        self.page_size = self.max_sequence_length if page_size is None else page_size
+        self.total_num_pages, self.page_size = self.max_batch_size, self.max_sequence_length
+        if is_paged and total_num_pages is not None and page_size is not None:
+            self.total_num_pages, self.page_size = total_num_pages, page_size
         self._caches: dict[int, Cache] = {}
         self._buffers: dict[int, Any] = {}  # of a step, by its number of sequences
         self._recorded: set[int | None] = set()  # layers of which a graph takes the steps

@@ -15,6 +15,7 @@ from fp8kit.arrays import Shape
 from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.layers.arguments import size
 from fp8kit.layers.base import Layer
+from fp8kit.layers.fields import SpecField
 from fp8kit.ops.norm import NormSpec, norm
 
 # inputs of an operation that begins with a norm -> the parameters of its layer
@@ -48,6 +49,8 @@ class Norm(Layer):
     """What ``LayerNorm`` and ``RMSNorm`` share."""
 
     layer_name: ClassVar[str]
+    eps = SpecField("epsilon")
+    zero_centered_gamma = SpecField("zero_centered_gamma")
     weight: Any
     bias: Any
     normalized_shape: Shape

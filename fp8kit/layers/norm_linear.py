@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8kit.errors import ArgumentError
 from fp8kit.layers.base import Init, branch_of
+from fp8kit.layers.fields import SpecField
 from fp8kit.layers.linear import LinearBase
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -23,6 +24,8 @@ class LayerNormLinear(LinearBase):
     """
 
     layer_name = "LayerNormLinear"
+    eps = SpecField("norm", "epsilon")
+    zero_centered_gamma = SpecField("norm", "zero_centered_gamma")
     operation = norm_linear
     calibration_options = {"return_norm": True}  # noqa: RUF012
 

@@ -11,6 +11,7 @@ from fp8kit.arguments import shown, without_unknown
 from fp8kit.backends.activation import ALL
 from fp8kit.errors import ArgumentError, UnsupportedError
 from fp8kit.layers.base import Branch, Init, branch_of
+from fp8kit.layers.fields import SpecField
 from fp8kit.layers.norm import NORM_INPUTS, add_norm
 from fp8kit.layers.parallel import ParallelLayer
 from fp8kit.ops.activation import activation, activation_numbers
@@ -52,12 +53,14 @@ class LayerNormMLP(ParallelLayer):
     """
 
     layer_name = "LayerNormMLP"
+    activation = SpecField("activation")
+    eps = SpecField("norm", "epsilon")
+    zero_centered_gamma = SpecField("norm", "zero_centered_gamma")
     operation = norm_mlp
     gemms = ("fc1_", "fc2_")
     calibration_options = {"return_norm": True}  # noqa: RUF012
     hidden_size: int
     ffn_hidden_size: int
-    activation: str
     checkpoint: bool
     smooth_swiglu: str | None
     input_layernorm: bool
@@ -108,7 +111,7 @@ class LayerNormMLP(ParallelLayer):
         arguments = self.checked(locals())
         self.keep(
             arguments,
-            """hidden_size ffn_hidden_size activation checkpoint return_bias return_layernorm_output
+            """hidden_size ffn_hidden_size checkpoint return_bias return_layernorm_output
             fuse_wgrad_accumulation smooth_swiglu input_layernorm return_layernorm_output_gathered name""",
         )
         self.take_parallel(

@@ -91,8 +91,7 @@ class ParallelLayer(Grouped, FP8Layer):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         super().set_tensor_parallel_group(tp_group)
-        self.set_spec(self._spec)
-        self._forget()
+        self.change_spec(self._spec)
 
     def check_split(self, fp8_output: Any, fp8_grad: Any) -> None:
         if self.ranks is None:

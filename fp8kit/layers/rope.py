@@ -28,7 +28,7 @@ class RotaryPositionEmbedding(Layer):
       ``apply_rotary_pos_emb``.
     * ``seq_len_interpolation_factor`` f with ``pretrained_max_position_embeddings`` P: positions are divided
       by f, or by max_seq_len / P where max_seq_len exceeds P f (Chen et al., Position Interpolation, 2023).
-      Both or neither.
+      P alone changes nothing, as in Transformer Engine.
     * ``device``: where the angles are made; None as for parameters.
     """
 
@@ -56,8 +56,8 @@ class RotaryPositionEmbedding(Layer):
         )
         op = self.layer_name
         number(op, "rotary_base", rotary_base, float(_FLOAT32.max), above=float(_FLOAT32.tiny))
-        if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
-            wanted = "both or neither of it and pretrained_max_position_embeddings"
+        if pretrained_max_position_embeddings is None and seq_len_interpolation_factor is not None:
+            wanted = "pretrained_max_position_embeddings with it"
             raise ArgumentError(
                 op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted
             )

@@ -11,6 +11,8 @@ from fp8kit.errors import ArgumentError, on_behalf_of
 from fp8kit.layers.attention_base import AttentionBase
 from fp8kit.layers.attention_inputs import CROSS_DEFAULTS, core_options, sequence_starts, want_no_encoder
 from fp8kit.layers.base import Init, child_name, picked
+from fp8kit.layers.dot_product_attention import NO_WINDOW
+from fp8kit.layers.fields import PartField
 from fp8kit.layers.residual import residual_sum, want_arrangement
 from fp8kit.ops.drop_path import drop_path
 from fp8kit.ops.dropout_add import add, dropout_add
@@ -107,6 +109,11 @@ class TransformerLayer(AttentionBase):
     """
 
     layer_name = "TransformerLayer"
+    self_attn_mask_type = PartField("self_attention", "attn_mask_type")
+    window_size = PartField("self_attention", "window_size", NO_WINDOW)
+    bottom_right_diagonal = PartField("self_attention", "bottom_right_diagonal")
+    softcap = PartField("self_attention", "softcap", others=("inter_attention",))
+    layer_number = PartField("self_attention", "layer_number")
     hidden_size: int
     hidden_dropout: float
     drop_path_rate: float
@@ -187,7 +194,7 @@ class TransformerLayer(AttentionBase):
         arguments, op, make = self.checked(locals()), self.layer_name, self.frontend
         self.keep(
             arguments,
-            """hidden_size layer_type hidden_dropout drop_path_rate layer_number attn_input_format
+            """hidden_size layer_type hidden_dropout drop_path_rate attn_input_format
             parallel_attention_mlp apply_residual_connection_post_layernorm norm_position name""",
         )
         decoder = layer_type == "decoder"

@@ -21,6 +21,7 @@ LEARNED = 0.7  # nats/byte that both runs must end below the unigram entropy
 GAP = 0.02  # largest relative difference of the two validation losses
 PROMPT = b"def "
 SAMPLE_BYTES = 400
+SHOWN_BYTES = 100  # of the sample, on the screen
 RESULTS = ("loss.csv", "loss.png", "scales.csv", "scales.png", "fp8.safetensors", "sample.txt")
 
 
@@ -105,6 +106,7 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
     print(f"the FP8 model writes {SAMPLE_BYTES} bytes, for sample.txt", flush=True)
     sample = PROMPT + generate(fp8.model, PROMPT, SAMPLE_BYTES, fp8.recipe, seed=seed)
     (out / "sample.txt").write_bytes(sample)
+    print(f"it begins: {sample[:SHOWN_BYTES].decode(errors='replace')!r}", flush=True)
 
 
 def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, corpus: text.Corpus) -> str:
@@ -129,6 +131,8 @@ def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, co
         f"{'gap':18}{verdict.gap:>+16.2%}{gap}",
         f"{'unigram entropy':18}{verdict.unigram:16.4f}{entropy}",
     ]
+    if device.kind == "cpu":
+        lines += ["", "a CPU has no FP8 arithmetic: FP8 is emulated here, and takes longer than float32"]
     if not verdict.judged:
         why = "it shows that everything runs, not that it learns"
         lines += ["", f"{preset.name} is too short to be judged: {why}"]

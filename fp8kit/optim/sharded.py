@@ -19,7 +19,7 @@ from fp8kit.arguments import flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.collectives import Collectives
+from fp8kit.collectives import Collectives, want_ranks
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.optim.base import Group, Optimizer, state_views
@@ -92,10 +92,9 @@ class ShardedOptimizer(Loadable):
         name = "ShardedOptimizer"
         if not isinstance(kind, type) or not issubclass(kind, Optimizer):
             raise ArgumentError(name, "kind", repr(kind), "a class of optimisers, such as optim.AdamW")
-        for argument, given in (("ranks", ranks), ("tensor", tensor)):
-            if not isinstance(given, Collectives) and (argument == "ranks" or given is not None):
-                wanted = "a Collectives, such as distributed.init() gives"
-                raise ArgumentError(name, argument, type(given).__name__, wanted)
+        want_ranks(name, "ranks", ranks)
+        if tensor is not None:
+            want_ranks(name, "tensor", tensor)
         self.average = flag(name, "average", average)
         limit = integer(name, "bucket_bytes", bucket_bytes, 1)
         self.ranks, self.tensor = ranks, tensor

@@ -19,8 +19,8 @@ from fp8kit.testing.contract import Case, cases
 
 
 class Outcome(NamedTuple):
-    """What came of one case: ``verdict`` is "kept", "left" (CannotTake: the next implementation's) or
-    "broken", ``detail`` says why."""
+    """What came of one case: ``verdict`` is "kept", "declined" (CannotTake: the next
+    implementation's) or "broken", ``detail`` says why."""
 
     case: str
     verdict: str
@@ -50,11 +50,11 @@ class ContractReport:
         where = f"{self.impl.impl_id} ({self.impl.op_name}) on {self.device}"
         if self.missing:
             return f"{where}: NOT TESTED: {self.missing}"
-        kept, left, broken = map(self.count, ("kept", "left", "broken"))
+        kept, declined, broken = map(self.count, ("kept", "declined", "broken"))
         title = "BREAKS THE CONTRACT" if broken else "keeps the contract" if kept else "takes no case"
-        reasons = [f"left: {o.detail}" for o in self.outcomes if o.verdict == "left"]
+        reasons = [f"declined: {o.detail}" for o in self.outcomes if o.verdict == "declined"]
         failures = [f"broken: {o.case}: {o.detail}" for o in self.outcomes if o.verdict == "broken"]
-        numbers = f"{kept} cases kept, {left} left to others, {broken} broken"
+        numbers = f"{kept} cases kept, {declined} declined, {broken} broken"
         return "\n  ".join([f"{where}: {title}: {numbers}", *dict.fromkeys(reasons), *failures])
 
 
@@ -133,7 +133,7 @@ def _outcome(case: Case, kernels: Any, device: Device) -> Outcome:
     try:
         case.run(kernels, device)
     except CannotTake as reason:
-        return Outcome(str(case), "left", str(reason))
+        return Outcome(str(case), "declined", str(reason))
     except (AssertionError, Fp8kitError) as error:
         return Outcome(str(case), "broken", str(error).strip().split("\n")[0] or repr(error))
     except Exception as error:

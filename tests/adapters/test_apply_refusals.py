@@ -148,6 +148,19 @@ def test_an_operations_own_mistake_is_its_own():
         apply(Wrong(), SPEC, {"x": fk.tensor(X)})
 
 
+def test_an_operation_that_answers_nothing_is_told_so_first():
+    """Not that the inputs, of which its ``infer`` has looked at none, are unknown."""
+
+    class Silent(Gate):
+        name = "silent_gate"
+
+        def infer(self, spec, metas, needs):
+            return None
+
+    with pytest.raises(ArgumentError, match="infer: got None, expected a Signature"):
+        apply(Silent(), SPEC, {"x": fk.tensor(X), "slope": fk.tensor(SLOPE)})
+
+
 def test_what_infer_goes_through_is_no_unknown_input():
     """An operation that takes any names reads them all."""
 

@@ -116,7 +116,8 @@ def test_a_gemm_of_three_operands_is_named() -> None:
 
 
 def test_names_of_formats_and_of_fields() -> None:
-    assert Quantizer("E5M2") == Quantizer(formats.E5M2)  # type: ignore[arg-type]
+    for given in ("E5M2", "float8_e5m2", formats.float8_e5m2, formats.float8_e5m2.numpy):
+        assert Quantizer(given) == Quantizer(formats.E5M2)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"got 'E5M3', expected .* or the name of one; did you mean E5M2"):
         Quantizer("E5M3")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"got 'scaling', .* did you mean granularity"):

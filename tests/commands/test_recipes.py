@@ -358,6 +358,10 @@ def test_text_has_every_operand(capsys):
     assert lines[1] == "x normal, w normal, g normal; 8 x 32 to 16; float32, seed 0"
     assert sum("E4M3 by mx_1x32" in line for line in lines) == 6
     assert [line.split()[0] for line in lines[-3:]] == ["y", "dx", "dw"]
+    said = ran(capsys, "check", "nvfp4", "--shape", "16", "32", "16", "--device", "cpu")
+    cast = "E2M1 by nvfp4_1x16, "  # of g twice, and of x as wgrad reads it
+    words = "8 random bits", "8 random bits, hadamard 16, signs te ", "hadamard 16, signs te "
+    assert [said.count(cast + more) for more in words] == [2, 1, 1]
 
 
 def test_arrays_that_do_not_fit_are_refused():

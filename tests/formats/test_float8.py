@@ -18,7 +18,8 @@ from fp8kit.backends.dispatch import CannotTake
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import Float8Tensor, quantize
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
-from fp8kit.testing.compare import assert_close, sum_slack
+from fp8kit.quantized_array import QuantizedArray
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 
 TILES = {
     "tensor": (0, 0),
@@ -100,6 +101,19 @@ def test_stochastic_repeats_and_differs():
     ).all()
 
 
+def test_formats_by_name_and_by_dtype():
+    """Of an array, and of codes from elsewhere; a dtype that has no codes is refused."""
+    x = np.linspace(-3, 3, 64, dtype=np.float32)
+    want = quantize(x, E5M2)
+    for given in ("E5M2", ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2), formats.float8_e5m2):
+        assert_same_bits("codes", quantize(x, given).data, want.data)
+        assert QuantizedArray(want.data, want.scale_inv, given).format is E5M2
+    assert quantize(x, ml_dtypes.float4_e2m1fn, scaling="nvfp4_1x16").format is E2M1
+    for given, said in (("E5M3", r"; did you mean E5M2\?"), (np.float32, ""), (np.zeros(2), "")):
+        with pytest.raises(FormatError, match=f"format: got .*, or the name of one{said}$"):
+            quantize(x, given)
+
+
 def test_saturate_and_user_format():
     x = np.array([[1e9, -np.inf, np.nan, 1.0]], np.float32)
     assert quantize(x, E5M2, scale=1.0, saturate=False).data.tolist() == [[0x7C, 0xFC, 0x7F, 0x3C]]
@@ -118,6 +132,31 @@ def test_stays_in_its_library(make):
         assert type(part) is type(x)
     np.testing.assert_array_equal(np.asarray(q.data), quantize(np.asarray(x)).data)
     np.testing.assert_array_equal(np.asarray(q.dequantize()), quantize(np.asarray(x)).dequantize())
+
+
+class Mine(torch.Tensor):
+    """A program's own class."""
+
+
+class MyArray(np.ndarray):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("make", "library"),
+    [
+        (lambda x: torch.from_numpy(x).as_subclass(Mine), torch.Tensor),
+        (lambda x: x.view(MyArray), np.ndarray),
+    ],
+    ids=["torch", "numpy"],
+)
+def test_arrays_of_a_class_of_ones_own_are_their_librarys(make, library):
+    x = _x(32, 64)
+    for scaling in ("tensor", "mx_1x32"):
+        found, wanted = (quantize(each, scaling=scaling) for each in (make(x), x))
+        for array in (found.data, found.dequantize()):
+            assert isinstance(array, library)
+        np.testing.assert_array_equal(np.asarray(found.data), wanted.data)
 
 
 def test_zero_copy():
@@ -266,7 +305,7 @@ def test_slices_keep_their_scales():
         (FormatError, "rng", lambda: quantize(_x(4, 4), rounding="stochastic")),
         (FormatError, "rng", lambda: quantize(_x(4, 4), rng=(1, 2))),
         (FormatError, "no Inf and no NaN", lambda: quantize(_x(4, 4), E2M1, saturate=False)),
-        (FormatError, "E4M3", lambda: quantize(_x(4, 4), "E4M3")),
+        (FormatError, "E4M4", lambda: quantize(_x(4, 4), "E4M4")),
         (ShapeError, "matmul", lambda: quantize(_x(4, 4)) @ quantize(_x(4, 5)).T),
         (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),
         (ShapeError, "2 dimensions", lambda: quantize(_x(4)).T),

@@ -449,7 +449,7 @@ def test_a_file_that_stands_for_nothing_is_refused(
     own_folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text, said in (
-        ("a.cu", "int x;", "a.cu: its functions (none) are not the functions of any source"),
+        ("a.cu", "int x;", "a.cu: its functions (none) are not the functions of any source; a kernel begins"),
         ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
         ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "b.cu: rope: the parameters are not those that"),
         ("d.cu", '#include "no.cuh"\n', "d.cu: header 'no.cuh' is neither"),

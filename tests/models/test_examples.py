@@ -18,6 +18,7 @@ from fp8kit.raw_kernels import manifest
 from tests.support.examples import EXAMPLES, HALF_STEP, numbers
 
 LINES = 120
+FLAX = "install it, in a checkout of fp8kit, with: pip install '.[flax]'"  # flax brings optax
 
 
 def test_examples_are_numbered_documented_and_short():
@@ -47,18 +48,19 @@ def test_bad_arguments_are_one_line(stem, words, said, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("number", "extra", "absent"),
-    [(17, "test", "transformers"), (18, "test", "optax"), (19, "test", "optax"), (21, "flax", "flax")],
+    ("number", "absent", "cure"),
+    [
+        (17, "transformers", "install it with: pip install transformers"),
+        *((number, "optax", FLAX) for number in (18, 19, 26, 28)),
+        (21, "flax", FLAX),
+    ],
 )
-def test_a_package_that_is_missing_is_one_line(number, extra, absent, monkeypatch):
+def test_a_package_that_is_missing_is_one_line(number, absent, cure, monkeypatch):
     path = EXAMPLES[number - 1]
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
-    assert stopped.value.code == (
-        f"{path.name} needs {absent}, not installed here; "
-        f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'"
-    )
+    assert stopped.value.code == f"{path.name} needs {absent}, not installed here; {cure}"
 
 
 def test_quantize(printed):
@@ -264,6 +266,7 @@ def test_torch_moe_gpt(printed):
     assert max(last) < min(first) - 1  # 5.7 is that of a guess; steps of both trainings take it below 4.5
     assert abs(last[0] - last[1]) < 0.1
     assert len(re.findall("experts take from", text)) == 2
+    assert max(numbers(r"to ([\d.]+) of the tokens", text)) < 0.25  # of experts that are used alike 0.125
 
 
 @pytest.mark.programs

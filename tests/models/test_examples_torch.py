@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import sys
 
 import pytest
 
-from tests.support.examples import HALF_STEP, numbers
+from fp8kit.errors import ArgumentError
+from tests.support.examples import EXAMPLES, HALF_STEP, numbers
 
 
 def test_quick_start(printed):
@@ -55,3 +58,12 @@ def test_packed_text(printed):
     assert first.startswith("def ")
     assert "\n    # " in first
     assert len(second) == len("    return ") + 24
+
+
+def test_mesh_of_more_ranks_than_there_are(monkeypatch):
+    """As ``fk.distributed.grid`` says it in the example of several ranks."""
+    path = EXAMPLES[26]
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), "2"])
+    with pytest.raises(ArgumentError, match="tensor: got 2, expected a divisor of 1, the number of ranks"):
+        runpy.run_path(str(path), run_name="__main__")

@@ -250,6 +250,8 @@ def test_demo_writes_its_results(tmp_path, capsys, monkeypatch, corpus):
         "unigram entropy",
         "gap",
         "tiny is too short to be judged",
+        "a CPU has no FP8 arithmetic: FP8 is emulated here, and takes longer than float32",
+        "it begins: 'def ",
         f"{verdict.fp8:.4f}",
     ):
         assert word in printed

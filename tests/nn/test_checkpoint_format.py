@@ -157,7 +157,7 @@ HOSTILE = {
         "a name that comes twice: 'a'",
     ),
     "deep": ("[" * 100_000, 0, "the header is no JSON object"),
-    "deep inside": (f'{{"a": {{"shape": {"[" * 1900}{"]" * 1900}}}}}', 8, "maximum recursion depth"),
+    "deep inside": (f'{{"a": {{"shape": {"[" * 1900}{"]" * 1900}}}}}', 8, "truncated or foreign ("),
     "a long number": ('{"a": ' + "9" * 10_000 + "}", 0, "the header is no JSON object"),
     "a long size": (
         f'{{"a": {{"shape": [{"9" * 3000}], "dtype": "F32", "data_offsets": [0, 8]}}}}',
@@ -186,13 +186,13 @@ def test_a_hostile_file_is_refused_by_name(tmp_path, name):
 
 def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "x"
-    fk.save(path, {"a": np.arange(10_000, dtype=np.float32)})
+    fk.save(path, {"a": np.arange(100_000, dtype=np.float32)})  # more than a file's buffer has read by then
     header = checkpoint_format._header
 
     def cut(file):
         found = header(file)
         with open(path, "r+b") as other:
-            other.truncate(20_000)
+            other.truncate(200_000)
         return found
 
     monkeypatch.setattr(checkpoint_format, "_header", cut)

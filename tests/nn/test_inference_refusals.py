@@ -23,7 +23,7 @@ MAKE = {
     "max_batch_size": ({"max_batch_size": 0}, "max_batch_size: got 0"),
     "qkv_format": ({"qkv_format": "hsbd"}, "qkv_format: got 'hsbd', expected one of sbhd, bshd, thd"),
     "page_size": ({"is_paged": True, "total_num_pages": 4}, "page_size: missing"),
-    "not_paged": ({"page_size": 4}, "page_size: got 4, expected a positive int with is_paged=True"),
+    "no_page": ({"page_size": 0}, "page_size: got 0"),
     "manager": ({"custom_cache_manager": "mine"}, "custom_cache_manager: got 'mine'"),
     "dtype": ({"dtype": "float64"}, "float64"),
 }

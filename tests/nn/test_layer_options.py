@@ -15,6 +15,7 @@ from tests.support.products import f64
 
 S, OTHER, B, H, HEADS = 7, 9, 2, 32, 4
 BASE = {"hidden_size": H, "num_attention_heads": HEADS, "attention_dropout": 0.0}
+MASKS = ({}, {"self_attn_mask_type": "no_mask", "window_size": (2, 2)})
 LAYER = BASE | {"ffn_hidden_size": 48, "hidden_dropout": 0.0, "activation": "silu"}
 
 
@@ -181,3 +182,33 @@ def test_unknown_options_are_type_errors():
     ):
         with pytest.raises(TypeError, match=f"{type(kind).__name__}.*window"):
             kind(X, window=(1, 1))
+
+
+NORMED = {
+    nn.LayerNorm: {"hidden_size": H},
+    nn.RMSNorm: {"hidden_size": H},
+    nn.LayerNormLinear: {"in_features": H, "out_features": H},
+    nn.LayerNormMLP: {"hidden_size": H, "ffn_hidden_size": H},
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+def test_what_is_set_later_holds_from_the_next_call_on(kind, device):
+    layer = make(kind, device, "float32", **NORMED[kind])
+    made = make(kind, device, "float32", **NORMED[kind], eps=0.5)
+    x = tensor(draw(1, (S, H), "float32"), device=device)
+    layer(x)
+    layer.eps = 0.5
+    assert layer.eps == made.eps == 0.5
+    assert_same_bits("y", f64(layer(x)), f64(made(x)))
+    with pytest.raises(Fp8kitError, match="eps: got -1"):
+        layer.eps = -1.0
+
+
+def test_masks_that_are_set_later_are_the_core_attentions(device):
+    layer, made = (make(nn.TransformerLayer, device, "float32", **LAYER, **more) for more in MASKS)
+    x = tensor(draw(1, (S, B, H), "float32"), device=device)
+    layer(x)
+    layer.self_attn_mask_type, layer.window_size = "no_mask", (2, 2)
+    assert layer.self_attention.attn_mask_type == "no_mask"
+    assert_same_bits("y", f64(layer(x)), f64(made(x)))

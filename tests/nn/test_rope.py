@@ -102,6 +102,8 @@ def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
     assert_same_bits("factor", stretched(33).numpy()[::4], plain(9).numpy())
     longer = stretched(128).numpy()[:, 0, 0, 0]  # beyond 4 * 16: spread over 16 positions
     assert_close("beyond", longer, np.arange(128) / 8, "float32", 2 * U * 16)
+    alone = nn.RotaryPositionEmbedding(8, pretrained_max_position_embeddings=4, device="cpu")
+    assert_same_bits("no factor", alone(12).numpy(), plain(12).numpy())
     base = nn.RotaryPositionEmbedding(8, rotary_base=100.0, device="cpu")(3).numpy()[2, 0, 0, :4]
     assert_close("base", base, 2 * speeds(8, 100.0), "float32", 8 * U)
 
@@ -209,7 +211,7 @@ def test_wrong_arguments_are_refused_in_infer(name):
         (lambda: nn.RotaryPositionEmbedding(8, rotary_base=0.0), ["rotary_base"]),
         (
             lambda: nn.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2),
-            ["seq_len_interpolation_factor", "both"],
+            ["seq_len_interpolation_factor", "pretrained_max_position_embeddings"],
         ),
         (
             lambda: nn.apply_rotary_pos_emb(

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn, optim, recipe
+from fp8kit import distributed, nn, optim, recipe
 from fp8kit.collectives import FakeCollectives
 from fp8kit.distributed import all_reduce, grid, own_state, reduce_sequence_parallel_gradients, whole_state
 from fp8kit.errors import ArgumentError, CheckpointError, UnsupportedError
 from fp8kit.recipes import NAMED
+from fp8kit.settings import Place
 from fp8kit.testing.compare import assert_same_bits
 
 PACKED = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
@@ -327,3 +329,29 @@ def test_a_group_that_is_none_is_refused():
     with pytest.raises(fk.RecipeError, match="amax_reduction_group: got 'all'"):
         fk.autocast(amax_reduction_group="all")
     assert copy.deepcopy(model().self_attention.proj.weight).partition_dim is None
+
+
+def test_what_is_no_ranks_is_refused():
+    for given in (2, "all", None):
+        with pytest.raises(ArgumentError, match=r"grid: ranks: got \w+, expected a Collectives"):
+            grid(given)
+
+
+def test_a_process_says_that_it_waits_for_the_others(monkeypatch):
+    waiting = threading.Event()
+
+    def connect(place, device, timeout):
+        assert waiting.wait(10)
+        return FakeCollectives(1).run(lambda ranks: ranks)[0]
+
+    monkeypatch.setattr(distributed, "PATIENCE", 0.01)
+    monkeypatch.setattr(distributed.settings, "place", lambda: Place(1, 2, address="there", port=7))
+    monkeypatch.setattr(distributed, "everyone", lambda: None)
+    monkeypatch.setattr(distributed, "set_everyone", lambda ranks: None)
+    monkeypatch.setattr(distributed.importlib, "import_module", lambda name: SimpleNamespace(connect=connect))
+    monkeypatch.setattr(distributed.log, "warning", lambda *said: (told.append(said), waiting.set()))
+    told = []
+    distributed.init("gloo", "cpu", timeout=30)
+    assert told[0][0] % told[0][1:] == (
+        "distributed.init: rank 1 of 2 waits for the others at there:7, for at most 30 s"
+    )

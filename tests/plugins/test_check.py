@@ -25,16 +25,16 @@ def test_what_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     count = sum(case.kernel == "add" for case in cases())
     report = check_implementation(Engine("acme", ["add"]).impls[0])
     assert report.ok
-    assert (report.count("kept"), report.count("left"), report.count("broken")) == (count, 0, 0)
+    assert (report.count("kept"), report.count("declined"), report.count("broken")) == (count, 0, 0)
     assert (
         capsys.readouterr().out
-        == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 left to others, 0 broken\n"
+        == f"acme.add (add) on cpu: keeps the contract: {count} cases kept, 0 declined, 0 broken\n"
     )
     half = Engine("half", ["add"], supported_dtypes=frozenset({"float16"})).impls[0]
     report, said = check(half)
     assert report.ok
-    assert 0 < report.count("left") < count
-    assert "left: dtype float32 of a is not among float16" in said
+    assert 0 < report.count("declined") < count
+    assert "declined: dtype float32 of a is not among float16" in said
 
 
 def test_what_breaks_it() -> None:
@@ -59,7 +59,7 @@ def test_what_breaks_it() -> None:
     report, said = check(refusing("add", "not today"))
     assert not report.ok
     assert "takes no case" in said
-    assert "left: not today" in said
+    assert "declined: not today" in said
 
 
 def test_workspaces_are_the_implementations_own() -> None:

@@ -98,4 +98,4 @@ def test_it_keeps_the_contract(installed: Path, python: Run) -> None:
     said = python("-m", "fp8kit", "plugins", "check", "numba", paths=(installed,)).stdout
     assert "5 of 5 keep the contract" in said
     assert "numba.column_sum_workspace (column_sum_workspace) on cpu: keeps the contract" in said
-    assert "left: one amax for the whole array only" in said
+    assert "declined: one amax for the whole array only" in said

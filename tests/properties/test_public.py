@@ -57,6 +57,7 @@ ELSEWHERE = {
     "numerics.Codes": "a tuple that collect looks into; tests/numerics/test_statistics.py",
     "numerics.Needs": "what request returns; tests/numerics/test_statistics.py",
     "optim.ShardedOptimizer": "takes a group of ranks; tests/nn/test_sharded_optimizer.py",
+    "formats.number_format": "what quantize and Quantizer ask; tests/formats/test_float8.py",
     "DType": "compared by identity; the instances of the table are the only ones",
     "testing.check_implementation": "a checker; tests/plugins/test_check.py",
     "testing.ContractReport": "what it returns",

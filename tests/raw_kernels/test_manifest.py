@@ -96,7 +96,7 @@ def test_headers_are_found_through_headers(sources: Path) -> None:
         ("// functions: f\n" + KERNEL.format("f", "float p, i64 n"), "neither a pointer"),
         ("// functions: f\n// variants: T\n" + KERNEL.format("f", ""), "is not KEY=value"),
         ("// functions: f\n// variants: A B=1 2,3\n" + KERNEL.format("f", ""), "KEY KEY=value value"),
-        ("// functions: f\n// variants: T=a,a\n" + KERNEL.format("f", ""), "must not repeat"),
+        ("// functions: f\n// variants: T=a,a\n" + KERNEL.format("f", ""), "lists a variant twice"),
     ],
 )
 def test_contradictions_are_refused(sources: Path, text: str, said: str | None) -> None:

@@ -78,8 +78,9 @@ def _of_heads(mask: Any, groups: int, each: int) -> Any:
 
 class DotProductAttention(NamedWell, EitherCase):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d)
-    with ``transpose_batch_sequence``; value's d may be another. ``scale_factor`` None: 1 / sqrt(head_dim). No
-    parameter, but ``softmax_offset`` of softmax "learnable".
+    with ``transpose_batch_sequence``; value's d may be another. Within a shard_map heads may be a part of
+    ``num_attention_heads`` and ``num_gqa_groups``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter,
+    but ``softmax_offset`` of softmax "learnable".
 
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for
     queries and keys, or a ``fp8kit_jax.SequenceDescriptor``; other types do not read it. ``mask``, instead
@@ -176,6 +177,10 @@ class DotProductAttention(NamedWell, EitherCase):
         if len(layers) != count:
             wanted = f"{count}, with qkv_layout {self.qkv_layout!r}"
             raise ShapeError(op, "query, key and value", f"{len(layers)} arrays", wanted)
+        if jax.sharding.get_abstract_mesh().manual_axes:  # of a shard_map: a device may have a part of them
+            parts = heads // (layers[0].shape[-2] or heads)
+            if heads == parts * layers[0].shape[-2] and last % parts == 0:
+                heads, last = heads // parts, last // parts
         for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
             own = layers[at].shape[-1] if at == 2 else dim  # values have features of their own
             if layers[at].shape[-2:] != (most, own):

@@ -250,8 +250,10 @@ def quantizer_set(
     found = next((name for name in names if module.has_variable(name, f"x{postfix}_scale")), None)
     if found is None:
         found = names[0]
-        if not module.is_initializing() and not module.is_mutable_collection(found):
+        if not module.is_mutable_collection(found):
             wanted = "the variables that init makes within an autocast with DelayedScaling, passed to apply"
+            if module.is_initializing():
+                wanted = "an init that makes it: name it in variable_axes of a scan or vmap, or in mutable"
             raise RecipeError(kind, found, "none of this layer", wanted)
 
     def start(name: str) -> Any:

@@ -50,7 +50,11 @@ class CollectiveOpSet:
 
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
-        """Returns the set of a forward product and what belongs to it."""
+        """Returns the set of a forward product and what belongs to it. ArgumentError for what is no
+        CollectiveOp."""
+        if not isinstance(forward_collective_op, CollectiveOp):
+            got = shown(forward_collective_op)
+            raise ArgumentError("CollectiveOpSet.create", "forward_collective_op", got, "a CollectiveOp")
         return CollectiveOpSet(forward_collective_op, _BACK[forward_collective_op])
 
 

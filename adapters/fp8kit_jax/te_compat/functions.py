@@ -17,7 +17,12 @@ from fp8kit_jax.arguments import as_array
 from fp8kit_jax.flax.common import constrained, constrains
 from fp8kit_jax.grouped import grouped_dense as _grouped_dense
 from fp8kit_jax.quantizers import QuantizerSet, noop_quantizer_set
-from fp8kit_jax.te_compat.collectives import CollectiveOpSet, noop_collective_op_set, want_collectives
+from fp8kit_jax.te_compat.collectives import (
+    CollectiveOp,
+    CollectiveOpSet,
+    noop_collective_op_set,
+    want_collectives,
+)
 
 _Axes = Sequence[Any] | None
 _NORMS = {"layernorm": "layernorm", "layer_norm": "layernorm", "rmsnorm": "rmsnorm", "rms_norm": "rmsnorm"}
@@ -60,6 +65,26 @@ def dense(
     x, kernel = constrained(x, input_axes), constrained(kernel, kernel_axes)
     y = layers.dense(x, kernel, bias, contracting_dims, quantizer_set)
     return constrained(y, output_axes)
+
+
+def gemm(
+    lhs: Any,
+    rhs: Any,
+    bias: Any = None,
+    contracting_dims: Any = ((-1,), (0,)),
+    lhs_quantizer: Any = None,
+    rhs_quantizer: Any = None,
+    transpose_batch_sequence: bool = False,
+    collective_op: CollectiveOp = CollectiveOp.NONE,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> Any:
+    """``dense``, as ``transformer_engine.jax.cpp_extensions`` has it. UnsupportedError for quantizers of one
+    operand each."""
+    for name, given in (("lhs_quantizer", lhs_quantizer), ("rhs_quantizer", rhs_quantizer)):
+        if given is not None:
+            raise UnsupportedError("gemm", name, type(given).__name__, "None, and quantizer_set")
+    collectives = CollectiveOpSet.create(collective_op)
+    return dense(lhs, rhs, bias, contracting_dims, collective_op_set=collectives, quantizer_set=quantizer_set)
 
 
 def grouped_dense(*args: Any, quantizer_set: QuantizerSet = noop_quantizer_set, **kwargs: Any) -> Any:

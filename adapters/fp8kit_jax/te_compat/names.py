@@ -26,7 +26,7 @@ _SAME = {
     "checkpoint_policies": "fp8kit_jax.te_compat.policies",
     "cpp_extensions": "fp8kit_jax.te_compat.collectives fp8kit_jax.te_compat.functions",
     "cpp_extensions.attention": "fp8kit_jax.te_compat.attention",
-    "cpp_extensions.gemm": "fp8kit_jax.te_compat.collectives",
+    "cpp_extensions.gemm": "fp8kit_jax.te_compat.collectives fp8kit_jax.te_compat.functions",
     "cpp_extensions.misc": "fp8kit_jax.te_compat.sharding",
     "cpp_extensions.softmax": "fp8kit_jax.te_compat.functions",
     "dense": "fp8kit_jax.te_compat.functions",
@@ -98,6 +98,12 @@ class Finder(aliases.Finder):
         raise ModuleNotFoundError(f"{name}: {why}", name=name)
 
 
+def _hidden(module: str) -> bool:
+    """Whether a package has a function in the place of its module of that name: ``cpp_extensions.gemm``."""
+    above, _, last = module.rpartition(".")
+    return last in public_names().get(above, ()) and last in public_names()[module]
+
+
 def _module(name: str) -> ModuleType:
     """One of Transformer Engine's modules: what is here of its names, and what says why there is nothing."""
     made, inner = aliases.module(name), name.removeprefix(_BASE).lstrip(".")
@@ -105,7 +111,7 @@ def _module(name: str) -> ModuleType:
     made.__file__ = str(Path(__file__))
     for key in public_names()[name]:
         # of a package the modules in it come later
-        if f"{name}.{key}" not in public_names():
+        if f"{name}.{key}" not in public_names() or _hidden(f"{name}.{key}"):
             found = [part for part in parts if key in vars(part)]
             value = getattr(found[0], key) if found else aliases.refused(name, key, why_not(name))
             setattr(made, key, value)
@@ -137,7 +143,7 @@ def as_transformer_engine() -> ModuleType:
         whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     for name, module in made.items():
         above, _, last = name.rpartition(".")
-        if above:
+        if above and not (name in public_names() and _hidden(name)):
             setattr(made.get(above, whole), last, module)
     aliases.install(made, finder)
     return whole

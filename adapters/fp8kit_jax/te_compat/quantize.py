@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kit import recipes
-from fp8kit.arguments import integer, shown
+from fp8kit.arguments import choice, integer, shown
 from fp8kit.errors import RecipeError, UnsupportedError
 from fp8kit.recipe import DelayedScaling, Format, Recipe
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
@@ -127,6 +127,12 @@ def _recipe_of(mode: ScalingMode, forward: Any, backward: Any) -> Recipe | None:
 
 class QuantizerFactory:
     """Makes sets of quantizers."""
+
+    @staticmethod
+    def create(*arguments: Any, **named: Any) -> Any:
+        """UnsupportedError: there is no quantizer of one operand."""
+        wanted = "create_set, whose products cast their operands; fp8kit_jax.quantize casts one array"
+        raise UnsupportedError("QuantizerFactory.create", "quantizer", "of one operand", wanted)
 
     @staticmethod
     def create_set(
@@ -294,6 +300,20 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def get_supported_quantization_recipes() -> list[Recipe]:
     """One of each recipe that Transformer Engine's JAX has."""
     return [getattr(recipes, name)() for name in dict.fromkeys(_MODES.values())]
+
+
+def get_quantization_recipe(name: str) -> Recipe:
+    """Returns the recipe of Transformer Engine's JAX whose class has that name, by its defaults. RecipeError
+    for another name."""
+    known = {type(recipe).__name__: recipe for recipe in get_supported_quantization_recipes()}
+    return known[choice("get_quantization_recipe", "name", name, known, RecipeError)]
+
+
+def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
+    """(whether it works, why not) of a recipe by the name of its class: it does, on every device. RecipeError
+    for another name."""
+    get_quantization_recipe(recipe_name)
+    return True, ""
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:

@@ -20,9 +20,10 @@ from fp8kit.float8 import quantize
 from fp8kit.formats import E2M1, FORMATS
 from fp8kit.quantized_array import QuantizedArray
 from fp8kit.tiles import Rotation
+from fp8kit_torch import torch_compat
 from fp8kit_torch.checks import of_one, shown
 from fp8kit_torch.layer import next_rng
-from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt
+from fp8kit_torch.quantized_tensor import QuantizedTensor, rebuilt, taken
 from fp8kit_torch.te_compat.dtypes import DType, format_of, of_format
 from fp8kit_torch.te_compat.quantizers import Quantizer
 
@@ -81,6 +82,12 @@ class BlockTensor(QuantizedTensor):
             if (rows, columns)[1 - along]:
                 parts |= cls._side(name, values.detach().reshape(count, k), how, along, shape)
         return cls._made(parts, how, shape, values.dtype)
+
+    @classmethod
+    def rows_cast(cls, values: Tensor, how: Blocks) -> dict[str, Tensor]:
+        """The parts of h (rows, K) with the columns as the contraction. Any number of rows, but with square
+        blocks a multiple of one."""
+        return cls._side("rowwise", values.detach(), how, 1, tuple(values.shape))
 
     @staticmethod
     def _side(name: str, x: Tensor, how: Blocks, along: int, shape: Shape) -> dict[str, Tensor]:
@@ -176,6 +183,23 @@ class BlockTensor(QuantizedTensor):
                 made._parts[name] = part.view(*shape[:-1], part.shape[-1])
         return made  # type: ignore[no-any-return]
 
+    def taken_rows(self, places: Tensor) -> QuantizedTensor | None:
+        """Of a matrix whose rows are there."""
+        rows, (count, *_) = places.shape[0], self.shape
+        if "rowwise_data" not in self._parts or self.ndim != 2:
+            return None
+        sizes = {"rowwise_data": rows, "rowwise_scale_inv": -(-rows // _PAD[0]) * _PAD[0]}
+        if self._how.row_scaled:
+            sizes["rowwise_tensor_scale_inv"] = rows
+        parts = {
+            name: taken(part[:count], places, sizes[name]) if name in sizes else part.clone()
+            for name, part in self._parts.items()
+            if name.startswith("rowwise")
+        }
+        made = self._made(parts, self._how, (rows, self.shape[1]), self.dtype)
+        made._quantizer = self._quantizer
+        return made  # type: ignore[no-any-return]
+
     @property
     def _rowwise_data(self) -> Tensor | None:
         """The codes: MXFP8's uint8 of this shape, NVFP4's (..., K / 2), two in a byte."""
@@ -195,6 +219,16 @@ class BlockTensor(QuantizedTensor):
     def _columnwise_scale_inv(self) -> Tensor | None:
         """uint8: MXFP8's (rows / block, K) to multiples of (4, 128), NVFP4's (K, rows / block)."""
         return self._parts.get("columnwise_scale_inv")
+
+    def refill(self, parts: dict[str, Tensor]) -> None:
+        """Take over the values of ``parts``, unseen by autograd: backward reads what forward did."""
+        with torch.no_grad(), torch_compat.unseen_writes(tuple(self._parts.values())):
+            for name, part in self._parts.items():
+                if part is not parts[name]:
+                    part.copy_(parts[name])
+
+    def _get_quantizer(self) -> Any:
+        return _quantizer_of(self) if self._quantizer is None else self._quantizer
 
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
@@ -426,8 +460,28 @@ class NVFP4Quantizer(_BlockQuantizer):
         return (*shape[:-1], shape[-1] // 2)
 
     def get_columnwise_shape(self, shape: Any) -> Shape:
-        """(K, rows), which ``convert_shape_for_fp4`` halves."""
+        """(K, ...), which ``convert_shape_for_fp4`` halves: that of ``_columnwise_data`` for a matrix."""
         return super().get_columnwise_shape(shape)
+
+
+def _quantizer_of(held: BlockTensor) -> Quantizer:
+    """One that casts as a tensor was cast."""
+    how, usages = held._how, held.get_usages()
+    if how.mx:
+        dtype = of_format(FORMATS[how.format])
+        return MXFP8Quantizer(dtype, with_2d_quantization=how.square, **usages)
+    return NVFP4Quantizer(
+        **usages,
+        with_rht=bool(how.signs),
+        with_post_rht_amax=bool(how.signs),
+        with_2d_quantization=how.square,
+        stochastic_rounding=how.stochastic,
+        row_scaled_nvfp4=how.row_scaled,
+        nvfp4_use_4over6=how.rule.startswith("4over6"),
+        nvfp4_e4m3_max=int(how.most),
+        nvfp4_4over6_err_mode="MSE" if "mse" in how.rule else "MAE",
+        with_random_sign_mask=how.signs != "plus",
+    )
 
 
 def _rebuilt(

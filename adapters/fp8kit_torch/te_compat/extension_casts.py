@@ -71,8 +71,8 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 
 def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """The codes of the transposed matrix, uint8 (K, N) of (N, K); ``out``: where they are written."""
-    transposed = input.reshape(-1, input.shape[-1]).t().contiguous()
+    """The codes (..., K) with the last dimension first, uint8 (K, ...); ``out``: where they are written."""
+    transposed = input.movedim(-1, 0).contiguous() if input.ndim else input.clone()
     return transposed if out is None else out.copy_(transposed)
 
 

@@ -4,17 +4,18 @@ its scales and quantizers. Each is looked up when it is asked for."""
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import integer
+from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current
 from fp8kit.errors import ArgumentError
 from fp8kit.layer_recipes import CustomRecipe, QuantizerRole
 from fp8kit.recipe import Recipe
 from fp8kit_torch.availability import get_default_recipe
+from fp8kit_torch.operand_tensor import of_cached
 from fp8kit_torch.te_compat.recipe_quantizers import quantizer_of_operand
 
 _STATES = ("scaling_fwd", "scaling_bwd")
@@ -60,6 +61,39 @@ class Meta(dict[str, Any]):
         self.pop(key)
 
 
+class Workspaces(dict[str, Any]):
+    """A layer's weights as it has cast them for the micro-batches of a step, by name: "weight", "fc1_weight",
+    "weight0"... Once ``clear`` or another method has taken one out, the layer casts all anew."""
+
+    def __init__(self, layer: Any, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
+        self._layer = layer
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._layer.drop_workspaces()
+
+    def clear(self) -> None:
+        """Let the layer cast its weights anew."""
+        super().clear()
+        self._layer.drop_workspaces()
+
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+
+
+def _after(prefix: str, named: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name.removeprefix(prefix), each) for name, each in named.items() if name.startswith(prefix)]
+
+
+class ParamInitMeta(NamedTuple):
+    """How a parameter starts: ``init_fn``, and the slot of ``quantizers`` that casts it, None for one that
+    none does."""
+
+    init_fn: Any
+    fp8_meta_index: int | None
+
+
 class TransformerEngineState:
     """Of a layer whose GEMMs may run in FP8."""
 
@@ -75,6 +109,7 @@ class TransformerEngineState:
     # who reads the output, and the input's gradient, for ``get_quantizer_roles``
     output_quantizer_role: QuantizerRole | None = None
     grad_input_quantizer_role: QuantizerRole | None = None
+    _afresh = False  # see ``fp8_meta_tensors_initialized``
 
     # --- FP8 at the moment ----------------------------------------------------------------------------------
 
@@ -93,18 +128,37 @@ class TransformerEngineState:
 
     @property
     def fp8_initialized(self) -> bool:
-        """Whether it has run in FP8 with delayed scaling, or would run in FP8 now."""
+        """Whether it has run in FP8 with delayed scaling, or would run in FP8 now. Programs set it to False,
+        so that a layer is set up again: here each call sees to that."""
         return bool(self.fp8_meta) or self.fp8
+
+    @fp8_initialized.setter
+    def fp8_initialized(self, value: bool) -> None:
+        flag(type(self).__name__, "fp8_initialized", value)
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether there are scales and amax histories, in ``fp8_meta``."""
-        return bool(self.fp8_meta)
+        """Whether there are scales and amax histories, in ``fp8_meta``. Set to False: the next use makes new
+        ones, unless ``set_extra_state`` does so first."""
+        return bool(self.fp8_meta) and not self._afresh
+
+    @fp8_meta_tensors_initialized.setter
+    def fp8_meta_tensors_initialized(self, value: bool) -> None:
+        own: Any = self
+        self._afresh = not flag(type(self).__name__, "fp8_meta_tensors_initialized", value)
+        own._binding = None
 
     @property
     def primary_weights_in_fp8(self) -> bool:
-        """Whether its weights are held in FP8 alone (``quantized_model_init``)."""
+        """Whether its weights are held in FP8 alone: by ``quantized_model_init``, or because a program put
+        such parameters there. ArgumentError where somebody sets it to anything else."""
         return getattr(self, "_held", None) is not None
+
+    @primary_weights_in_fp8.setter
+    def primary_weights_in_fp8(self, value: bool) -> None:
+        if value is not self.primary_weights_in_fp8:
+            wanted = f"{self.primary_weights_in_fp8}, what its parameters are"
+            raise ArgumentError(type(self).__name__, "primary_weights_in_fp8", value, wanted)
 
     fp8_parameters = primary_weights_in_fp8
 
@@ -113,6 +167,47 @@ class TransformerEngineState:
         """Whether such weights keep the values they were cast from."""
         held = getattr(self, "_held", None)
         return held is not None and held.preserve
+
+    @property
+    def _fp8_workspaces(self) -> Workspaces:
+        """The weights that it keeps for later micro-batches (``is_first_microbatch``)."""
+        own: Any = self
+        held, found = own._weights, dict(own._workspaces)
+        for prefix, weights in self._by_gemm() if held is not None else ():
+            parts = {f"w{name}": part for name, part in _after(f"{prefix}w", held.arrays)}
+            number = prefix[:-1]
+            name = f"weight{number}" if number.isdigit() else f"{prefix}weight"
+            if parts:
+                found[name] = of_cached(held.key, parts, weights)
+        return Workspaces(self, found)
+
+    @_fp8_workspaces.setter
+    def _fp8_workspaces(self, found: Mapping[str, Any]) -> None:
+        self.drop_workspaces()
+
+    def _by_gemm(self) -> list[tuple[str, list[Tensor]]]:
+        """The prefix of each GEMM's names, and its weights."""
+        inputs = self.weight_inputs()
+        return [
+            (prefix, [weight for _, weight in _after(f"{prefix}weight", inputs)]) for prefix in self.gemms
+        ]
+
+    def drop_workspaces(self) -> None:
+        """Cast the weights anew at the next call, also of a later micro-batch."""
+        own: Any = self
+        own._weights, own._workspaces = None, {}
+
+    @property
+    def param_init_meta(self) -> dict[str, ParamInitMeta]:
+        """How each of its parameters starts, and which slot of ``quantizers`` casts it."""
+        own: Any = self
+        slots = {
+            id(weight): 3 * i + 1 for i, (_, weights) in enumerate(self._by_gemm()) for weight in weights
+        }
+        return {
+            name: ParamInitMeta(own._inits.get(name), slots.get(id(parameter)))
+            for name, parameter in own.named_parameters(recurse=False)
+        }
 
     def _scope(self) -> Any:
         state = current()

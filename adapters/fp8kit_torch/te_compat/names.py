@@ -1,7 +1,8 @@
 """``as_transformer_engine``: programs written for Transformer Engine import this frontend under that name.
 
-The modules within ``transformer_engine.pytorch`` are attributes of the frontend as it is imported
-(``te.quantization``, ``te.ops``); only the call makes names in ``sys.modules``. Nothing but names changes:
+The modules within ``transformer_engine.pytorch`` are modules of the frontend as it is imported
+(``te.quantization``, ``fp8kit_torch.ops``); only the call makes other names in ``sys.modules``. Nothing but
+names changes:
 ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``, and modules say so in ``__module__``.
 
 From then on every public name of Transformer Engine 2.20 (``public_names.txt``) can be imported, in whatever
@@ -203,12 +204,14 @@ class Finder(aliases.Finder):
 
 def modules_within(top: ModuleType) -> dict[str, ModuleType]:
     """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which
-    stands for it."""
+    stands for it, and importable from it where it has no module of that name (``fp8kit_torch.ops``)."""
     made = {
         name: _module(f"{_BASE}.{name}", map(importlib.import_module, targets.split()))
         for name, targets in _SAME.items()
     }
     _hang(top, made)
+    for name, module in made.items():
+        sys.modules.setdefault(f"{top.__name__}.{name}", module)
     return made
 
 
@@ -269,6 +272,9 @@ def as_transformer_engine() -> ModuleType:
         if inner != name and inner not in within:  # of which there is nothing but names
             within[inner] = _module(name, [])
             _hang(top, {inner: within[inner]} | {key: within[key] for key in within if inner.startswith(key)})
+    for name, module in within.items():  # what a program sets in one is there by either way to it
+        if isinstance(vars(top).get(name), ModuleType):
+            setattr(top, name, module)
     made = {module.__name__: module for module in (whole, common, recipe)} | {_BASE: top}
     made |= {f"{_BASE}.{name}": module for name, module in within.items()}
     parts = ("extension", "extension_casts", "extension_kernels", "extension_sequences")

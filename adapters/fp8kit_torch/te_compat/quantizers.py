@@ -22,7 +22,8 @@ from fp8kit.formats import E4M3
 from fp8kit.ops.product_block import BlockProduct
 from fp8kit.quantization import Quantizer as Rule
 from fp8kit_torch.checks import device as checked_device
-from fp8kit_torch.checks import shown, tensor
+from fp8kit_torch.checks import shown
+from fp8kit_torch.checks import tensor as checked
 from fp8kit_torch.collectives import ranks_of
 from fp8kit_torch.operand_tensor import MADE_BY, Float8Tensor, OperandTensor, scaled_as
 from fp8kit_torch.quantized_tensor import QuantizedTensor
@@ -59,18 +60,18 @@ class Quantizer:
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
-        """h (..., K), cast; over what ``out`` holds, where that is given. ``dtype``: of the values, None the
-        tensor's. The gradient passes through."""
+        """h (..., K), or of no dimension, cast; over what ``out`` holds, where that is given. ``dtype``: of
+        the values, None the tensor's. The gradient passes through."""
         if out is not None:
             return self.update_quantized(tensor, out)
-        _want(type(self).__name__, tensor)
+        checked(type(self).__name__, "tensor", tensor)
         return _Quantize.apply(  # type: ignore[no-any-return]
             tensor if dtype is None else tensor.to(dtype), self
         )
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
         """``quantize`` without a gradient. A subclass may change what is cast and call this one."""
-        values = _want(type(self).__name__, tensor).detach()
+        values = checked(type(self).__name__, "tensor", tensor).detach()
         if isinstance(values, QuantizedTensor):
             values = values.dequantize()
         if values.dtype not in FLOATS:
@@ -99,7 +100,7 @@ class Quantizer:
         operation = type(self).__name__
         if not isinstance(dst, QuantizedTensor):
             raise ArgumentError(operation, "dst", shown(dst), "a QuantizedTensor")
-        if _want(operation, src).shape != dst.shape:
+        if checked(operation, "src", src).shape != dst.shape:
             raise ShapeError(operation, "src", f"shape {tuple(src.shape)}", tuple(dst.shape))
         with torch.no_grad():
             dst.take_parts(self.parts_like(dst, src), noop_flag)
@@ -149,8 +150,8 @@ class Quantizer:
         """Nothing: the scale follows from each tensor itself."""
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether ``inp`` can be cast: any matrix can."""
-        return inp.ndim >= 1
+        """Whether ``inp`` can be cast: any tensor can."""
+        return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks gather codes of rows alone: nothing is gathered."""
@@ -162,8 +163,8 @@ class Quantizer:
 
     def get_columnwise_shape(self, rowwise_data_shape: Any) -> Shape:
         """Shape of ``_columnwise_data`` of a tensor of that shape: (K, ...)."""
-        *rows, k = rowwise_data_shape
-        return (k, math.prod(rows))
+        shape = tuple(rowwise_data_shape)
+        return shape[-1:] + shape[:-1]
 
     def onnx_quantize(self, tensor: Tensor) -> QuantizedTensor:
         """``quantize``."""
@@ -348,7 +349,7 @@ class Float8BlockQuantizer(OperandQuantizer):
         return self._rule("block_1x128", DType.kFloat8E4M3)
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the sizes are multiples of 128, which Transformer Engine wants; any matrix can be cast."""
+        """Whether the sizes are multiples of 128, which Transformer Engine wants; any tensor can be cast."""
         return inp.ndim >= 2 and not inp.shape[-1] % 128 and not inp.shape[:-1].numel() % 128
 
     def get_columnwise_shape(self, shape: Any) -> Shape:
@@ -357,8 +358,7 @@ class Float8BlockQuantizer(OperandQuantizer):
 
     def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
         """Shape of the scales of the rows, or of the columns, of a tensor of that shape."""
-        *leading, k = shape
-        rows = math.prod(leading)
+        rows, k = math.prod(shape[:-1]), math.prod(shape[-1:])
         rows, k = (k, rows) if columnwise else (rows, k)
         return BlockProduct.shapes(rows, k, self.rule())[1]  # type: ignore[return-value]
 
@@ -390,11 +390,5 @@ class _Quantize(torch.autograd.Function):
 
 
 def _want_one(operation: str, argument: str, value: Any) -> None:
-    if tensor(operation, argument, value).dtype != torch.float32 or value.numel() != 1:
+    if checked(operation, argument, value).dtype != torch.float32 or value.numel() != 1:
         raise ArgumentError(operation, argument, shown(value), "a float32 tensor (1,)")
-
-
-def _want(operation: str, value: Any) -> Tensor:
-    if tensor(operation, "tensor", value).ndim < 1:
-        raise ShapeError(operation, "tensor", "no dimension", "at least one")
-    return value  # type: ignore[no-any-return]

@@ -23,6 +23,7 @@ from fp8kit import arrays
 from fp8kit.accumulation import Accumulation
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends.protocol import KERNELS, SPECS, Kernels, KernelSpec, map_arrays, views
+from fp8kit.errors import ArgumentError
 from fp8kit.formats import HIGH_PRECISION, DType, float32, uint8
 from fp8kit.testing.compare import (
     ROUNDOFF,
@@ -279,9 +280,13 @@ def column_sums(x: Array) -> Expected:
 
 @functools.cache
 def kernel_test(kernel: str) -> KernelTest:
-    """How a kernel is tested. KeyError for one that works on no arrays."""
+    """How a kernel is tested. KeyError for one that works on no arrays; ArgumentError where its family's file
+    has no test of it."""
     module = importlib.import_module(f"{__name__}.{SPECS[kernel].family}")
     tests: dict[str, KernelTest] = {test.kernel: test for test in module.TESTS}
+    if kernel not in tests and SPECS[kernel].launches:
+        wanted = f"a KernelTest of it in TESTS of {module.__file__}"
+        raise ArgumentError("contract", "kernel", kernel, wanted)
     return tests[kernel]
 
 

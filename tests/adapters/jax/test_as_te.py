@@ -67,6 +67,9 @@ def test_names():
         from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
         assert te is transformer_engine.jax and te.flax.module.DenseGeneral is te.flax.DenseGeneral
         assert te.dense.dense.__module__.startswith("fp8kit_jax")
+        import transformer_engine.jax.cpp_extensions as tex
+        from transformer_engine.jax.cpp_extensions.gemm import CollectiveOp, gemm
+        assert tex.gemm is gemm and callable(gemm) and te.dense.__name__.endswith("jax.dense")
         assert te.MeshResource is fp8kit_jax.MeshResource
         assert importlib.metadata.version("transformer-engine") == whole.__version__ == "2.20.0"
         assert importlib.util.find_spec("transformer_engine") is not None

@@ -19,7 +19,7 @@ from fp8kit_jax.program import Program
 
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, AutogradError, BackendError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, PerLayer
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, PerLayer
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.adapters.jax import programs
 from tests.support.gate import GateSpec, gate
@@ -36,6 +36,36 @@ def test_a_users_operation_runs_and_subnormals_are_kept():
     assert np.asarray(got)[0] > 0
     # XLA's own threads flush still
     np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 0.5)(tiny)), 0)
+
+
+def test_a_jaxpr_says_what_is_multiplied():
+    """By JAX's short names of dtypes, which programs search for to see that they run in FP8."""
+    x, w = jnp.ones((32, 64)), jnp.ones((64, 32))
+
+    def step(x, w, recipe):
+        with fj.autocast(recipe is not None, recipe):
+            return fj.dense(x, w).sum()
+
+    for recipe, forward, backward in (
+        (None, "", ""),
+        (_CURRENT, "fprop f8_e4m3 * f8_e4m3", "dgrad f8_e5m2 * f8_e4m3, wgrad f8_e5m2 * f8_e4m3"),
+        (
+            MXFP8BlockScaling(backward_override="high_precision"),
+            "fprop f8_e4m3 by f8_e8m0 * f8_e4m3 by f8_e8m0",
+            "",
+        ),
+        (
+            NVFP4BlockScaling(True, True),
+            "fprop f4_e2m1 by f8_e4m3 * f4_e2m1 by f8_e4m3",
+            "dgrad f4_e2m1 by f8_e4m3 * f4_e2m1 by f8_e4m3, wgrad f4_e2m1 by f8_e4m3 * f4_e2m1 by f8_e4m3",
+        ),
+    ):
+        made = jax.make_jaxpr(jax.grad(step, (0, 1)), static_argnums=2)(x, w, recipe)
+        found = [eqn.params["program"] for eqn in made.eqns if eqn.primitive.name == "fp8kit_call"]
+        ends = [f": {words}" if words else "" for words in (forward, backward)]
+        want = [f"linear {face}{end}" for face, end in zip(("forward", "backward"), ends, strict=True)]
+        assert list(map(repr, found)) == want
+        assert all(f"program={line}" in str(made) for line in want)
 
 
 def test_a_users_operation_has_gradients_within_jit():

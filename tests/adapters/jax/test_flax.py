@@ -127,6 +127,13 @@ def test_a_layer_whose_state_was_not_made_says_so():
             layer.apply(variables, x)
         y, made = layer.apply(variables, x, mutable=[te.FP8_COLLECTION_NAME])  # there it may be made
         assert_same_bits("y", np.asarray(layer.apply(variables | made, x)), np.asarray(y))
+        axes = {"params": 0, "fp8_metas": 0}
+        scanned = nn.scan(lambda layer, x, _: (layer(x), None), axes, split_rngs={"params": True}, length=2)
+        stack = nn.init(lambda layer, x: scanned(layer, x, None), te_flax.DenseGeneral(32))
+        with pytest.raises(
+            RecipeError, match=r"_overwrite_with_gradient: .* variable_axes of a scan or vmap"
+        ):
+            jax.eval_shape(stack, jax.random.key(0), x)
 
 
 @combinations({"kind": LAYERS.keys()}, usual=["gqa"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import flax
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,10 @@ class Scanned(linen.Module):
         return stack(name="layers")(x, jnp.arange(LAYERS))[0]
 
 
+REFUSED = tuple(map(int, flax.__version__.split(".")[:3])) > (0, 12, 8)
+
+
+@pytest.mark.xfail(REFUSED, reason="Flax 0.12.12's linen.scan refuses every callback, as of jax.debug.print")
 def test_linen_scan():
     stacked = {"kernel": KERNELS, "bias": jnp.zeros((LAYERS, HIDDEN))}
     variables = {"params": {"layers": {"mlp": stacked}}}

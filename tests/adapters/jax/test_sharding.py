@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import flax as modules
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8kit.errors import ShapeError
 from fp8kit.testing import assert_same_bits
 from tests.support.combinations import combinations
 from tests.support.sharding import (
@@ -221,6 +223,51 @@ def test_directions_that_are_split_differently_drop_the_same_weights(first, seco
     kept = forward(*placed((Q, K, V), (SPLITS[first],) * 3))
     moved = jax.tree.map(lambda a: placed([a], [SPLITS[second] if a.ndim == 4 else ()])[0], kept)
     same_bits(back(moved, placed([g], [SPLITS[second]])[0]), want)
+
+
+@pytest.fixture
+def gspmd():
+    """JAX's former partitioner, which programs choose for Transformer Engine."""
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def test_gspmd_splits_alike(gspmd):
+    """A product, an MLP and attention, whose programs Shardy may have had before."""
+    args = draw(0, 8, 16, 64), jnp.ones(64), draw(1, 64, 2, 128) / 8, draw(2, 128, 64) / 16
+    check(
+        mlp,
+        (*args, draw(3, 2, 128), draw(4, 64), two("delayed")),
+        (ROWS, (), JOINED, ("tensor",), COLUMNS, (), ()),
+    )
+    check(fj.dense, (draw(0, 8, 16, 64), draw(1, 64, 48)), (("data", None, "tensor"), ("tensor",)))
+    check(fj.dot_product_attention, (Q, K, V), (HEADS,) * 3)
+    x, w = placed((draw(0, 8, 16, 64), draw(1, 64, 48)), (ROWS, COLUMNS))
+    assert jax.jit(fj.dense)(x, w).sharding.spec == P("data", None, "tensor")
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_under_shard_map_a_module_of_all_heads_takes_a_device_s(groups):
+    """As programs call Transformer Engine's module; three of four heads are nobody's part."""
+    module = modules.DotProductAttention(8, 4, groups, attn_mask_type="no_mask", scale_factor=0.25)
+    layers, heads = (
+        [draw(i, 8, 6, n, 8) for i, n in enumerate((4, groups, groups))],
+        P("data", None, "tensor"),
+    )
+    split = jax.shard_map(
+        lambda *layers: module.apply({}, *layers), mesh=mesh(), in_specs=(heads,) * 3, out_specs=heads
+    )
+    near(jax.jit(split)(*layers), module.apply({}, *layers))
+    odd = jax.shard_map(
+        lambda q, k, v: module.apply({}, q[:, :, :3], k, v),
+        mesh=mesh(),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    with pytest.raises(ShapeError, match=r"query: got shape \(2, 6, 3, 8\), expected \(..., 4, 8\)"):
+        jax.eval_shape(odd, *layers)
 
 
 def test_under_shard_map_a_device_draws_for_its_own_part():

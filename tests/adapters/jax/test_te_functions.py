@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from fp8kit_jax import flax as modules
-from fp8kit_jax.te_compat import attention, collectives, experts, functions, policies, quantize, sharding
+from fp8kit_jax.te_compat import attention, experts, functions, policies, quantize, sharding
 from fp8kit_jax.te_compat import modules as te_modules
 
 from fp8kit.errors import ArgumentError, Fp8kitError, RecipeError, UnsupportedError
@@ -338,18 +338,6 @@ def test_policies_know_products():
     calls = [saved for name, saved in asked if name == "fp8kit_call"]
     assert set(calls) == {True, False}
     assert not any(saved for name, saved in asked if name != "fp8kit_call")
-
-
-def test_collectives():
-    gather = collectives.CollectiveOpSet.create(collectives.CollectiveOp.ALL_GATHER)
-    assert gather.forward.is_all_gather
-    assert gather.backward.is_reduce_scatter
-    same_bits(functions.dense(X, W, None, DIMS, collective_op_set=gather), fj.dense(X, W, None, DIMS))
-    collectives.collective_gemm_bootstrap(8, 1, 7, 4, num_max_streams=3)
-    with pytest.raises(ArgumentError, match="tensor_parallel_size: got 3, expected a divisor of 8"):
-        collectives.collective_gemm_bootstrap(8, 1, 0, 3)
-    with pytest.raises(ArgumentError, match="collective_op_set"):
-        functions.dense(X, W, collective_op_set=None)
 
 
 def test_routers_words_and_formats():

@@ -3,6 +3,8 @@ values are the native ones after every step. Trees of the former collection."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -90,6 +92,62 @@ def test_a_transformer_layer_in_a_train_state_learns():
     ]
     assert len(histories) == 12
     assert all((np.asarray(history)[1:] > 0).all() for history in histories)
+
+
+@dataclasses.dataclass
+class Layer:
+    """As an ``equinox.Module`` is: a tree of arrays, of what JAX sees none, and of its own set."""
+
+    kernel: jax.Array
+    state: fj.QuantizerSet
+    name: str = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x):
+        return fj.dense(x, self.kernel, quantizer_set=self.state, name=self.name)
+
+
+jax.tree_util.register_dataclass(Layer)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_model_that_holds_its_states(recipe):
+    """Parameters by the optimiser, states by their next values: as where the two are arguments apart. A
+    recipe without states splits alike."""
+    x, kernels = draw(0, (16, 32)), [draw(i, (32, 32)) / 6 for i in (1, 2)]
+    sets = fj.create_set(RECIPES[recipe], 2)
+    model = [Layer(kernel, own, f"l{i}") for i, (kernel, own) in enumerate(zip(kernels, sets, strict=True))]
+    tx = optax.adamw(1e-2)
+
+    def loss(kernels, sets):
+        y = x
+        for kernel, own in zip(kernels, sets, strict=True):
+            y = fj.dense(y, kernel, quantizer_set=own)
+        return (y**2).mean()
+
+    @jax.jit
+    def apart(kernels, sets, moments):
+        gradients, sets = jax.grad(loss, (0, 1))(kernels, sets)
+        changes, moments = tx.update(gradients, moments, kernels)
+        return optax.apply_updates(kernels, changes), sets, moments
+
+    @jax.jit
+    def together(model, moments):
+        gradients = jax.grad(lambda model: (model[1](model[0](x)) ** 2).mean())(model)
+        (params, _), (gradients, states) = fj.split_states(model), fj.split_states(gradients)
+        changes, moments = tx.update(gradients, moments, params)
+        return fj.join_states(optax.apply_updates(params, changes), states), moments
+
+    params, states = fj.split_states(model)
+    assert len(jax.tree.leaves(params)) == 2
+    assert len(jax.tree.leaves(states)) == len(jax.tree.leaves(sets))
+    moments, own = tx.init(params), tx.init(kernels)
+    for _ in range(3):
+        model, moments = together(model, moments)
+        kernels, sets, own = apart(kernels, sets, own)
+    found = [layer.kernel for layer in model], tuple(layer.state for layer in model)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((kernels, sets)), strict=True):
+        assert_same_bits("leaf", np.asarray(a), np.asarray(b))
+    assert [layer.state.recipe for layer in model] == [RECIPES[recipe]] * 2
 
 
 def test_trees_of_the_former_collection_go_on():

@@ -12,6 +12,8 @@ from fp8kit_torch import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Linear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     TransformerLayer,
     autocast,
     quantized_model_init,
@@ -22,7 +24,7 @@ from torch.distributed import checkpoint
 
 from fp8kit.testing.compare import assert_same_bits
 from tests.adapters.torch import distributed_worker
-from tests.adapters.torch.distributed_worker import bits, follow, same_as_alone, shard
+from tests.adapters.torch.distributed_worker import bits, follow, same_as_alone, same_parts, shard
 
 
 def both(make):
@@ -52,6 +54,8 @@ def same_as_made_on_a_device(rank, world):
         (Float8CurrentScaling(), 64, 96),
         (DelayedScaling(amax_history_len=2), 64, 37),  # rows that processes do not divide
         (Float8BlockScaling(), 256, 512),
+        (MXFP8BlockScaling(), 64, 96),
+        (NVFP4BlockScaling(disable_stochastic_rounding=True), 64, 96),
     ):
 
         def make(device, recipe=recipe, sizes=(features, hidden)):
@@ -66,8 +70,7 @@ def same_as_made_on_a_device(rank, world):
         same_values(net, wanted)
         for layer, whole in zip(net, alone, strict=True):
             layer.unshard()
-            for name, part in layer.weight._operands().items():
-                assert_same_bits(f"{recipe} {name}", bits(part.clone()), bits(whole.weight._operands()[name]))
+            same_parts(recipe, layer.weight, whole.weight)
             layer.reshard()
         losses = follow(net, recipe, rank, features, 20)
         assert losses[-1] < losses[0], losses
@@ -90,7 +93,12 @@ def same_without_codes(rank, world):
 def trained_and_saved(rank, world):
     """The steps of Transformer Engine's example: masters in an optimiser, and a distributed checkpoint, which
     a network of ``to_empty`` continues from."""
-    recipe, place = DelayedScaling(), distributed_worker.PLACE
+    for recipe in (DelayedScaling(), MXFP8BlockScaling()):
+        trained_by(rank, recipe, f"{sys.argv[3]}/{recipe.short_name()}")
+
+
+def trained_by(rank, recipe, folder):
+    place = distributed_worker.PLACE
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
 
     def network():
@@ -119,7 +127,6 @@ def trained_and_saved(rank, world):
     optimizer = optimizer_of(net)
     losses = steps(net, optimizer, 5)
     assert losses[-1] < losses[0], losses
-    folder = f"{sys.argv[3]}/saved"
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint.save(state, checkpoint_id=folder)
     other = network()

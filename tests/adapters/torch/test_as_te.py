@@ -99,6 +99,32 @@ PARTS = {
             else:
                 raise AssertionError(name)
     """,
+    "what a program sets in a module is there by either way": """
+        import sys
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        import transformer_engine
+        for name, module in [*sys.modules.items()]:
+            if not name.startswith("transformer_engine.pytorch."):
+                continue
+            own = transformer_engine
+            for part in name.split(".")[1:]:
+                own = getattr(own, part)
+            assert own is module or callable(own), name  # newton_schulz is a function and a module
+        transformer_engine.pytorch.attention._SplitAlongDim = transformer_engine.pytorch.utils.SplitAlongDim
+        from transformer_engine.pytorch.attention import _SplitAlongDim
+        transformer_engine.pytorch.attention._attention_backends["backend_selection_requires_update"] = True
+        try:
+            from transformer_engine.pytorch.attention import anything
+        except ImportError:
+            pass
+        else:
+            raise AssertionError("anything")
+        try:
+            import transformer_engine.pytorch.module.anything
+        except ModuleNotFoundError as error:
+            assert "fp8kit_torch" in str(error), error
+    """,
     "names with an underscore that programs take": """
         import fp8kit_torch as ft
         ft.as_transformer_engine()

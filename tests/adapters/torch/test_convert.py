@@ -343,13 +343,14 @@ def test_a_conversion_of_nothing_is_told():
     plain = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
     with pytest.warns(
         UserWarning,
-        match=r"^convert: model: Sequential has no layer that was replaced: it computes as before$",
+        match=r"^convert: model: Sequential has no layer that was replaced: it computes as before; "
+        r"see te\.coverage\(model\)$",
     ) as found:
         assert convert(plain) is plain
     assert found[0].filename == __file__
     some = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.warns(
-        UserWarning, match=r"replaced; filter_fn left out 2 of its 2 modules: it computes as before$"
+        UserWarning, match=r"replaced; filter_fn left out 2 of its 2 modules: it computes as before; see te"
     ):
         convert(some, lambda module, name: False)
     assert type(some[0]) is nn.Linear

@@ -38,6 +38,16 @@ def test_layers_come_from_the_meta_device(place, tmp_path):
     run("tests.adapters.torch.meta_worker", WORLD, tmp_path, place, cases)
 
 
+@pytest.mark.programs
+def test_rows_that_three_processes_do_not_divide(tmp_path):
+    run(WORKER, 3, tmp_path, "cpu", ["loaded_unevenly"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_collectives_write_to_weights_in_fp8(place, tmp_path):
+    run("tests.adapters.torch.held_worker", WORLD, tmp_path, place, ["collectives", "first_of_ddp"])
+
+
 def test_what_is_no_group_is_refused():
     from fp8kit_torch import autocast
 

@@ -228,7 +228,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own, in forward mode
 @pytest.mark.parametrize("what", ["layer", "frozen", "operation"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_functions_are_named(name, what):
@@ -254,7 +254,7 @@ DELAYED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own, in forward mode
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize(
     ("kind", "name"), [*product(["Linear"], TRANSFORMS), *product([*DELAYED][1:], ["grad", "functionalize"])]

@@ -8,7 +8,14 @@ import io
 import fp8kit_torch as te
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -174,3 +181,54 @@ def test_accelerate_brings_weights_for_each_call(plain):
     x = torch.randn(8, 2, 64)
     with torch.no_grad(), te.autocast(recipe=CURRENT):
         assert_same_bits("y", model(x).numpy(), held_twin(plain)(x).numpy())
+
+
+ON_DEVICE = {"layer": "cpu", "head": "cpu"}
+OFFLOADS = {
+    "cpu_offload": lambda model, _: cpu_offload(model, "cpu"),
+    "disk_offload": lambda model, folder: disk_offload(model, folder, "cpu"),
+    "dispatch_model": lambda model, _: dispatch_model(model, ON_DEVICE, "cpu", force_hooks=True),
+    "dispatch_model, disk": lambda model, folder: dispatch_model(
+        model, ON_DEVICE | {"head": "disk"}, "cpu", offload_dir=folder
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
+def test_accelerate_offloads_a_model_that_holds_its_weights(how, kind, tmp_path):
+    """It brings codes, from the disk values; and again for the next call."""
+    torch.manual_seed(0)
+    model, recipe, x = made(kind()), kind(), torch.randn(8, 2, 64)
+    kept = {name: values(model.get_parameter(name)) for name in HELD}
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        wanted = model(x)
+        model = OFFLOADS[how](model, str(tmp_path / "offloaded"))
+        for _ in range(2):
+            assert_same_bits("y", model(x).numpy(), wanted.numpy())
+    there = {name for name in HELD if not model.get_parameter(name).is_meta}
+    assert there == {"dispatch_model": {*HELD}, "dispatch_model, disk": {*HELD[:-1]}}.get(how, set())
+    for name in there:
+        assert isinstance(model.get_parameter(name), te.QuantizedTensor)
+        assert_same_bits(name, values(model.get_parameter(name)), kept[name])
+
+
+def test_accelerate_dispatches_no_weight_in_fp8_that_layers_share():
+    """It would take one layer's for all others': they have no addresses."""
+    with te.quantized_model_init(recipe=CURRENT):
+        model = torch.nn.Sequential(*(te.Linear(64, 64) for _ in range(3)))
+    model[1].weight = model[0].weight
+    places = {str(i): "cpu" for i in range(3)}
+    with pytest.raises(NotImplementedError, match="data_ptr: weight: got a weight in FP8 that sever"):
+        dispatch_model(model, places, "cpu", force_hooks=True)
+    x = torch.randn(32, 64)
+    with torch.no_grad(), te.autocast(recipe=CURRENT):
+        assert_same_bits("y", cpu_offload(model, "cpu")(x).numpy(), model(x).numpy())
+
+
+def test_numpy_of_a_weight_is_its_values():
+    weight = made(CURRENT).head.weight
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    assert_same_bits("values", weight.detach().numpy(), values(weight))
+    assert_same_bits("values", weight.numpy(force=True), values(weight))

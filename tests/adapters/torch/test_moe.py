@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
@@ -311,6 +312,118 @@ def test_compiled_chunks_are_sorted():
         (each * each).sum().backward()
     assert_same_bits("y", f64(y), f64(want))
     assert_same_bits("dx", f64(x.grad), f64(other.grad))
+
+
+# --- tensors in FP8 and FP4 ---------------------------------------------------------------------------------
+
+E4M3 = ft.DType.kFloat8E4M3
+QUANTIZERS = {
+    "tensor": lambda: ft.Float8CurrentScalingQuantizer(E4M3),
+    "rows": lambda: ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "mxfp8": lambda: ft.MXFP8Quantizer(E4M3),
+    "mxfp8 squares": lambda: ft.MXFP8Quantizer(E4M3, with_2d_quantization=True),
+    "nvfp4": lambda: ft.NVFP4Quantizer(),
+    "nvfp4 rows": lambda: ft.NVFP4Quantizer(row_scaled_nvfp4=True),
+}
+
+
+def quantized(name, device):
+    """(a tensor of that kind, its values, a mask)."""
+    torch.manual_seed(0)
+    x = torch.randn(32, 96, device=device) * torch.logspace(-2, 2, 32, device=device)[:, None]
+    held = QUANTIZERS[name]()(x)
+    return held.requires_grad_(), held.dequantize().detach().requires_grad_(), torch.rand(32, 4) < 0.4
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("more", [0, 5, -7], ids=["exact", "room", "dropping"])
+def test_codes_and_scales_are_permuted(name, more, device):
+    held, values, mask = quantized(name, device)
+    mask = mask.to(device)
+    rows = int(mask.sum()) + more
+    out, row_map = moe.moe_permute(held, mask, rows)
+    plain, _ = moe.moe_permute(values, mask, rows)
+    assert type(out) is type(held)
+    assert out.get_usages() == {"rowwise": True, "columnwise": False}
+    assert torch.equal(out.dequantize(), plain)
+    places = row_map[:, 0].long()
+    own = out._rowwise_data[places >= 0]
+    assert torch.equal(own, held._rowwise_data[places[places >= 0]])  # and not cast anew
+    grad = torch.randn(rows, 96, device=device)
+    for result, leaf in ((out, held), (plain, values)):
+        result.backward(grad)
+        assert type(leaf.grad) is torch.Tensor
+    assert torch.equal(held.grad, values.grad)
+    back = moe.moe_unpermute(out.detach(), row_map, restore_shape=values.shape)
+    assert type(back) is torch.Tensor
+    assert torch.equal(back, moe.moe_unpermute(plain.detach(), row_map, restore_shape=values.shape))
+    for part in out._parts.values():
+        part.zero_()
+    assert torch.equal(held.dequantize(), values)  # nothing is shared
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_probabilities_go_along_with_codes(name, device):
+    held, values, mask = quantized(name, device)
+    mask, found = mask.to(device), []
+    for x in (held, values):
+        probs = draw(1, 32, 4).to(device).requires_grad_()
+        several = [
+            moe.moe_permute_with_probs(x, probs, mask, 40),
+            moe.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16),
+            moe.token_dispatch(x, mask, 40, probs, 8),
+        ]
+        assert {type(each[0]) for each in several} == {type(x)}
+        sum(each[1].sum() * i for i, each in enumerate(several, 1)).backward()
+        plain = [y.dequantize() if x is held else y for y, *_ in several]
+        found.append([*plain, *[each[1] for each in several], probs.grad])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_chunks_of_codes_are_sorted(name, device):
+    held, values, _ = quantized(name, device)
+    chunks = torch.tensor([3, 20, 9]), torch.tensor([2, 0, 1])
+    found = moe.moe_sort_chunks_by_index(held, *chunks)
+    assert type(found) is type(held)
+    assert torch.equal(found.dequantize(), moe.moe_sort_chunks_by_index(values, *chunks))
+
+
+def test_a_layer_multiplies_permuted_codes_as_they_are(device):
+    """Their scale is that of all tokens, though the largest is dropped."""
+    held, values, mask = quantized("tensor", device)
+    mask = mask.to(device)
+    mask[-1] = False
+    out, _ = moe.moe_permute(held, mask, int(mask.sum()))
+    same = ft.Float8Quantizer(1 / held._scale_inv, torch.zeros(1, device=device), E4M3)
+    plain, _ = moe.moe_permute(values, mask, int(mask.sum()))
+    layer = ft.Linear(96, 32, device=device)
+    with ft.autocast(recipe=ft.Float8CurrentScaling()):
+        y = layer(out)
+        assert torch.equal(y, layer(same(plain)))
+        assert not torch.equal(y, layer(plain))
+
+
+def test_rows_without_scales_of_their_own_are_values(device):
+    x = torch.randn(128, 128, device=device)
+    mask = torch.ones(128, 1, device=device, dtype=torch.bool)
+    squares = ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True)(x)
+    columns = ft.MXFP8Quantizer(E4M3, rowwise=False)(x)
+    for held in (squares, columns):
+        out, _ = moe.moe_permute(held, mask, 128)
+        assert type(out) is torch.Tensor
+        assert torch.equal(out, held.dequantize())
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_no_tokens_in_fp8(name, device):
+    held, _, mask = quantized(name, device)
+    none = held.taken_rows(torch.zeros(0, dtype=torch.int32, device=device))
+    out, _ = moe.moe_permute(none, mask[:0].to(device), 4)
+    assert out.shape == (4, 96)
+    assert type(out) is type(held)
+    assert not out.dequantize().any()
 
 
 @pytest.mark.gpu

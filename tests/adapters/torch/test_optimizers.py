@@ -282,6 +282,8 @@ def test_capturable_takes_the_loss_scale_on_the_device(place):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_lose_the_loss_scale_in_one_call(place, dtype, monkeypatch):
     """Rounded once, as by ``GradScaler.unscale_``, also those in strides."""
+    if (place, dtype) == ("cuda", torch.bfloat16):
+        pytest.skip("torch's GradScaler has no kernel for bfloat16 gradients on GPUs")
     params, _ = make(dtype, place)
     opt, factor = FusedAdam(params, lr=1e-2, capturable=True), 1000.0
     scaler = torch.amp.GradScaler(place, init_scale=factor)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from fp8kit import float8
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch, recorded
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from fp8kit.testing.compare import assert_same_bits
 from tests.support.cuda_libraries import fake
 from tests.support.host_calls import counted
@@ -291,7 +291,8 @@ def meta_layer(recipe):
 
 
 def test_parts_without_scales_that_they_share_are_refused(one_process):
-    layer = meta_layer(MXFP8BlockScaling())
+    layer = meta_layer(Float8CurrentScaling())
+    layer.weight = torch.nn.Parameter(torch.empty_like(layer.weight._plain))  # another one in its place
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(NotImplementedError, match="quantized_model_init: weights: got parts of a weight"):
         layer.reset_parameters()
@@ -383,6 +384,31 @@ def test_calls_of_a_step(rule, one_process, monkeypatch):
     assert (taken[1] - taken[0]) / 4 <= MOST_MORE[rule]
 
 
+def test_rows_are_cast_as_plain_tensors(one_process):
+    """A full state of one process, by any quantizer."""
+    e4m3, values = ft.DType.kFloat8E4M3, torch.randn(64, 32)
+    rows = sharded_weight.rows_of(values.clone(), FP8)
+    for cast in (ft.MXFP8Quantizer(e4m3), ft.NVFP4Quantizer(), ft.Float8CurrentScalingQuantizer(e4m3)):
+        found, wanted = cast(rows), cast(values)
+        for name, part in found._parts.items():
+            assert type(part) is torch.Tensor
+            assert torch.equal(part, wanted._parts[name])
+
+
+def test_rows_that_each_process_would_round_by_other_bits_are_refused(one_process):
+    drawn = ft.NVFP4Quantizer(stochastic_rounding=True)
+    with ft.quantized_model_init(recipe=NVFP4BlockScaling()):
+        layer = ft.Linear(32, 32, device="cpu")
+    layer.weight = torch.nn.Parameter(drawn(torch.randn(32, 32)))
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    assert type(layer.weight.to_local()) is torch.Tensor
+    with (
+        ft.autocast(recipe=NVFP4BlockScaling()),
+        pytest.raises(NotImplementedError, match="weight0: got a Parameter, expected the QuantizedTensor"),
+    ):
+        layer(torch.randn(32, 32))
+
+
 def test_rows_keep_their_values_where_a_layer_moves(one_process):
     """In a layer of any kind: a full state of one process is such rows."""
     with ft.quantized_model_init(recipe=Float8CurrentScaling()):
@@ -395,3 +421,30 @@ def test_rows_keep_their_values_where_a_layer_moves(one_process):
     plain.to(torch.bfloat16)
     # bfloat16 has 8 bits
     assert ((plain.weight.detach().float() - rows.float()).abs() <= 2.0**-8 * rows.abs()).all()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_rows_that_two_layers_share_stay_one_parameter(device):
+    """Also where they change dtype, as a plain parameter does; and these are rows of the new dtype."""
+    with ft.quantized_model_init(recipe=Float8CurrentScaling()), torch.device("meta"):
+        model = torch.nn.Sequential(*[ft.Linear(32, 32, bias=False) for _ in range(2)])
+    rows, values = model[0].weight, torch.arange(1024.0).view(32, 32)
+    if device == "cpu":
+        rows = torch.nn.Parameter(sharded_weight.rows_of(values.clone(), rows._rows.fp8))
+        model[0].register_parameter("weight", rows)
+    model[1].register_parameter("weight", rows)
+    rows.mark = "kept"
+    model.to(torch.bfloat16)
+    assert model[0].weight is model[1].weight is rows
+    assert (rows.dtype, rows.mark, rows.is_meta) == (torch.bfloat16, "kept", device == "meta")
+    assert rows.detach().dtype == rows._rows.padded.dtype == torch.bfloat16
+    assert sum(1 for _ in model.parameters()) == 1
+    if device == "cpu":
+        with torch.no_grad():
+            rows.mul_(2)
+        assert rows._rows.changed
+        assert torch.equal(rows._rows.padded, 2 * values.bfloat16())
+        rows.data = 3 * values
+        assert torch.equal(rows.detach() + 0, 3 * values)
+    model.to_empty(device="cpu")
+    assert {type(layer.weight) for layer in model} == {ft.Float8Tensor if device == "meta" else type(rows)}

@@ -320,3 +320,17 @@ def test_a_dtype_that_fp8kit_has_not(device, kind, sizes):
     layer = getattr(ft, kind)(*sizes, device=device)
     with pytest.raises(FormatError, match="inp: got complex64, expected a dtype of fp8kit"):
         layer(torch.ones(4, 16, dtype=torch.complex64, device=device))
+
+
+def test_module_paths_are_importable_without_the_alias():
+    """Those of Transformer Engine that docs/torch.md names; a module of the frontend's own keeps its name."""
+    from fp8kit_torch.cpp_extensions import general_gemm as gemm
+    from fp8kit_torch.distributed import reduce_sequence_parallel_gradients
+    from fp8kit_torch.ops import Linear
+    from fp8kit_torch.quantization import FP8GlobalStateManager
+
+    assert gemm is general_gemm
+    assert Linear is fusible.Linear
+    assert FP8GlobalStateManager is State
+    assert reduce_sequence_parallel_gradients is ft.distributed.reduce_sequence_parallel_gradients
+    assert sys.modules["fp8kit_torch.transformer"].__name__ == "fp8kit_torch.transformer"

@@ -113,6 +113,11 @@ def test_training_over_a_cache_is_refused():
         layer(torch.randn(1, 3, WIDTH), inference_params=cache)
 
 
+def test_sizes_of_pages_are_ignored_without_pages():
+    cache, other = (cache_of("bshd", "cpu", **more) for more in ({}, {"page_size": 64, "total_num_pages": 1}))
+    assert (cache.page_size, cache.total_num_pages) == (other.page_size, other.total_num_pages)
+
+
 def test_what_programs_read_of_a_cache(device, caplog):
     cache = cache_of("bshd", device, is_paged=True, total_num_pages=12, page_size=4)
     layer_of("bshd", device)(torch.randn(2, 6, WIDTH, device=device), inference_params=_stepped(cache))

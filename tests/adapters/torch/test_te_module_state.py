@@ -8,6 +8,9 @@ import fp8kit_torch as te
 import pytest
 import torch
 
+from fp8kit.errors import ArgumentError, UnsupportedError
+from tests.support.tensors import assert_tensor_close
+
 LAYERS = {
     "Linear": lambda **options: te.Linear(32, 32, device="cpu", **options),
     "LayerNormLinear": lambda **options: te.LayerNormLinear(32, 32, device="cpu", **options),
@@ -140,3 +143,150 @@ def test_roles_of_slots(layer, gemms):
     of_one = [te.QuantizerRole(layer, "mine", operand) for operand in ("input", "weight", "grad_output")]
     assert forward == [*of_one[:2], reader] * gemms
     assert backward == [of_one[2], None] * gemms
+
+
+RECIPES = {
+    "delayed": te.DelayedScaling(),
+    "current": te.Float8CurrentScaling(),
+    "block": te.Float8BlockScaling(),
+    "mxfp8": te.MXFP8BlockScaling(),
+}
+
+
+def run(layer, recipe, first):
+    sizes = ([32, 32],) if isinstance(layer, te.GroupedLinear) else ()
+    with te.autocast(recipe=recipe):
+        return layer(torch.linspace(-1, 1, 64 * 32).view(64, 32), *sizes, is_first_microbatch=first)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_kept_weights_are_there_by_name_and_dropped(make, recipe):
+    """Programs free their memory so, or have a changed weight cast anew."""
+    layer = make()
+    assert run(layer, recipe, None) is not None
+    assert layer._fp8_workspaces == {}
+    before = run(layer, recipe, True)
+    kept = layer._fp8_workspaces
+    assert isinstance(kept, dict)
+    assert [*kept] == layer.weight_names
+    for name, cast in kept.items():
+        own = getattr(layer, name)
+        assert cast.shape == own.shape
+        # E4M3 rounds to 1/16 of a value; its smallest step is 2^-9, by scales of 1 as before the first update
+        assert_tensor_close(name, cast.float(), own.detach(), own.abs() * 2.0**-4 + 2.0**-10)
+    with torch.no_grad():
+        for name in layer.weight_names:
+            getattr(layer, name).zero_()
+    assert torch.equal(run(layer, recipe, False), before)
+    kept.clear()
+    assert len(layer._fp8_workspaces) == 0
+    after = run(layer, recipe, False)
+    assert not torch.equal(after, before)
+    assert all(not cast.any() for cast in layer._fp8_workspaces.values())
+    del layer._fp8_workspaces[layer.weight_names[0]]
+    assert not layer._fp8_workspaces
+    run(layer, recipe, True)
+    layer._fp8_workspaces = {}
+    assert not layer._fp8_workspaces
+
+
+def test_how_parameters_start_and_what_casts_them(make):
+    layer = make()
+    meta = layer.param_init_meta
+    assert [*meta] == [name for name, _ in layer.named_parameters()]
+    slots = {name: found.fp8_meta_index for name, found in meta.items() if found.fp8_meta_index is not None}
+    assert slots == {name: 3 * i + 1 for i, name in enumerate(layer.weight_names)}
+    with te.autocast(recipe=te.Float8CurrentScaling()):
+        assert len(layer.quantizers["scaling_fwd"]) > max(slots.values())
+    own = getattr(layer, layer.weight_names[0])
+    meta[layer.weight_names[0]].init_fn(own.data.zero_())
+    assert own.any()
+    split = LAYERS["LayerNormLinear"](parameters_split=["query_", "key_"]).param_init_meta
+    assert (split["query_weight"].fp8_meta_index, split["key_weight"].fp8_meta_index) == (1, 1)
+
+
+def quantizer_of(recipe):
+    with te.autocast(recipe=recipe):
+        return LAYERS["Linear"]().quantizers["scaling_fwd"][1]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values()][1:], ids=[*RECIPES][1:])
+def test_weights_that_a_program_has_cast_are_multiplied_as_they_are(make, recipe):
+    """As where ``quantized_model_init`` has made the layer, of the same values."""
+    layer, quantizer = make(), quantizer_of(recipe)
+    with te.quantized_model_init(recipe=recipe):
+        other = make()
+    other.load_state_dict(layer.state_dict())
+    plain = {name: getattr(layer, name) for name in layer.weight_names}
+    for name, weight in plain.items():
+        setattr(layer, name, torch.nn.Parameter(quantizer(weight.detach()), requires_grad=False))
+    assert layer.primary_weights_in_fp8
+    layer.primary_weights_in_fp8 = True
+    with pytest.raises(ArgumentError, match="primary_weights_in_fp8: got False"):
+        layer.primary_weights_in_fp8 = False
+    for held in (layer, other):
+        held.requires_grad_(False)
+    x = torch.randn(64, 32)
+    sizes = ([32, 32],) if isinstance(layer, te.GroupedLinear) else ()
+    for enabled in (False, True):
+        found = []
+        for held in (layer, other, copy.deepcopy(layer)):
+            own = x.clone().requires_grad_()
+            with te.autocast(enabled=enabled, recipe=recipe):
+                y = held(own, *sizes)
+            y.square().sum().backward()
+            found.append((y, own.grad))
+        for y, grad in found[1:]:
+            assert torch.equal(y, found[0][0])
+            assert torch.equal(grad, found[0][1])
+    for name, weight in plain.items():
+        setattr(layer, name, weight)
+    assert not layer.primary_weights_in_fp8
+    assert torch.equal(layer(x, *sizes), make_like(make, layer)(x, *sizes))
+
+
+def make_like(make, layer):
+    other = make()
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def test_one_weight_of_two_that_a_program_has_cast_is_refused():
+    layer, recipe = LAYERS["LayerNormMLP"](), te.Float8CurrentScaling()
+    layer.fc1_weight = torch.nn.Parameter(quantizer_of(recipe)(layer.fc1_weight.detach()))
+    with pytest.raises(UnsupportedError, match="fc2_weight"), torch.no_grad():
+        layer(torch.ones(16, 32))
+    layer.fc2_weight = torch.nn.Parameter(quantizer_of(recipe)(layer.fc2_weight.detach()))
+    assert layer(torch.ones(16, 32)) is not None
+
+
+def test_a_state_that_is_loaded_again_stays(make):
+    """As programs load it once more on another device, having said that there is none."""
+    layer = make()
+    run(layer, RECIPES["delayed"], None).sum().backward()
+    before = layer.state_dict()["_extra_state"].clone()
+    layer.fp8_initialized = False
+    layer.fp8_meta_tensors_initialized = False
+    assert not layer.fp8_meta_tensors_initialized
+    layer.set_extra_state(layer.get_extra_state())
+    assert layer.fp8_meta_tensors_initialized
+    assert torch.equal(layer.state_dict()["_extra_state"], before)
+    scale = layer.fp8_meta["scaling_fwd"].scale.clone()
+    with torch.no_grad():
+        run(layer, RECIPES["delayed"], None)
+    assert torch.equal(layer.fp8_meta["scaling_fwd"].scale, scale)
+    with pytest.raises(ArgumentError, match="fp8_initialized"):
+        layer.fp8_initialized = "no"
+
+
+def test_a_state_that_is_said_not_to_be_there_is_made_anew(make):
+    layer, other = make(), make()
+    other.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        run(layer, RECIPES["delayed"], None).sum().backward()
+    layer.fp8_meta_tensors_initialized = False
+    assert torch.equal(run(layer, RECIPES["delayed"], None), run(other, RECIPES["delayed"], None))
+    for name, state in layer.fp8_meta.items():
+        for own, wanted in zip(state.parts, other.fp8_meta[name].parts, strict=True):
+            assert torch.equal(own, wanted)
+    assert layer.fp8_meta_tensors_initialized

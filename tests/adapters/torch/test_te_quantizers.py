@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.te_compat.extension_casts import fp8_transpose
 
 from fp8kit.collectives import FakeCollectives
 from fp8kit.errors import ArgumentError, ShapeError
 from tests.support.tensors import assert_tensor_close
 
 E4M3, E5M2 = ft.DType.kFloat8E4M3, ft.DType.kFloat8E5M2
+KINDS = {
+    "current": lambda device: ft.Float8CurrentScalingQuantizer(E4M3, device),
+    "delayed": lambda device: ft.Float8Quantizer(
+        torch.full((1,), 4.0, device=device), torch.zeros(1, device=device), E4M3
+    ),
+    "rows": lambda _: ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "squares": lambda _: ft.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+}
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
@@ -116,6 +127,45 @@ def test_blocks(dim):
     whole = scale.repeat_interleave(256 // len(scale))[:, None]
     assert torch.equal(held._rowwise_data, codes(w * whole, E4M3))
     assert torch.equal(held.dequantize(), held._rowwise_data.view(TORCH[E4M3]).float() / whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 2, 48), (2, 3, 4, 48)])
+def test_the_last_dimension_of_the_transposed_codes_comes_first(kind, shape, device):
+    torch.manual_seed(0)
+    values = torch.randn(shape, device=device)
+    quantizer = KINDS[kind](device)
+    held, matrix = quantizer(values), quantizer(values.reshape(-1, *shape[-1:] or (1,)))
+    wanted = shape[-1:] + shape[:-1]
+    assert held._columnwise_data.shape == quantizer.get_columnwise_shape(shape) == wanted
+    assert torch.equal(held._columnwise_data, matrix._columnwise_data.view(wanted))
+    if kind != "rows":  # whose codes are cast by other scales
+        assert torch.equal(held._columnwise_data, fp8_transpose(held._rowwise_data, held._fp8_dtype))
+    assert torch.equal(held.dequantize(), matrix.dequantize().view(shape))
+    if kind in ("rows", "squares"):
+        sides = {"rowwise_data": None, "rowwise_scale_inv": None}
+        assert ft.Float8BlockwiseQTensor(**held.get_metadata() | sides).shape == shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_no_dimension(kind, device):
+    """As one of a single element; blocks of MXFP8 and NVFP4 want whole ones."""
+    value = torch.tensor(-3.25, device=device, requires_grad=True)
+    held = KINDS[kind](device)(value)
+    assert held.shape == ()
+    assert held.item() == KINDS[kind](device)(value.view(1)).item() != 0
+    assert torch.equal(held.view(1, 1).dequantize(), held.dequantize().view(1, 1))
+    held.dequantize().backward()
+    assert value.grad.item() == 1
+    with torch.no_grad():
+        held.copy_(torch.tensor(2.0))
+    assert held.item() == 2
+    assert torch.equal(copy.deepcopy(held.detach()).dequantize(), held.detach().dequantize())
+    if kind in ("current", "delayed"):
+        known = {"dtype": held.dtype, "shape": ()} | held.get_metadata()
+        assert ft.Float8Tensor(**known).item() == 2
+    with pytest.raises(ShapeError, match=r"MXFP8Tensor: tensor: got shape \(\)"):
+        ft.MXFP8Quantizer(E4M3)(value)
 
 
 def test_nothing_changes_where_the_flag_is_set(x):

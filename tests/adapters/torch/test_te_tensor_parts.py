@@ -3,6 +3,8 @@ is let go; and products of several pairs."""
 
 from __future__ import annotations
 
+import pickle
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -76,6 +78,26 @@ def test_codes_in_anothers_place(w):
     both = ft.Float8Tensor.make_like(held, data=other._data, data_transpose=other._transpose)
     assert torch.equal(both._transpose, other._transpose)
     assert held.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+BLOCKS = [
+    ft.MXFP8Quantizer(E4M3, columnwise=False),
+    ft.MXFP8Quantizer(ft.DType.kFloat8E5M2, with_2d_quantization=True),
+    ft.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    ft.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=False),
+    ft.NVFP4Quantizer(with_2d_quantization=True),
+    ft.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="MSE"),
+    ft.NVFP4Quantizer(row_scaled_nvfp4=True, stochastic_rounding=True),
+]
+
+
+@pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda each: type(each).__name__)
+def test_a_loaded_tensor_of_blocks_knows_how_it_was_cast(quantizer, w):
+    loaded = pickle.loads(pickle.dumps(quantizer(w)))
+    again = loaded._get_quantizer()
+    assert type(again) is type(quantizer)
+    assert again.how() == quantizer.how()
+    assert again.get_usages() == quantizer.get_usages()
 
 
 @pytest.mark.parametrize("name", MADE)
