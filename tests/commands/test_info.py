@@ -76,6 +76,7 @@ LYING = "flash would be asked, which reads and writes the sequences where they l
 FLASH = "flash: dtype float32: tensor cores take bfloat16 and float16"
 # question -> what speaks against cuDNN before it is asked; of several paths each
 QUESTIONS = {
+    "softcap=50": "softcap 50.0: cuDNN is not used with it",
     EXAMPLE: None,
     "": None,
     "layout=thd mask=padding_causal sequence=100 head_dim_v=64": LYING,
@@ -122,6 +123,7 @@ FP8_QUESTIONS = {
     "fp8=hybrid sequence=100": ("too small to be worth a graph",) * 2,
     "fp8=e4m3": ("no usable CUDA device",) * 2,
     "fp8=hybrid head_dim=64": ("no usable CUDA device", "head_dim 64: cuDNN's backward takes 128"),
+    "fp8=hybrid softcap=30": ("softcap 30.0: cuDNN has none in FP8",) * 2,
     "fp8=hybrid dropout=0.1": (f"dropout: {DROPS}", f"dropout: {DROPS}"),
     "fp8=hybrid head_dim=40": (
         "head_dim 40: cuDNN takes multiples of 16 up to 256",
@@ -184,6 +186,8 @@ REFUSED = {
     "bottom_right=true": "bottom_right: got True, expected None or False with mask 'causal'",
     "bias=some": "bias: got 'some', expected one of none, no_bias,",
     "softmax=hard": "softmax: got 'hard', expected one of vanilla, off-by-one, learnable",
+    "softcap=-1": "softcap: got -1.0, expected 0 for no cap, or a number in [1e-30, 1e+30)",
+    "softcap=much": "softcap: got 'much', expected a number, 0 for no cap",
     "dropout=1": "dropout: got '1', expected a probability in [0, 1)",
     "layout=hsbd": "layout: got 'hsbd', expected one of sbhd, bshd, thd",
     "layout=thd": "mask: got 'causal', expected one of the padding masks, with layout 'thd'",

@@ -84,7 +84,9 @@ def test_a_subclass_may_have_a_module_of_that_name():
     assert torch.equal(layer(x), like(NORMS["LayerNormMLP"](), layer)(x).tanh())
 
 
-@pytest.mark.parametrize("options", [{"mask": "no_mask"}, {"window_size": (1, 0)}], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{"mask": "no_mask"}, {"window_size": (1, 0)}, {"softcap": 1e-9}], ids=repr
+)
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_masks_of_attention(kind, options):
     make, mask = ATTENTIONS[kind]

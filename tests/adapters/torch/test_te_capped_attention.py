@@ -62,6 +62,9 @@ def test_layers_cap_both_of_a_decoders_attentions():
         made(softcap=CAP)(x, encoder_output=encoded, softcap=0.0), made()(x, encoder_output=encoded)
     )
     assert not torch.equal(made()(x, encoder_output=encoded), want)
+    later = made()
+    later.softcap = CAP
+    assert torch.equal(later(x, encoder_output=encoded), want)
 
 
 @pytest.mark.parametrize("cap", [-1.0, float("inf"), float("nan"), 1e-40, "50", True])
