@@ -167,8 +167,8 @@ REFUSED = {
     "heads": "'heads': got no =, expected key=value",
     "head=8": (
         "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, "
-        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, softcap, dropout, layout, fp8; "
-        "did you mean heads?"
+        "sequence_kv, batch, dtype, mask, window, bottom_right, bias, softmax, softcap, dropout, layout, "
+        "fp8; did you mean heads?"
     ),
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",

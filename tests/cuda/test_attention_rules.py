@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8kit import formats
+from fp8kit import formats, slowness
 from fp8kit.arrays import ArrayView, Device, contiguous_strides
 from fp8kit.backends.cuda import (
     attention,
@@ -355,6 +355,10 @@ def test_a_cap_is_flashs(change: dict[str, Any], kind: str) -> None:
     assert tuple(sorted(found.defines.items())) in manifest.source("flash_bwd.cu").variants
     assert tuple(sorted(found.forward_defines.items())) in manifest.source("flash_fwd.cu").variants
     assert "CAP" not in flash._shape(about).defines
+    slowness.forget()
+    for about in (capped._replace(rows=64), capped, capped):
+        attention._say_slow(flash, about, False, 0)
+    assert [said.cause for said in slowness.said()] == ["attention with a softcap"]
 
 
 def test_every_head_size_has_kernels() -> None:

@@ -246,6 +246,7 @@ def attention_workspace(
 
 
 UNFUSED = "attention is made of products and a softmax kernel, several times slower"
+CAPPED = "it runs by fp8kit's own kernels for any chip, which take several times as long as others without"
 OWN = "large attention runs by fp8kit's own kernels, which take up to twice as long"
 
 
@@ -254,6 +255,8 @@ def _say_slow(path: ModuleType, about: Problem, dbias: bool, device: int) -> Non
     if path is unfused:
         why = flash.why_not(about, dbias)
         slowness.say(f"attention with {why}", UNFUSED, "`fp8kit info --attention` explains")
+    elif path is flash and _multiply_adds(about) >= _LARGE and about.softcap:
+        slowness.say("attention with a softcap", CAPPED, "`fp8kit info --attention` explains")
     elif path is flash and _multiply_adds(about) >= _LARGE and not _own_is_as_fast(about, device):
         say_missing()
 
