@@ -290,6 +290,7 @@ def test_dropout_bias_windows_and_softmax_types(device: Any) -> None:
         {"dropout": 0.3},
         {"window_size": (7, 0), "bias": "alibi"},
         {"softmax_type": "learnable", "bias": "post_scale_bias"},
+        {"softcap": 1.0, "bias": "post_scale_bias"},
         {"mask": "arbitrary", "bias": "pre_scale_bias", "dropout": 0.2},
     ):
         spec = AttentionSpec(H, D, 0, "bshd", **{"mask": "causal", "layout": "separate", **options})

@@ -86,9 +86,10 @@ def test_an_mlp_with_an_activation_that_no_kernel_has():
 def test_attention_is_the_function():
     """Self attention, packed, is ``dot_product_attention`` of the projections."""
     x = jax.random.normal(jax.random.key(1), (2, 16, 32))
-    plain = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), attn_mask_type="no_mask")
+    options = {"attn_mask_type": "no_mask", "softcap": 0.5}
+    plain = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), **options)
     q, k, v = (plain.qkv(x)[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
-    want = plain.out(fj.dot_product_attention(q, k, v, attn_mask_type="no_mask").reshape(2, 16, 32))
+    want = plain.out(fj.dot_product_attention(q, k, v, **options).reshape(2, 16, 32))
     assert_same_bits("packed", np.asarray(plain(x)), np.asarray(want))
 
 
