@@ -37,7 +37,6 @@ _HELD: list[None] = []  # of all threads: backward has its own
 # of a backward pass: by the identity of a rule, the rule and the states that recorded by it
 _Recorded = dict[int, tuple[AmaxHistory, dict["ScalingState", None]]]
 _RECORDED: dict[int, _Recorded] = {}  # by the pass's number
-_NOTHING: _Recorded = {}
 # a state that backward records into, its rule, and the number of the pass: None for the one that runs then
 Token = tuple[AmaxHistory, "ScalingState", int | None]
 
@@ -199,15 +198,18 @@ class _BackwardEnd(int):
         del _RECORDED[self]
 
     def __del__(self) -> None:
+        recorded = _RECORDED.get(self)
+        if recorded is None:
+            return
         try:
-            for _, states in _RECORDED.get(self, _NOTHING).values():
+            for _, states in recorded.values():
                 for state in states:
                     if state.scale.is_cuda:
                         # what failed may still be running, on any stream
                         torch.cuda.synchronize(state.scale.device)
                     state.drop()
         finally:  # once they are dropped: whoever waits for that looks here
-            _RECORDED.pop(self, None)
+            del _RECORDED[self]
 
 
 def open_backward() -> int:

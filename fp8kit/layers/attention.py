@@ -356,7 +356,7 @@ class MultiheadAttention(AttentionHeads):
             if self._separate:
                 self.check_part(operation, "q_norm", x)
                 self.check_part(operation, "k_norm", x)
-        if options.get(POLICIES) is not None:
+        if POLICIES in options and options[POLICIES] is not None:
             with on_behalf_of(operation, **names):
                 check_policies(core, options, x)
             return PreparedCall(None, source, None)
