@@ -80,7 +80,9 @@ class SequenceDescriptor:
         has it: in a shard_map ids are the device's. ArgumentError for several, of ids that are not traced."""
         if self.segment_ids is not None:
             for ids in self.segment_ids:
-                _want_at_most(1, ids, "one sequence a row, or a packed qkv_layout, 'thd_thd_thd' say")
+                if on_host(ids) is not None and _several(np.asarray(ids)):
+                    wanted = "one a row, or a packed qkv_layout, 'thd_thd_thd' say"
+                    raise ArgumentError(_OP, "segment_ids", "rows of several sequences", wanted)
             found = _each(lambda ids: jnp.sum(ids != 0, -1, dtype=jnp.int32), self.segment_ids)
             parts = how is not None and how.manual
             return _each(lambda a: jax.lax.psum(a, how.axis), found) if parts else found
@@ -143,6 +145,11 @@ class SequenceDescriptor:
         fill = [(0, 0), (0, most - count)]
         lengths, starts = (jnp.pad(a.astype(jnp.int32), fill) for a in (lengths, starts))
         return lengths, starts
+
+
+def _several(ids: Any) -> bool:
+    """Whether a row has more than one number beside 0."""
+    return bool(((ids != 0) & (ids != ids.max(-1, initial=0, keepdims=True))).any())
 
 
 def _want_at_most(most: int, ids: Any, wanted: str) -> None:

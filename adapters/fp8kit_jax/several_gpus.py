@@ -14,12 +14,14 @@ wait: neither CUDA nor XLA, which tells of the failure only when every GPU's thr
 that waits so, within the program or at its own end, and says which call failed and how.
 
 Garbage may hold a compiled program. To unload it waits for every GPU that has it, also for one that stands at
-a collective and waits for the very thread that collects. So no garbage is collected within a call.
+a collective and waits for the very thread that collects. So a collection that begins within a call finds
+nothing, and the main thread makes up for it (``postpone``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -39,6 +41,7 @@ log = logging.getLogger("fp8kit")
 
 LIMIT = 30.0  # seconds that a GPU may still work after a call on another one has failed
 _LOOK = 0.2  # seconds between two looks
+_MOST_HIDDEN = 20  # of young objects, as most are, that are some ten thousand
 _HANDLERS = "fp8kit_jax.calls"  # the module whose functions XLA calls
 
 # GPUs that this process lowers programs for, or runs some on
@@ -47,6 +50,8 @@ _used: set[int] = set()
 _busy: dict[int, tuple[Device, float]] = {}
 _lock = threading.Lock()
 _watch: threading.Thread | None = None
+_frozen = False  # whether ``postpone`` has hidden all objects
+_hidden = 0  # collections that it has kept from finding anything
 _until = 0.0  # what began to wait before then may wait for a call that has failed
 _cause = ""
 
@@ -75,13 +80,33 @@ def _use(gpus: Iterable[int]) -> None:
 
 def postpone(phase: str, info: Any) -> None:
     """A callback of the garbage collector. Within a call on a thread of XLA's own it hides all objects from
-    the collector, so that nothing is freed; a later collection of another thread frees it. By then XLA is
-    done with the calls of that thread's programs, and a wait for a GPU ends."""
+    the collector, so that nothing is freed. They are old then, and only a collection of all objects looks at
+    them: now and then the main thread makes one, when it runs Python again. By then XLA is done with the
+    calls of its programs, and a wait for a GPU ends. What a program itself has frozen is thawed by that."""
+    global _hidden, _frozen
+    if phase == "stop":
+        if _frozen:
+            gc.unfreeze()
+        _frozen = False
+        return
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_globals["__name__"] in (__name__, _HANDLERS):
-        (gc.freeze if phase == "start" else gc.unfreeze)()
+    if frame.f_globals.get("__name__") not in (__name__, _HANDLERS):
+        return
+    _frozen = True
+    gc.freeze()
+    _hidden += 1
+    if _hidden % _MOST_HIDDEN == 0:
+        ctypes.pythonapi.Py_AddPendingCall(_LATER, None)
+
+
+def _collect(_: Any) -> int:
+    gc.collect()
+    return 0
+
+
+_LATER = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_collect)
 
 
 def wait(device: Device, stream: int) -> None:

@@ -26,6 +26,7 @@ from fp8kit_torch import torch_compat
 from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes
 from fp8kit_torch.availability import want_fp8
 from fp8kit_torch.finite import warn_of_hidden_overflow
+from fp8kit_torch.held_values import Part
 from fp8kit_torch.memory import KINDS, TorchMemory, memory_of, place_of
 from fp8kit_torch.state import NO_STATE, StateBinding
 from fp8kit_torch.views import has_kind, kind_of
@@ -281,6 +282,9 @@ def addresses(op: TorchOp, tensors: list[Tensor]) -> tuple[list[Tensor], list[in
     forward mode."""
     if torch_compat.DUALS[torch_compat.LEVEL] >= 0:
         want_no_transform(op.operation, tuple(op.inputs), tensors)
+    for tensor in tensors:
+        if tensor.__class__ is Part:  # the kernel reads its memory: that has the whole's values
+            tensor.data_ptr()
     try:
         found = [*map(_address, tensors)]
         if all(found):

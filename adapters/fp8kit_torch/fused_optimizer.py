@@ -17,7 +17,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
-from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.held_values import HeldTensor
 from fp8kit_torch.sharded_rows import note_written
 from fp8kit_torch.state import stream_of
 from fp8kit_torch.views import FLOATS, as_view, optional_view
@@ -183,11 +183,11 @@ class Fused(NamedWell, torch.optim.Optimizer):
 
 def written(param: Tensor, values: Tensor) -> None:
     """What a step does after the kernel, which wrote by address: autograd sees that, and a parameter that is
-    held in FP8 becomes the cast of its new ``values``."""
+    held in FP8, or a part of such a one, becomes the cast of its new ``values``."""
     increment_version(param)
     if hasattr(param, "to_local"):
         note_written(stored.local(param.detach()))
-    if isinstance(param, QuantizedTensor):
+    if isinstance(param, HeldTensor):
         param.copy_(values)
 
 

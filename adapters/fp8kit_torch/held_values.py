@@ -14,6 +14,8 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.lru import memoized
 from fp8kit_torch import torch_compat
 
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
 
 class HeldTensor(torch.Tensor):
     """Base of tensors that say what their values are, and take others."""
@@ -102,13 +104,14 @@ class Part(HeldTensor):
 
     def _values(self) -> Tensor:
         now = self._whole._writes()
-        if now != self._seen:
+        if now is None or now != self._seen:
             with torch.no_grad():
                 self._plain.copy_(self._view(self._whole._values()))
             self._seen = now
         return self._plain
 
     def _take(self, values: Tensor) -> None:
+        self._seen = object()  # also where the whole refuses them
         whole = self._whole._values()
         self._view(whole).copy_(values)
         self._whole._take(whole)
@@ -122,14 +125,30 @@ class Part(HeldTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation on the values."""
+        if func in _SAME:  # a chain of them is no chain of views
+            own = args[0]
+            with as_made(own):
+                return own._whole._part(own._values().detach(), own._view)
         return on_values(func, args, kwargs or {})
 
+    def data_ptr(self) -> int:
+        """Of the values as they are now."""
+        self._values()
+        return super().data_ptr()
+
+    def _plainly(self, values: Tensor) -> Tensor:
+        made = values.detach().requires_grad_(self.requires_grad)
+        return torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._values().detach().__reduce_ex__(protocol)
+        return self._plainly(self._values()).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = made = self._values().detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made = self._plainly(self._values().clone())
         return made
+
+    def __format__(self, spec: str) -> str:
+        return format(self._values(), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         """As a plain tensor's; torch has neither this nor ``tolist`` for classes of one's own."""

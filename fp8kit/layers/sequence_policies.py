@@ -29,6 +29,7 @@ _LEFT = {
     "inference_params": "the steps of a cache have one mask",
     **dict.fromkeys(("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fp8_output"), _ONE),
 }
+_IDS = "int32", "int64"  # dtypes of sequence_ids, which are indices
 
 
 class _Policy(NamedTuple):
@@ -63,6 +64,10 @@ def check(core: Any, options: Mapping[str, Any], like: Any) -> list[_Policy]:
     batch, count = sums.shape[0] - 1, sum(policy.ids.shape[0] for policy in found)
     views = core.host_views({str(i): policy.ids for i, policy in enumerate(found)}).values()
     known = [view.numpy() for view in views if view.device.kind == "cpu"]
+    if any((np.diff(ids) <= 0).any() for ids in known):
+        raise ArgumentError(
+            op, POLICIES, "sequence_ids that do not rise", "sequence_ids, each above the last"
+        )
     numbers = np.sort(np.concatenate(known)) if len(known) == len(found) else np.arange(count)
     if not np.array_equal(numbers, np.arange(batch)):
         raise ArgumentError(op, POLICIES, f"sequences {numbers.tolist()}", f"each of {batch} in one policy")
@@ -81,12 +86,12 @@ def _policy(core: Any, policy: Any, corner: Any, like: Any) -> _Policy:
         "bottom_right_diagonal": corner if own is None else own,
     }
     core.check_arguments(options)
-    if "padding" not in policy["mask_type"]:
+    if "padding" not in (policy["mask_type"] or ""):
         wanted = "one of the padding masks, as mask_type of a policy"
         raise ArgumentError(op, "attn_mask_type", repr(policy["mask_type"]), wanted)
     ids = policy["sequence_ids"]
-    if len(getattr(ids, "shape", ())) != 1 or "int" not in str(getattr(ids, "dtype", "")):
-        raise ArgumentError(op, POLICIES, shown(ids), "sequence_ids, integers (n,)")
+    if len(getattr(ids, "shape", ())) != 1 or str(getattr(ids, "dtype", "")).split(".")[-1] not in _IDS:
+        raise ArgumentError(op, POLICIES, shown(ids), "sequence_ids, int32 or int64 (n,), rising")
     return _Policy(core.constant("sequence_ids", ids, like), options)
 
 

@@ -113,7 +113,7 @@ class TransformerLayer(AttentionBase):
     window_size = PartField("self_attention", "window_size", NO_WINDOW)
     bottom_right_diagonal = PartField("self_attention", "bottom_right_diagonal")
     softcap = PartField("self_attention", "softcap", others=("inter_attention",))
-    layer_number = PartField("self_attention", "layer_number")
+    layer_number = PartField("self_attention", "layer_number", others=("inter_attention",))
     hidden_size: int
     hidden_dropout: float
     drop_path_rate: float

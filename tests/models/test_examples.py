@@ -266,7 +266,7 @@ def test_torch_moe_gpt(printed):
     assert max(last) < min(first) - 1  # 5.7 is that of a guess; steps of both trainings take it below 4.5
     assert abs(last[0] - last[1]) < 0.1
     assert len(re.findall("experts take from", text)) == 2
-    # experts that are used alike take 0.125, and two that take all tokens 0.5; 16 to 40 steps gave 0.17 to 0.29
+    # experts that are used alike take 0.125, two that take all tokens 0.5; 16 to 40 steps gave 0.17 to 0.29
     assert max(numbers(r"to ([\d.]+) of the tokens", text)) < 0.37
 
 

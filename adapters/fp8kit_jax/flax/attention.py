@@ -16,7 +16,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.arguments import NamedWell, choice, shown
-from fp8kit.errors import ArgumentError, FormatError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, UnsupportedError
 from fp8kit_jax import attention as functions
 from fp8kit_jax.checks import UNTYPED
 from fp8kit_jax.context_parallel import SPLIT, placed
@@ -180,6 +180,10 @@ class DotProductAttention(NamedWell, EitherCase):
         if jax.sharding.get_abstract_mesh().manual_axes:  # of a shard_map: a device may have a part of them
             parts = heads // (layers[0].shape[-2] or heads)
             if heads == parts * layers[0].shape[-2] and last % parts == 0:
+                for name in ("attn_bias_type", "softmax_type"):
+                    if parts > 1 and (own := getattr(self, name)) in ("alibi", "learnable"):
+                        wanted = "another within a shard_map over heads: which heads these are is not known"
+                        raise UnsupportedError(op, name, repr(own), wanted)
                 heads, last = heads // parts, last // parts
         for at, field, most in ((0, "num_attention_heads", heads), (count - 1, "num_gqa_groups", last)):
             own = layers[at].shape[-1] if at == 2 else dim  # values have features of their own

@@ -70,11 +70,11 @@ class BlockTensor(QuantizedTensor):
 
     @classmethod
     def cast(cls, values: Tensor, how: Blocks, rows: bool = True, columns: bool = True) -> Any:
-        """h (..., K), cast in these orientations. ShapeError unless K and the product of the other sizes are
-        multiples of the block."""
+        """h (..., K), cast in these orientations. ShapeError unless K and, with columns or square blocks, the
+        product of the other sizes are multiples of the block."""
         shape = tuple(values.shape)
         count, k = math.prod(shape[:-1]), shape[-1] if shape else 0
-        if len(shape) < 2 or k % how.block or count % how.block:
+        if len(shape) < 2 or k % how.block or (count % how.block and (columns or how.square)):
             wanted = f"(..., K), K and the number of rows multiples of {how.block}"
             raise ShapeError(cls.__name__, "tensor", f"shape {shape}", wanted)
         parts: dict[str, Tensor] = {}

@@ -64,16 +64,9 @@ class _Ranks:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor | None, quantizer: Any, **how: Any) -> Tensor:
-    """``general_gemm``, whose ``out`` may be held in FP8."""
-    held = out if isinstance(out, QuantizedTensor) else None
-    y: Tensor = general_gemm(
-        a,
-        b,
-        out=None if held is not None else out,
-        quantization_params=None if out is not None else quantizer,
-        **how,
-    )[0]
-    return y if held is None else held.copy_(y)
+    """``general_gemm``, which casts what it makes, but not what it writes to ``out``."""
+    params = None if out is not None else quantizer
+    return general_gemm(a, b, out=out, quantization_params=params, **how)[0]  # type: ignore[no-any-return]
 
 
 def _kept(made: Tensor, given: Tensor, both: bool) -> Tensor:

@@ -18,6 +18,7 @@ from fp8kit.spec import WorkingSet
 from fp8kit_torch.arguments import defaults, refuse
 from fp8kit_torch.call import apply
 from fp8kit_torch.checks import shown, tensor
+from fp8kit_torch.held_values import HeldTensor
 from fp8kit_torch.operand_tensor import OperandTensor
 from fp8kit_torch.quantized_tensor import QuantizedTensor
 from fp8kit_torch.specs import spec_for
@@ -72,6 +73,9 @@ def general_gemm(
     Raises ArgumentError for what is no tensor and for another layout, ShapeError or FormatError for what does
     not fit.
     """
+    if isinstance(out, HeldTensor):  # it takes values, and casts them
+        y, *beside = general_gemm(**locals() | {"out": out._values().clone()})
+        return out.copy_(y), *beside  # type: ignore[return-value]
     op = "general_gemm"
     refuse(op, _NEUTRAL, locals())
     choice(op, "layout", layout, _LAYOUTS)

@@ -3,6 +3,7 @@ call that fails."""
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import gc
 import os
@@ -295,6 +296,37 @@ def test_only_the_wait_for_the_gpus_has_a_limit(monkeypatch):
 def test_a_device_that_is_far_ahead():
     """The program that two GPUs run for this (``test_two_gpus.py``), on the CPU."""
     ahead.check(jax.devices("cpu")[:2], rows=16, layers=8, seconds=0.2)
+
+
+def test_collections_within_calls_are_made_up_for(monkeypatch):
+    """By one of all objects in the main thread, now and then: what they have hidden is old, and no
+    collection of young objects finds it."""
+
+    ended, found = [], []
+    names = {"__name__": several_gpus._HANDLERS, "postpone": several_gpus.postpone, "ended": ended}
+    # a thread of XLA's has a call's frame below all others
+    text = 'def call():\n    postpone("start", {})\n    postpone("stop", {})\n    ended.append(None)\n'
+    exec(text, names)
+
+    def note(phase, info):
+        if phase == "start" and info["generation"] == 2:
+            found.append(threading.current_thread() is threading.main_thread())
+
+    monkeypatch.setattr(several_gpus, "_hidden", 0)
+    gc.callbacks.append(note)
+    try:
+        for count in range(several_gpus._MOST_HIDDEN):
+            _thread.start_new_thread(names["call"], ())
+            while len(ended) <= count:
+                time.sleep(1e-3)
+        end = time.monotonic() + 10
+        while not found and time.monotonic() < end:
+            time.sleep(1e-3)
+    finally:
+        gc.callbacks.remove(note)
+    assert found[0]
+    assert several_gpus._hidden == several_gpus._MOST_HIDDEN
+    assert not gc.get_freeze_count()
 
 
 def test_no_garbage_is_collected_within_a_call():

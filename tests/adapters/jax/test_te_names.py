@@ -4,11 +4,14 @@ GEMM, its collectives; descriptors of more sequences than a call can have."""
 from __future__ import annotations
 
 import fp8kit_jax as fj
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8kit_jax import flax as modules
 from fp8kit_jax.te_compat import collectives, functions, quantize
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from fp8kit.errors import ArgumentError, RecipeError, UnsupportedError
 from fp8kit.recipe import Float8CurrentScaling
@@ -45,11 +48,32 @@ def test_more_sequences_than_there_may_be(packed):
     ids = np.array([[1, 1, 2, 2, 3, 0], [1, 1, 1, 1, 0, 0]], np.int32)
     layout = {"qkv_layout": "thd_thd_thd", "max_segments_per_seq": 2} if packed else {}
     module = modules.DotProductAttention(8, 4, attn_mask_type="padding", **layout)
-    said = "at most 2, as max_segments" if packed else "one sequence a row, or a packed qkv_layout"
+    got, said = (
+        ("3 sequences a row", "at most 2, as max_segments") if packed else ("rows of several", "one a")
+    )
     for given in (ids, jnp.asarray(ids)):
         descriptor = fj.SequenceDescriptor.from_segment_ids_and_pos(given)
-        with pytest.raises(ArgumentError, match=f"segment_ids: got 3 sequences a row, expected {said}"):
+        with pytest.raises(ArgumentError, match=f"segment_ids: got {got}.*, expected {said}"):
             module.apply({}, *[draw(i, 2, 6, 4, 8) for i in range(3)], descriptor)
+
+
+def test_sequences_may_be_numbered_over_the_batch():
+    """One a row, whatever its number."""
+    ids = np.array([[1, 1, 1, 1, 0, 0], [2, 2, 2, 2, 2, 0]], np.int32)
+    module = modules.DotProductAttention(8, 4, attn_mask_type="padding")
+    layers = [draw(i, 2, 6, 4, 8) for i in range(3)]
+    of = fj.SequenceDescriptor.from_segment_ids_and_pos
+    same_bits(module.apply({}, *layers, of(ids)), module.apply({}, *layers, of((ids > 0).astype(np.int32))))
+
+
+@pytest.mark.parametrize("own", [{"attn_bias_type": "alibi"}, {"softmax_type": "learnable"}])
+def test_what_each_head_has_of_its_own_is_refused_with_a_part_of_them(own):
+    """Within a shard_map a module does not know which heads it has."""
+    mesh, split = Mesh(np.array(jax.devices("cpu")[:2]), ("heads",)), P(None, None, "heads")
+    module = modules.DotProductAttention(8, 4, attn_mask_type="no_mask", **own)
+    call = jax.shard_map(lambda *a: module.apply({}, *a), mesh=mesh, in_specs=(split,) * 3, out_specs=split)
+    with pytest.raises(UnsupportedError, match=f"{next(iter(own))}.*which heads these are"):
+        call(*[draw(i, 2, 6, 4, 8) for i in range(3)])
 
 
 def test_collectives():

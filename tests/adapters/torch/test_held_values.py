@@ -145,3 +145,89 @@ def test_a_layer_multiplies_what_was_written(recipe, device):
         assert not (y[:, ROWS] != 0).any()
         assert (y[:, :16] != 0).any()
         assert not layer(x).any()
+
+
+# --- kernels of fp8kit's own, which read and write memory ---------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_kernels_read_a_view_as_it_is_now(recipe):
+    """Also where the whole was written after the view was made."""
+    own = {"device": "cpu", "params_dtype": torch.bfloat16}
+    layer, inner, norm = layer_of(recipe), ft.Linear(K, 16, **own), ft.RMSNorm(K, **own)
+    with torch.no_grad():
+        layer.weight.copy_(powers(N, K))
+        for part in (layer.weight[ROWS], layer.weight.data[ROWS].detach().detach()):
+            layer.weight.mul_(2)
+            for call in (inner, norm):
+                layer.weight.mul_(2)
+                assert torch.equal(call(part), call(layer.weight.dequantize()[ROWS]))
+
+
+@pytest.mark.parametrize("kind", ["FusedSGD", "FusedAdam"])
+def test_an_optimiser_of_a_view_writes_the_whole(kind):
+    layer = layer_of()
+    with torch.no_grad():
+        layer.weight.copy_(powers(N, K))
+    part = torch.nn.Parameter(layer.weight.data[ROWS])
+    plain = torch.nn.Parameter(layer.weight.dequantize()[ROWS].detach().clone())
+    for param in (part, plain):
+        param.grad = ones(32, K)
+        getattr(ft.optimizers, kind)([param], lr=0.5).step()
+    found = layer.weight.dequantize()[ROWS]
+    assert torch.equal(part, found)
+    assert (found - plain).abs().max() <= 2.0**-4 * plain.abs().max()  # rounded to E4M3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_product_is_written_to_what_is_held(whole):
+    layer, x, w = layer_of(), ones(N, 16), ones(K, 16)
+    out = layer.weight.data if whole else layer.weight.data[ROWS]
+    y = ft.cpp_extensions.general_gemm(w, x[: out.shape[0]], out=out)[0]
+    assert torch.equal(layer.weight.dequantize()[ROWS], 16 * ones(32, K))
+    assert torch.equal(y, 16 * ones(*out.shape))
+    if not whole:
+        assert not torch.equal(layer.weight.dequantize()[: ROWS.start], 16 * ones(ROWS.start, K))
+
+
+def test_views_in_inference_mode_and_a_write_that_fails():
+    with torch.inference_mode():
+        whole = layer_of("mxfp8").weight
+        row = whole[0]
+        whole.fill_(2.0)
+        assert torch.equal(row, 2 * ones(K))
+    layer = layer_of("mxfp8")
+    row = layer.weight.data[0]
+    before = row.clone()
+
+    def fails(self, values):
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer.weight), "_take", fails)
+        with pytest.raises(ZeroDivisionError):
+            row.fill_(7)
+    assert torch.equal(row, before)
+    assert f"{layer.weight.data[0, 0]:.1f}" == f"{float(before[0]):.1f}"
+
+
+def test_rows_alone_may_be_written_in_place():
+    """Of MXFP8's tensors that have rows' codes only, whatever their number."""
+    whole = layer_of("mxfp8").weight.data
+    chosen = torch.zeros(N, 1, dtype=torch.int32)
+    rows, _ = ft.moe_permute(whole, chosen, 41, map_type="index")
+    with torch.no_grad():
+        want = rows.dequantize() * 2
+        rows.mul_(2)
+    assert torch.equal(rows.dequantize(), want)
+
+
+def test_copies_of_a_parameter_that_is_a_view_are_parameters():
+    part = torch.nn.Parameter(layer_of().weight.data[ROWS])
+    stored = io.BytesIO()
+    torch.save(part, stored)
+    stored.seek(0)
+    for made in (copy.deepcopy(part), torch.load(stored, weights_only=False)):
+        assert type(made) is torch.nn.Parameter
+        assert made.requires_grad
+        assert torch.equal(made, part)
