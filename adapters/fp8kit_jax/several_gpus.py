@@ -41,7 +41,9 @@ log = logging.getLogger("fp8kit")
 
 LIMIT = 30.0  # seconds that a GPU may still work after a call on another one has failed
 _LOOK = 0.2  # seconds between two looks
-_MOST_HIDDEN = 20  # of young objects, as most are, that are some ten thousand
+# collections that find nothing, each of the some 700 to 2,000 new objects after which one begins, until all
+# objects are collected
+_MOST_HIDDEN = 20
 _HANDLERS = "fp8kit_jax.calls"  # the module whose functions XLA calls
 
 # GPUs that this process lowers programs for, or runs some on

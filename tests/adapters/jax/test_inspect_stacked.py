@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 
-import flax
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -134,14 +133,34 @@ class Scanned(linen.Module):
         return stack(name="layers")(x, jnp.arange(LAYERS))[0]
 
 
-REFUSED = tuple(map(int, flax.__version__.split(".")[:3])) > (0, 12, 8)
+class Printing(linen.Module):
+    """Flax and JAX alone: a scan whose body calls back."""
+
+    @linen.compact
+    def __call__(self, x):
+        def body(module, carry, i):
+            jax.debug.callback(lambda i: None, i)
+            return carry, None
+
+        return linen.scan(body, length=2, in_axes=0)(self, x, jnp.arange(2))[0]
 
 
-@pytest.mark.xfail(REFUSED, reason="Flax 0.12.12's linen.scan refuses every callback, as of jax.debug.print")
 def test_linen_scan():
+    """As Flax takes every callback in a scan: that of 0.12.12 refuses Flax's and JAX's own, and ours by the
+    same words."""
     stacked = {"kernel": KERNELS, "bias": jnp.zeros((LAYERS, HIDDEN))}
-    variables = {"params": {"layers": {"mlp": stacked}}}
-    same(looked_at(lambda v, x: Scanned().apply(v, x), variables, jnp.asarray(X)), loop_rows())
+    variables, refused = {"params": {"layers": {"mlp": stacked}}}, ""
+    given = lambda v, x: Scanned().apply(v, x), variables, jnp.asarray(X)
+    try:
+        jax.eval_shape(lambda x: Printing().apply({}, x), jnp.asarray(X))
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert "data dependency on the scan body" in refused
+        with pytest.raises(ValueError, match="data dependency on the scan body"):
+            looked_at(*given)
+    else:
+        same(looked_at(*given), loop_rows())
 
 
 class Stack(nnx.Module):

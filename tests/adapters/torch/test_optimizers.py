@@ -282,8 +282,6 @@ def test_capturable_takes_the_loss_scale_on_the_device(place):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_lose_the_loss_scale_in_one_call(place, dtype, monkeypatch):
     """Rounded once, as by ``GradScaler.unscale_``, also those in strides."""
-    if (place, dtype) == ("cuda", torch.bfloat16):
-        pytest.skip("torch's GradScaler has no kernel for bfloat16 gradients on GPUs")
     params, _ = make(dtype, place)
     opt, factor = FusedAdam(params, lr=1e-2, capturable=True), 1000.0
     scaler = torch.amp.GradScaler(place, init_scale=factor)
@@ -297,7 +295,11 @@ def test_gradients_lose_the_loss_scale_in_one_call(place, dtype, monkeypatch):
     wide.grad = wide.grad.t().contiguous().t()
     held, versions = [p.grad.clone() for p in params], [p.grad._version for p in params]
     by = torch.tensor(1 / factor, dtype=torch.float32, device=place)
-    scaler.step(opt)
+    try:
+        scaler.step(opt)
+    except NotImplementedError as error:  # torch 2.11 has none for bfloat16 on GPUs
+        assert (place, dtype) == ("cuda", torch.bfloat16)
+        pytest.skip(f"GradScaler's own kernel: {error}")
     for i, (p, g) in enumerate(zip(params, held, strict=True)):
         assert_same_bits(f"gradient {i}", f64(p.grad), f64((g.float() * by).to(dtype)))
     assert called == ["adamw_", "scale_"]
